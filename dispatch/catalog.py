@@ -1,0 +1,138 @@
+"""The one table of kernels. Tests, bench, tuner, explain and the README's matrix all read it; rows end in math."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from sdpa.dispatch.kernel import Kernel
+from sdpa.dispatch.rules import (
+    any_unit_stride,
+    bias_in_query_dtype,
+    causal_only,
+    cudnn_head_size,
+    efficient_alignment,
+    flash_architecture,
+    no_row_limit,
+    one_mask,
+    same_head_sizes,
+    square_causal,
+)
+
+from sdpa.problem import FEATURES
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+FLOATS = HALF | {torch.float32}
+ALL_DTYPES = FLOATS | {torch.float64}
+EVERYTHING = frozenset(FEATURES)
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="cpu_flash",
+        family="flash",
+        module="sdpa.kernels.cpu.flash",
+        devices=("cpu",),
+        dtypes=ALL_DTYPES,
+        features=EVERYTHING,
+        summary="ours: C++, AVX-512, AVX2 or portable; skips key blocks outside the mask",
+        efficiency=0.8,
+        overhead=4e-6,
+    ),
+    Kernel(
+        name="vendor_cpu_flash",
+        family="flash",
+        module="sdpa.kernels.vendor.flash_cpu",
+        devices=("cpu",),
+        dtypes=ALL_DTYPES,
+        features=frozenset({"band", "gqa", "lse"}),
+        summary="torch's CPU flash",
+        efficiency=0.6,
+        overhead=6e-6,
+        rules=(causal_only, same_head_sizes, any_unit_stride),
+    ),
+    Kernel(
+        name="vendor_cudnn",
+        family="cudnn",
+        module="sdpa.kernels.vendor.cudnn",
+        devices=("cuda",),
+        dtypes=HALF,
+        features=frozenset({"band", "bias", "allowed", "gqa", "lse"}),
+        summary="cuDNN's fused attention through torch",
+        deterministic=False,
+        efficiency=0.75,
+        overhead=13e-6,
+        rules=(
+            causal_only,
+            square_causal,
+            one_mask,
+            same_head_sizes,
+            any_unit_stride,
+            bias_in_query_dtype,
+            cudnn_head_size,
+            no_row_limit,
+        ),
+    ),
+    Kernel(
+        name="vendor_flash",
+        family="flash",
+        module="sdpa.kernels.vendor.flash_cuda",
+        devices=("cuda",),
+        dtypes=HALF,
+        features=frozenset({"band", "gqa", "lse"}),
+        summary="FlashAttention-2 as torch ships it",
+        deterministic=True,
+        max_head_size=256,
+        efficiency=0.42,
+        overhead=12e-6,
+        rules=(causal_only, square_causal, same_head_sizes, any_unit_stride, flash_architecture, no_row_limit),
+    ),
+    Kernel(
+        name="vendor_efficient",
+        family="efficient",
+        module="sdpa.kernels.vendor.efficient",
+        devices=("cuda",),
+        dtypes=FLOATS,
+        features=frozenset({"band", "bias", "allowed", "bias_grad", "lse"}),
+        summary="CUTLASS memory-efficient attention as torch ships it",
+        deterministic=False,
+        efficiency=0.2,
+        overhead=14e-6,
+        rules=(causal_only, one_mask, any_unit_stride, bias_in_query_dtype, efficient_alignment, no_row_limit),
+    ),
+    Kernel(
+        name="vendor_math",
+        family="math",
+        module="sdpa.kernels.vendor.math",
+        devices=(),
+        dtypes=ALL_DTYPES,
+        features=frozenset({"band", "bias", "allowed"}),
+        summary="torch's math: the score matrix in memory, no log-sum-exp",
+        directions=("forward",),
+        materialises=True,
+        efficiency=0.08,
+        overhead=15e-6,
+        rules=(causal_only, one_mask, bias_in_query_dtype),
+    ),
+    Kernel(
+        name="math",
+        family="math",
+        module="sdpa.kernels.math.composite",
+        devices=(),
+        dtypes=ALL_DTYPES,
+        features=EVERYTHING,
+        summary="composite of torch operations: any device, any feature, any order of derivative",
+        materialises=True,
+        efficiency=0.05,
+        overhead=60e-6,
+    ),
+)
+
+
+@lru_cache(maxsize=1)
+def by_name() -> dict[str, Kernel]:
+    return {kernel.name: kernel for kernel in KERNELS}
+
+
+def kernels_for(device_type: str) -> tuple[Kernel, ...]:
+    """Rows that serve a type of device, in the catalog's order."""
+    return tuple(kernel for kernel in KERNELS if kernel.serves(device_type))

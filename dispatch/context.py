@@ -1,0 +1,146 @@
+"""sdpa_kernel(...): which kernels may run, for this context only (contextvars), and torch's own toggles, honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.kernel import FAMILIES
+
+from sdpa.environment import default_kernel
+
+# torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
+TORCH_BACKENDS = {
+    "MATH": "math",
+    "FLASH_ATTENTION": "flash",
+    "EFFICIENT_ATTENTION": "efficient",
+    "CUDNN_ATTENTION": "cudnn",
+    "OVERRIDEABLE": "overrideable",
+}
+# Order of the bits that `torch_toggles` returns.
+TOGGLED_FAMILIES = ("flash", "efficient", "math", "cudnn")
+ALL_TOGGLES = 0b1111
+
+
+class Setting(NamedTuple):
+    """What may run: names of kernels or families in order; empty allows all."""
+
+    allowed: tuple[str, ...] = ()
+    priority: bool = False  # the order given is the order of preference
+    strict: bool = False  # falling to math is an error
+    forced: bool = False  # asked for by kernel=: never falls back
+
+    def encode(self) -> str:
+        """As a string, the form in which a setting passes through an operator."""
+        flags = "".join(letter for letter, on in zip("psf", self[1:], strict=True) if on)
+        return ",".join(self.allowed) + (f";{flags}" if flags else "")
+
+    @classmethod
+    def decode(cls, text: str) -> Setting:
+        return decode(text)
+
+
+@lru_cache(maxsize=1024)
+def decode(text: str) -> Setting:
+    names, _, flags = text.partition(";")
+    allowed = tuple(name for name in names.split(",") if name)
+    return Setting(allowed, "p" in flags, "s" in flags, "f" in flags)
+
+
+CURRENT: ContextVar[str] = ContextVar("sdpa_kernel", default="")
+# What `with sdpa_kernel(...)` inside a function under torch.compile sets: Dynamo follows a list, not a ContextVar.
+TRACED: list[str] = []
+
+
+class sdpa_kernel:
+    """Allow only some kernels, in this thread or task, until the with-block ends.
+
+    Args:
+        backends: one or a list of torch's `SDPBackend` members, family names ("flash", "efficient", "cudnn", "math")
+            or kernel names as `sdpa info` lists them.
+        set_priority: prefer them in the order given instead of by speed.
+        strict: raise instead of falling to math.
+
+    Nests (the innermost holds), restores on exceptions, and is seen by no other thread. A name that is not known raises
+    ValueError with the known ones.
+    """
+
+    __slots__ = ("_text", "_token")
+
+    def __init__(self, backends: object = (), set_priority: bool = False, strict: bool = False) -> None:
+        key = (
+            backends if isinstance(backends, str) or not isinstance(backends, list) else tuple(backends),
+            set_priority,
+            strict,
+        )
+        self._text = setting_text(*key)
+
+    def __enter__(self) -> sdpa_kernel:
+        if torch.compiler.is_compiling():
+            TRACED.append(self._text)
+        else:
+            self._token = CURRENT.set(self._text)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if torch.compiler.is_compiling():
+            TRACED.pop()
+        else:
+            CURRENT.reset(self._token)
+
+
+@lru_cache(maxsize=1024)
+def setting_text(backends: object, set_priority: bool, strict: bool) -> str:
+    names = [backends] if isinstance(backends, str) or not isinstance(backends, Iterable) else list(backends)
+    allowed = tuple(backend_name(b) for b in names)
+    return Setting(allowed, set_priority, strict).encode()
+
+
+def backend_name(backend: object) -> str:
+    """A family's or kernel's name from whatever a user may pass for it."""
+    name = TORCH_BACKENDS.get(getattr(backend, "name", ""), backend)
+    if isinstance(name, str) and (name in FAMILIES or name in by_name() or name == "overrideable"):
+        return name
+    raise ValueError(
+        f"unknown kernel or backend {backend!r}; known families: {', '.join(FAMILIES)}; known kernels: "
+        f"{', '.join(kernel.name for kernel in KERNELS)}"
+    )
+
+
+def request_text(kernel: str | None) -> str:
+    """The setting of one call: kernel= first, then the innermost with-block, then SDPA_KERNEL."""
+    if kernel is not None:
+        return Setting((backend_name(kernel),), forced=True).encode()
+    if torch.compiler.is_compiling():
+        return TRACED[-1] if TRACED else ""
+    return CURRENT.get() or environment_text()
+
+
+def effective(text: str) -> str:
+    """What an operator was asked, completed by the context it runs in: in a graph, "" means whatever holds."""
+    return text or CURRENT.get() or environment_text()
+
+
+@lru_cache(maxsize=1)
+def environment_text() -> str:
+    names = [name.strip() for name in default_kernel().split(",") if name.strip()]
+    return Setting(tuple(backend_name(name) for name in names)).encode()
+
+
+def torch_toggles() -> int:
+    """torch's process-global switches (torch.nn.attention.sdpa_kernel sets them) as bits of TOGGLED_FAMILIES."""
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled()
+        | c._get_mem_efficient_sdp_enabled() << 1
+        | c._get_math_sdp_enabled() << 2
+        | c._get_cudnn_sdp_enabled() << 3
+    )
+
+
+def enabled_families(toggles: int) -> frozenset[str]:
+    return frozenset(family for bit, family in enumerate(TOGGLED_FAMILIES) if toggles >> bit & 1)

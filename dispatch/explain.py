@@ -1,0 +1,72 @@
+"""The decision as data and as text: every kernel with chosen, able, refused or disabled, its reasons and its time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sdpa.dispatch.context import Setting, torch_toggles
+from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe
+
+from sdpa.problem import AttentionProblem
+
+STATUSES = ("chosen", "able", "refused", "disabled")
+
+
+@dataclass(frozen=True)
+class Row:
+    kernel: str
+    status: str  # of STATUSES
+    reasons: tuple[str, ...]
+    seconds: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns; prints as a table, `as_dict()` for machines."""
+
+    problem: AttentionProblem
+    rows: tuple[Row, ...]
+    chosen: str | None
+    reason: str
+
+    def as_dict(self) -> dict:
+        problem = self.problem._asdict() | {
+            "dtype": str(self.problem.dtype).removeprefix("torch."),
+            "features": sorted(self.problem.features),
+            "bias_dtype": str(self.problem.bias_dtype) if self.problem.bias_dtype else None,
+        }
+        rows = [asdict(row) | {"reasons": list(row.reasons)} for row in self.rows]
+        return {"problem": problem, "chosen": self.chosen, "reason": self.reason, "kernels": rows}
+
+    def __str__(self) -> str:
+        width = max(len(row.kernel) for row in self.rows)
+        lines = [describe(self.problem), f"chosen: {self.chosen or 'none'} ({self.reason})"]
+        for row in self.rows:
+            time = f"{row.seconds * 1e3:9.3f} ms" if row.seconds is not None else " " * 12
+            note = "; ".join(row.reasons) or row.source
+            lines.append(f"  {row.kernel:<{width}}  {row.status:<8}  {time}  {note}")
+        return "\n".join(lines)
+
+
+def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation:
+    """Explain the selection for a problem that needs no tensors."""
+    toggles = torch_toggles()
+    try:
+        choice = choose(problem, setting, toggles)
+        chosen, reason = choice.kernel.name, choice.reason
+    except NoKernelError as error:
+        chosen, reason = None, str(error).splitlines()[0]
+    rows = tuple(row_of(c, chosen, setting, toggles) for c in consider(problem))
+    return Explanation(problem, rows, chosen, reason)
+
+
+def row_of(candidate: Candidate, chosen: str | None, setting: str, toggles: int) -> Row:
+    name = candidate.kernel.name
+    if name == chosen:
+        status = "chosen"
+    elif candidate.reasons:
+        status = "refused"
+    else:
+        status = "able" if allows(Setting.decode(setting), toggles, candidate.kernel) else "disabled"
+    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source)

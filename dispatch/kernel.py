@@ -1,0 +1,105 @@
+"""A kernel as a row of data: its limits, and `why_not`, which says in sentences what a problem exceeds."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from sdpa.problem import FEATURES, AttentionProblem
+
+Rule = Callable[[AttentionProblem], "str | None"]
+FAMILIES = ("flash", "efficient", "cudnn", "math")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the catalog.
+
+    `why_not` is about truth and never changes with a benchmark; `efficiency` and `overhead` are about speed and serve
+    only where no table has measured: the share of the device's peak that the kernel reaches on a large problem, and
+    the seconds that a call costs before any work is done.
+    """
+
+    name: str
+    family: str
+    module: str
+    devices: tuple[str, ...]
+    dtypes: frozenset[torch.dtype]
+    features: frozenset[str]
+    summary: str
+    directions: tuple[str, ...] = ("forward", "backward")
+    max_head_size: int | None = None
+    deterministic: bool = True
+    efficiency: float = 0.5
+    overhead: float = 5e-6
+    materialises: bool = False  # needs memory of size M x N
+    rules: tuple[Rule, ...] = ()
+
+    def load(self) -> ModuleType:
+        """The module with forward, backward, TILES and unavailable; imported when the kernel is first considered."""
+        return load_module(self.module)
+
+    def unavailable(self) -> str | None:
+        """Why the kernel cannot run on this machine at all, or None."""
+        try:
+            return self.load().unavailable()
+        except ImportError as error:
+            return f"its module does not import: {error}"
+
+    def why_not(self, problem: AttentionProblem) -> list[str]:
+        """Every reason this kernel cannot do `problem`, each a sentence with the value it got; empty means it can."""
+        answers = [check(self, problem) for check in CHECKS] + [rule(problem) for rule in self.rules]
+        if self.serves(problem.device_type):
+            answers.append(self.unavailable())
+        return [reason for reason in answers if reason]
+
+    def serves(self, device_type: str) -> bool:
+        return not self.devices or device_type in self.devices
+
+
+def wrong_device(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    if kernel.serves(problem.device_type):
+        return None
+    return f"runs on {' or '.join(kernel.devices)}, got {problem.device_type}"
+
+
+def wrong_dtype(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    if problem.dtype in kernel.dtypes:
+        return None
+    names = sorted(str(d).removeprefix("torch.") for d in kernel.dtypes)
+    return f"takes {', '.join(names)}, got {str(problem.dtype).removeprefix('torch.')}"
+
+
+def wrong_direction(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    return None if problem.direction in kernel.directions else f"has no {problem.direction} pass"
+
+
+def head_too_large(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    limit = kernel.max_head_size
+    if limit is None or max(problem.D, problem.Dv) <= limit:
+        return None
+    return f"takes head sizes up to {limit}, got D = {problem.D}, Dv = {problem.Dv}"
+
+
+def missing_features(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    missing = sorted(problem.features - kernel.features, key=list(FEATURES).index)
+    return f"does not support {', '.join(FEATURES[name] for name in missing)}" if missing else None
+
+
+def not_deterministic(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    if kernel.deterministic or not problem.deterministic:
+        return None
+    return "is not deterministic, and torch.use_deterministic_algorithms(True) is set"
+
+
+CHECKS = (wrong_device, wrong_dtype, wrong_direction, head_too_large, missing_features, not_deterministic)
+
+
+@cache
+def load_module(name: str) -> ModuleType:
+    return importlib.import_module(name)

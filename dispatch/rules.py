@@ -1,0 +1,95 @@
+"""Limits that one number cannot say: predicates of single rows, each returning a sentence or None."""
+
+from __future__ import annotations
+
+import torch
+
+from sdpa.problem import UNLIMITED, AttentionProblem
+
+# CUDA grids are limited to 65535 in their second and third dimension, where these kernels put batch or heads.
+MAX_GRID_YZ = 65535
+CUDNN_MAX_HEAD_SIZE = 128
+CUDNN_MAX_HEAD_SIZE_HOPPER = 256
+HOPPER = (9, 0)
+AMPERE = (8, 0)
+NO_DEVICE = (0, 0)
+HALF_ALIGNMENT = 8
+FLOAT_ALIGNMENT = 4
+
+
+def causal_only(problem: AttentionProblem) -> str | None:
+    """A band must be torch's is_causal: everything to the left, nothing to the right."""
+    if "band" not in problem.features or (problem.left == UNLIMITED and problem.right == 0):
+        return None
+    return f"knows no window but causal, got left = {problem.left}, right = {problem.right}"
+
+
+def one_mask(problem: AttentionProblem) -> str | None:
+    """torch's operators disagree about a causal mask beside a dense one."""
+    dense = sorted(problem.features & {"bias", "allowed"})
+    if "band" in problem.features and dense:
+        return f"takes a causal mask or a dense one, got both (causal and {' and '.join(dense)})"
+    return None
+
+
+def square_causal(problem: AttentionProblem) -> str | None:
+    """Kernels that align causal masks to the bottom right agree with torch only when M == N."""
+    if "band" not in problem.features or problem.M == problem.N:
+        return None
+    return f"aligns causal masks to the bottom right, so M must equal N, got M = {problem.M}, N = {problem.N}"
+
+
+def same_head_sizes(problem: AttentionProblem) -> str | None:
+    if problem.D == problem.Dv:
+        return None
+    return f"needs D == Dv, got D = {problem.D}, Dv = {problem.Dv}"
+
+
+def any_unit_stride(problem: AttentionProblem) -> str | None:
+    return None if problem.unit_stride else "needs the last stride of q, k and v to be 1, and would copy otherwise"
+
+
+def bias_in_query_dtype(problem: AttentionProblem) -> str | None:
+    if problem.bias_dtype in (None, problem.dtype):
+        return None
+    return f"needs the bias in the query's dtype {problem.dtype}, got {problem.bias_dtype}"
+
+
+def no_row_limit(problem: AttentionProblem) -> str | None:
+    if max(problem.B, problem.H) <= MAX_GRID_YZ:
+        return None
+    return f"takes at most {MAX_GRID_YZ} batch entries and heads, got B = {problem.B}, H = {problem.H}"
+
+
+def cudnn_head_size(problem: AttentionProblem) -> str | None:
+    if problem.D % HALF_ALIGNMENT:
+        return f"needs a head size that is a multiple of {HALF_ALIGNMENT}, got D = {problem.D}"
+    limit = CUDNN_MAX_HEAD_SIZE if capability(problem.device) < HOPPER else CUDNN_MAX_HEAD_SIZE_HOPPER
+    if problem.D > limit:
+        return f"takes head sizes up to {limit} on this device, got D = {problem.D}"
+    return None if problem.N > 1 else "needs more than one key, got N = 1"
+
+
+def efficient_alignment(problem: AttentionProblem) -> str | None:
+    multiple = FLOAT_ALIGNMENT if problem.dtype == torch.float32 else HALF_ALIGNMENT
+    if problem.D % multiple or problem.Dv % multiple:
+        return f"needs head sizes that are multiples of {multiple}, got D = {problem.D}, Dv = {problem.Dv}"
+    masked = problem.features & {"bias", "allowed"}
+    if masked and problem.N % multiple:
+        return f"needs a mask of a width that is a multiple of {multiple}, got N = {problem.N}"
+    return None
+
+
+def flash_architecture(problem: AttentionProblem) -> str | None:
+    """FlashAttention-2 needs Ampere or newer."""
+    got = capability(problem.device)
+    return (
+        None if got >= AMPERE or got == NO_DEVICE else f"needs compute capability 8.0 or newer, got {got[0]}.{got[1]}"
+    )
+
+
+def capability(device: str) -> tuple[int, int]:
+    """Compute capability of a CUDA device; NO_DEVICE where torch sees none, which is a reason of its own."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return NO_DEVICE
+    return torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))

@@ -1,0 +1,209 @@
+"""can -> should -> Choice: the fastest kernel that is able and allowed, cached by problem."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from sdpa.dispatch import cost, tuning
+from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.context import Setting, enabled_families, torch_toggles
+from sdpa.dispatch.kernel import FAMILIES, Kernel
+
+from sdpa.problem import AttentionProblem, Tile
+
+# Scores of a problem (B * H * M * N) above which falling to math on an accelerator is worth a warning.
+LARGE_PROBLEM = 1 << 24
+CACHED_CHOICES = 4096
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who answers and how."""
+
+    kernel: Kernel
+    tile: Tile | None
+    problem: AttentionProblem
+    reason: str  # why this one, in a clause
+
+    @property
+    def forward(self) -> Callable:
+        return self.kernel.load().forward
+
+    @property
+    def backward(self) -> Callable:
+        return self.kernel.load().backward
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel's answer to a problem: what keeps it from running, and how long it should take."""
+
+    kernel: Kernel
+    reasons: tuple[str, ...]
+    seconds: float | None
+    source: str  # where `seconds` comes from
+
+    @property
+    def able(self) -> bool:
+        return not self.reasons
+
+
+class NoKernelError(RuntimeError):
+    """No kernel is both able and allowed; the message gives every reason."""
+
+
+LAST = threading.local()
+
+
+def select(problem: AttentionProblem, setting: str) -> Choice:
+    """The choice for `problem` under `setting` (Setting.encode). Raises NoKernelError with all reasons."""
+    choice = choose(problem, setting, torch_toggles())
+    LAST.choice = choice
+    return choice
+
+
+def last_choice() -> Choice | None:
+    """The choice that the most recent call in this thread ran with."""
+    return getattr(LAST, "choice", None)
+
+
+@lru_cache(maxsize=CACHED_CHOICES)
+def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
+    setting = Setting.decode(text)
+    candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
+    if not candidates and not setting.forced:
+        raise NoKernelError(
+            "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the "
+            f"math kernel and the fused kernels. {disabled_sentence(setting, toggles)}"
+        )
+    able = [candidate for candidate in candidates if candidate.able]
+    if not able:
+        raise NoKernelError(refusal(problem, setting, candidates))
+    best = by_preference(able, setting) if setting.priority else min(able, key=lambda c: c.seconds)
+    choice = Choice(best.kernel, tile_of(best.kernel), problem, why(best, able, setting))
+    if choice.kernel.family == "math":
+        fell_to_math(choice, setting)
+    return choice
+
+
+def consider(problem: AttentionProblem) -> list[Candidate]:
+    """Every kernel of the catalog with its reasons, or its time where it is able."""
+    table = tuning.measured(problem)
+    return [candidate_of(kernel, problem, table) for kernel in KERNELS]
+
+
+def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
+    reasons = tuple(kernel.why_not(problem))
+    if reasons:
+        return Candidate(kernel, reasons, None, "")
+    if table is not None and kernel.name in table.seconds:
+        return Candidate(kernel, (), table.seconds[kernel.name], table.source)
+    return Candidate(kernel, (), cost.estimate(kernel, problem), "estimated")
+
+
+def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
+    """Whether our setting names the kernel or its family, and torch's own switches leave the family on.
+
+    A kernel asked for by its own name is not subject to torch's switches: the closer word holds.
+    """
+    if kernel.name in setting.allowed:
+        return True
+    if setting.allowed and kernel.family not in setting.allowed:
+        return False
+    return kernel.family in enabled_families(toggles)
+
+
+def by_preference(able: list[Candidate], setting: Setting) -> Candidate:
+    def rank(candidate: Candidate) -> tuple[int, float]:
+        kernel = candidate.kernel
+        name = kernel.name if kernel.name in setting.allowed else kernel.family
+        return (setting.allowed.index(name) if name in setting.allowed else len(setting.allowed), candidate.seconds)
+
+    return min(able, key=rank)
+
+
+@lru_cache(maxsize=256)
+def tile_of(kernel: Kernel) -> Tile | None:
+    tiles = getattr(kernel.load(), "TILES", ())
+    return tiles[0] if tiles else None
+
+
+def why(best: Candidate, able: list[Candidate], setting: Setting) -> str:
+    if setting.forced:
+        return "asked for by name"
+    if len(able) == 1:
+        return "the only kernel that is able and allowed"
+    if setting.priority:
+        return "first in the order given"
+    return f"fastest of {len(able)} able kernels ({best.source})"
+
+
+def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candidate]) -> str:
+    """All reasons of all allowed kernels, in the form users paste into bug reports."""
+    asked = f" (asked for: {', '.join(setting.allowed)})" if setting.allowed else ""
+    lines = [
+        f"No available kernel. Aborting execution. No kernel can run this problem{asked}:",
+        f"  {describe(problem)}",
+    ]
+    for candidate in candidates:
+        lines.append(f"  {candidate.kernel.name}:")
+        lines.extend(f"    - {reason}" for reason in candidate.reasons)
+    return "\n".join(lines)
+
+
+def disabled_sentence(setting: Setting, toggles: int) -> str:
+    off = [family for family in FAMILIES if family not in enabled_families(toggles)]
+    asked = ", ".join(setting.allowed) or "all kernels"
+    switched = ", ".join(off) or "none"
+    return f"Expected at least one enabled kernel, got {asked} allowed and torch's switches off for: {switched}."
+
+
+def fell_to_math(choice: Choice, setting: Setting) -> None:
+    """Strict mode refuses math; a large problem on an accelerator warns, once because choices are cached."""
+    problem = choice.problem
+    asked_for = "math" in setting.allowed or choice.kernel.name in setting.allowed
+    if asked_for:
+        return
+    if setting.strict:
+        raise NoKernelError(f"strict mode: only math can run this problem:\n{explanation_of(problem)}")
+    if problem.device_type != "cpu" and problem.B * problem.H * problem.M * problem.N >= LARGE_PROBLEM:
+        warnings.warn(
+            f"attention falls to {choice.kernel.name} on a large problem:\n{explanation_of(problem)}", stacklevel=2
+        )
+
+
+def explanation_of(problem: AttentionProblem) -> str:
+    lines = [f"  {describe(problem)}"]
+    lines += [f"  {c.kernel.name}: {'; '.join(c.reasons) or 'able'}" for c in consider(problem)]
+    return "\n".join(lines)
+
+
+def describe(problem: AttentionProblem) -> str:
+    """One line: sizes, dtype, device, mask and features."""
+    p = problem
+    sizes = f"B={p.B} H={p.H} Hkv={p.Hkv} M={p.M} N={p.N} D={p.D} Dv={p.Dv}"
+    extras = ", ".join(sorted(p.features)) or "no mask"
+    band = f" band=({p.left}, {p.right})" if "band" in p.features else ""
+    return f"{p.direction} {sizes} {str(p.dtype).removeprefix('torch.')} on {p.device}: {extras}{band}"
+
+
+def backward_setting(text: str) -> str:
+    """A forward-only kernel asked for by name leaves the backward to whoever has one."""
+    named = [by_name().get(name) for name in Setting.decode(text).allowed]
+    if named and all(kernel is not None and "backward" not in kernel.directions for kernel in named):
+        return ""
+    return text
+
+
+# What `clear_caches` empties; holders of choices further up add themselves.
+CACHES: list[Callable[[], None]] = [choose.cache_clear, tuning.read.cache_clear]
+
+
+def clear_caches() -> None:
+    """Forget choices and tables, after a table was written or the number of threads changed."""
+    for clear in CACHES:
+        clear()

@@ -1,0 +1,1 @@
+"""How: the kernels, one folder per backend."""

@@ -1,0 +1,301 @@
+// The backward attention loop: probabilities are computed again from the log-sum-exp, block by block. A task is a
+// key/value head with its query heads, so that every gradient has one writer and the same bits come out twice.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "tasks.h"
+#include "terms.h"
+
+namespace sdpa_cpu {
+namespace {
+
+constexpr int64_t kBlockM = 96;  // scores and their gradients of 96 x 64 pairs: 48 KiB, within the second cache
+constexpr int64_t kBlockN = 64;
+constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
+
+int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+template <typename T>
+constexpr Dtype dtype_of() {
+  return sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
+}
+
+// A block of queries against a block of keys.
+struct Block {
+  RowGroup rows;
+  int64_t begin, count;  // keys
+  Cover structured;
+  bool exact;  // something that a structured mask hides is not finite: 0 * NaN must not happen
+};
+
+template <typename T>
+class Backward {
+ public:
+  Backward(const AttentionParams& params, const Primitives<T>& prim, const BackwardTensors& tensors)
+      : p_(params), t_(tensors), prim_(prim), terms_(params, prim), sink_parts_(params.sinks ? p_.B * p_.H : 0) {
+    q_ld_ = round_up(p_.D, prim.lanes);
+    v_ld_ = round_up(p_.Dv, prim.lanes);
+    block_m_ = p_.block_m > 0 ? p_.block_m : kBlockM;
+    block_n_ = p_.block_n > 0 ? round_up(p_.block_n, kMaxLanes) : kBlockN;
+  }
+
+  void run() {
+    const double flops = 2.0 * p_.B * p_.H * p_.M * p_.N * (3 * p_.D + 2 * p_.Dv);
+    // Heads that add to the same gradient of a broadcast bias are one task.
+    const bool share_batch = t_.dbias && t_.dbias.stride[0] == 0, share_heads = t_.dbias && t_.dbias.stride[1] == 0;
+    const int64_t batches = share_batch ? 1 : p_.B, heads = share_heads ? 1 : p_.Hkv;
+    const int64_t threads = flops < kParallelFlops ? 1 : std::min(p_.threads, batches * heads);
+    Carver sizes(nullptr);
+    carve(sizes);
+    const Scratch scratch(threads, sizes.used());
+    run_tasks(batches * heads, threads, [&](int64_t task, int64_t thread) {
+      Carver carver(scratch.of(thread));
+      const Buffers buffers = carve(carver);
+      for (int64_t batch = task / heads; batch < p_.B; batch += batches)
+        for (int64_t head = task % heads; head < p_.Hkv; head += heads) Task(*this, buffers, batch, head).run();
+    });
+    if (t_.dsinks) reduce_sinks();
+  }
+
+ private:
+  struct Buffers {
+    T *q, *grad_out, *dq, *dk, *dv;            // all queries and keys of a head
+    T *lse, *delta, *scales;                   // [M], [M], [max(M, N)]
+    T *key_columns, *key_rows, *value_columns;  // of a block of keys
+    T *s, *dp, *extra, *out;                   // of a pair of blocks
+  };
+
+  Buffers carve(Carver& carver) const {
+    Buffers b;
+    b.q = carver.take<T>(p_.M * q_ld_);
+    b.grad_out = carver.take<T>(p_.M * v_ld_);
+    b.dq = carver.take<T>(p_.M * q_ld_);
+    b.dk = carver.take<T>(p_.N * q_ld_);
+    b.dv = carver.take<T>(p_.N * v_ld_);
+    b.lse = carver.take<T>(p_.M);
+    b.delta = carver.take<T>(p_.M);
+    b.scales = carver.take<T>(std::max(p_.M, p_.N));
+    b.key_columns = carver.take<T>(p_.D * block_n_);
+    b.key_rows = carver.take<T>(block_n_ * q_ld_);
+    b.value_columns = carver.take<T>(p_.Dv * block_n_);
+    b.s = carver.take<T>(block_m_ * block_n_);
+    b.dp = carver.take<T>(block_m_ * block_n_);
+    b.extra = carver.take<T>(p_.softcap != 0.0 || p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
+    b.out = carver.take<T>(v_ld_);
+    return b;
+  }
+
+  class Task {
+   public:
+    Task(const Backward& backward, const Buffers& buffers, int64_t batch, int64_t kv_head)
+        : f_(backward), p_(backward.p_), b_(buffers), prim_(backward.prim_), batch_(batch), kv_head_(kv_head),
+          mask_(p_, batch) {}
+
+    void run() {
+      std::fill_n(b_.scales, std::max(p_.M, p_.N), static_cast<T>(p_.scale));
+      std::fill_n(b_.dk, p_.N * f_.q_ld_, T(0));
+      std::fill_n(b_.dv, p_.N * f_.v_ld_, T(0));
+      for (int64_t head = kv_head_ * p_.G(); head < (kv_head_ + 1) * p_.G(); ++head) {
+        load_head(head);
+        for (int64_t begin = 0; begin < p_.N; begin += f_.block_n_) visit_keys(head, begin);
+        store(b_.dq, f_.q_ld_, b_.scales, p_.M, p_.D, f_.t_.dq, head);
+      }
+      store(b_.dk, f_.q_ld_, b_.scales, p_.N, p_.D, f_.t_.dk, kv_head_);
+      store(b_.dv, f_.v_ld_, nullptr, p_.N, p_.Dv, f_.t_.dv, kv_head_);
+    }
+
+   private:
+    void store(const T* gradient, int64_t ld, const T* factor, int64_t rows, int64_t width, const View& to,
+               int64_t head) const {
+      prim_.store_rows(gradient, ld, factor, rows, width, to.at(batch_, head), to.dtype, to.stride[2]);
+    }
+
+    void load_head(int64_t head) const {
+      prim_.load_rows(p_.q.rows(batch_, head, 0), p_.M, p_.D, b_.q, f_.q_ld_);
+      prim_.load_rows(f_.t_.grad_out.rows(batch_, head, 0), p_.M, p_.Dv, b_.grad_out, f_.v_ld_);
+      std::fill_n(b_.dq, p_.M * f_.q_ld_, T(0));
+      for (int64_t i = 0; i < p_.M; ++i) load_row(head, i);
+      if (p_.sinks) f_.sink_parts_[batch_ * p_.H + head] = sink_gradient(head);
+    }
+
+    // lse in base 2, with infinity for a row that sees nothing, so that its probabilities are 0; and
+    // delta = rowsum(out * grad_out) - grad_lse.
+    void load_row(int64_t head, int64_t i) const {
+      const T lse = *reinterpret_cast<const T*>(f_.t_.lse.at(batch_, head, i));
+      const bool empty = lse == -std::numeric_limits<T>::infinity();
+      b_.lse[i] = empty ? -lse : lse * static_cast<T>(kLog2E);
+      prim_.load_rows(f_.t_.out.rows(batch_, head, i), 1, p_.Dv, b_.out, f_.v_ld_);
+      T parts[4] = {};
+      const T* grad_out = b_.grad_out + i * f_.v_ld_;
+      for (int64_t c = 0; c < f_.v_ld_; ++c) parts[c % 4] += b_.out[c] * grad_out[c];
+      b_.delta[i] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+      if (f_.t_.grad_lse && !empty) b_.delta[i] -= *reinterpret_cast<const T*>(f_.t_.grad_lse.at(batch_, head, i));
+    }
+
+    // The sink's probability times (0 - delta), summed over the queries that count.
+    double sink_gradient(int64_t head) const {
+      const double sink = read_number(p_.sinks.at(head), p_.sinks.dtype) * kLog2E;
+      double sum = 0.0;
+      for (int64_t i = 0; i < p_.M; ++i)
+        if (!std::isinf(b_.lse[i])) sum -= std::exp2(sink - b_.lse[i]) * b_.delta[i];
+      return sum;
+    }
+
+    void visit_keys(int64_t head, int64_t begin) const {
+      const int64_t count = std::min(f_.block_n_, p_.N - begin);
+      bool loaded = false;
+      for (int64_t query = 0; query < p_.M; query += f_.block_m_) {
+        Block block{{head, query, std::min(f_.block_m_, p_.M - query), false}, begin, count, Cover::kWhole, false};
+        block.structured = mask_.structured(query, block.rows.last_query(), begin, count);
+        if (block.structured == Cover::kNone) continue;
+        const Cover dense = mask_.dense(block.rows, begin, count);
+        if (dense == Cover::kNone) continue;
+        if (!loaded) load_keys(begin, count);
+        loaded = true;
+        if (block.structured == Cover::kCut) narrow(&block);
+        visit(block, dense);
+      }
+    }
+
+    void load_keys(int64_t begin, int64_t count) const {
+      const Source k = p_.k.rows(batch_, kv_head_, begin), v = p_.v.rows(batch_, kv_head_, begin);
+      prim_.load_columns(k, count, p_.D, b_.key_columns, f_.block_n_);
+      prim_.load_rows(k, count, p_.D, b_.key_rows, f_.q_ld_);
+      prim_.load_columns(v, count, p_.Dv, b_.value_columns, f_.block_n_);
+    }
+
+    // Leave out the keys behind the last one seen, and find out whether the hidden ones may be multiplied by 0.
+    void narrow(Block* block) const {
+      const RowGroup& rows = block->rows;
+      block->count = std::min(block->count, mask_.keys(rows.query, rows.last_query()).end - block->begin);
+      const int64_t first = rows.query;
+      block->exact = !prim_.finite(b_.q + first * f_.q_ld_, rows.count, p_.D, f_.q_ld_) ||
+                     !prim_.finite(b_.grad_out + first * f_.v_ld_, rows.count, p_.Dv, f_.v_ld_) ||
+                     !prim_.finite(b_.delta + first, 1, rows.count, rows.count) ||
+                     !prim_.finite(b_.key_rows, block->count, p_.D, f_.q_ld_) ||
+                     !prim_.finite(b_.value_columns, p_.Dv, block->count, f_.block_n_);
+    }
+
+    void visit(const Block& block, Cover dense) const {
+      const RowGroup& rows = block.rows;
+      const int64_t ld = f_.block_n_, first = rows.query, count = block.count;
+      const T* grad_out = b_.grad_out + first * f_.v_ld_;
+      T* slope = p_.softcap != 0.0 ? b_.extra : nullptr;
+      prim_.scores(rows.count, count, p_.D, b_.q + first * f_.q_ld_, f_.q_ld_, b_.key_columns, ld, f_.terms_.factor(),
+                   b_.s, ld);
+      if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, rows, block.begin, count, b_.s, slope, ld);
+      if (block.structured == Cover::kCut || dense == Cover::kCut) mask_.apply(rows, block.begin, count, b_.s, ld);
+      prim_.probabilities(rows.count, count, b_.s, ld, b_.lse + first);
+      prim_.scores(rows.count, count, p_.Dv, grad_out, f_.v_ld_, b_.value_columns, ld, T(1), b_.dp, ld);
+      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.dp, ld);
+      prim_.score_gradient(rows.count, count, b_.s, b_.dp, ld, b_.delta + first);
+      if (block.exact) hide(block);
+      if (f_.t_.dbias) add_bias_gradient(block);
+      if (slope) multiply(b_.dp, slope, rows.count, count);
+      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.s, ld);
+      if (block.exact)
+        add_visible(block);
+      else
+        add(block);
+    }
+
+    Source matrix(const T* data, int64_t ld) const { return {data, dtype_of<T>(), ld, 1}; }
+
+    void add(const Block& block) const {
+      const int64_t ld = f_.block_n_, first = block.rows.query, rows = block.rows.count, count = block.count;
+      prim_.accumulate(count, f_.v_ld_, rows, b_.s, 1, ld, matrix(b_.grad_out + first * f_.v_ld_, f_.v_ld_),
+                       b_.dv + block.begin * f_.v_ld_, f_.v_ld_, nullptr);
+      prim_.accumulate(count, f_.q_ld_, rows, b_.dp, 1, ld, matrix(b_.q + first * f_.q_ld_, f_.q_ld_),
+                       b_.dk + block.begin * f_.q_ld_, f_.q_ld_, nullptr);
+      prim_.accumulate(rows, f_.q_ld_, count, b_.dp, ld, 1, matrix(b_.key_rows, f_.q_ld_), b_.dq + first * f_.q_ld_,
+                       f_.q_ld_, nullptr);
+    }
+
+    // Pair by pair, without touching what a structured mask hides.
+    void add_visible(const Block& block) const {
+      for (int64_t r = 0; r < block.rows.count; ++r)
+        for (int64_t j = 0; j < block.count; ++j)
+          if (mask_.visible(block.rows.query + r, block.begin + j)) add_pair(block, r, j);
+    }
+
+    void add_pair(const Block& block, int64_t r, int64_t j) const {
+      const int64_t ld = f_.block_n_, query = block.rows.query + r, key = block.begin + j, at = r * ld + j;
+      prim_.accumulate(1, f_.v_ld_, 1, b_.s + at, ld, 1, matrix(b_.grad_out + query * f_.v_ld_, f_.v_ld_),
+                       b_.dv + key * f_.v_ld_, f_.v_ld_, nullptr);
+      prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.q + query * f_.q_ld_, f_.q_ld_),
+                       b_.dk + key * f_.q_ld_, f_.q_ld_, nullptr);
+      prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.key_rows + j * f_.q_ld_, f_.q_ld_),
+                       b_.dq + query * f_.q_ld_, f_.q_ld_, nullptr);
+    }
+
+    void hide(const Block& block) const {
+      for (int64_t r = 0; r < block.rows.count; ++r)
+        for (int64_t j = 0; j < block.count; ++j)
+          if (!mask_.visible(block.rows.query + r, block.begin + j)) b_.dp[r * f_.block_n_ + j] = T(0);
+    }
+
+    void multiply(T* x, const T* by, int64_t rows, int64_t count) const {
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t j = 0; j < count; ++j) x[r * f_.block_n_ + j] *= by[r * f_.block_n_ + j];
+    }
+
+    // dbias += dp, summed over the block first along the dimensions in which the bias is broadcast.
+    void add_bias_gradient(const Block& block) const {
+      const View& dbias = f_.t_.dbias;
+      const bool one_row = dbias.stride[2] == 0, one_column = dbias.stride[3] == 0;
+      T total = 0;
+      for (int64_t r = 0; r < block.rows.count; ++r) {
+        const T* line = b_.dp + r * f_.block_n_;
+        T* to = reinterpret_cast<T*>(dbias.at(batch_, block.rows.head, block.rows.query + r, block.begin));
+        if (!one_column) {
+          for (int64_t j = 0; j < block.count; ++j) to[j * dbias.stride[3]] += line[j];
+          continue;
+        }
+        T sum = 0;
+        for (int64_t j = 0; j < block.count; ++j) sum += line[j];
+        if (one_row)
+          total += sum;
+        else
+          *to += sum;
+      }
+      if (one_row && one_column) *reinterpret_cast<T*>(dbias.at(batch_, block.rows.head)) += total;
+    }
+
+    const Backward& f_;
+    const AttentionParams& p_;
+    const Buffers& b_;
+    const Primitives<T>& prim_;
+    const int64_t batch_, kv_head_;
+    const Mask mask_;
+  };
+
+  void reduce_sinks() const {
+    T* dsinks = static_cast<T*>(t_.dsinks);
+    for (int64_t head = 0; head < p_.H; ++head) {
+      double sum = 0.0;
+      for (int64_t batch = 0; batch < p_.B; ++batch) sum += sink_parts_[batch * p_.H + head];
+      dsinks[head] = static_cast<T>(sum);
+    }
+  }
+
+  const AttentionParams& p_;
+  const BackwardTensors& t_;
+  const Primitives<T>& prim_;
+  const ScoreTerms<T> terms_;
+  mutable std::vector<double> sink_parts_;
+  int64_t q_ld_, v_ld_, block_m_, block_n_;
+};
+
+}  // namespace
+
+template <typename T>
+void attention_backward(const AttentionParams& params, const Primitives<T>& prim, const BackwardTensors& tensors) {
+  Backward<T>(params, prim, tensors).run();
+}
+
+template void attention_backward(const AttentionParams&, const Primitives<float>&, const BackwardTensors&);
+template void attention_backward(const AttentionParams&, const Primitives<double>&, const BackwardTensors&);
+
+}  // namespace sdpa_cpu

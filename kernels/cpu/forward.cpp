@@ -1,0 +1,278 @@
+// The forward attention loop: a task is a block of queries of heads that share keys, and walks over blocks of keys.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "tasks.h"
+#include "terms.h"
+
+namespace sdpa_cpu {
+namespace {
+
+constexpr int64_t kRowsPerStep = 6;      // rows of the widest register tile: their scores stay in the first cache
+constexpr int64_t kDefaultBlockM = 192;  // packing a key costs about 3 % of using it for so many queries
+constexpr int64_t kSmallestBlockM = 48;
+constexpr int64_t kDefaultBlockN = 64;        // one register tile wide
+constexpr int64_t kDirectRows = 8;            // up to here reading keys in place beats packing them
+constexpr int64_t kDirectBlockN = 256;        // nothing is packed then, so only the scores need room
+constexpr double kParallelFlops = 1e6;        // about what waking the other threads costs
+
+int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
+
+struct Plan {
+  int64_t block_m, block_n;
+  int64_t heads;  // per task, of one key/value head
+  int64_t query_blocks, head_blocks, tasks, threads;
+  bool direct;  // keys and values are read in place
+};
+
+Plan make_plan(const AttentionParams& p) {
+  Plan plan;
+  const double flops = 2.0 * p.B * p.H * p.M * p.N * (p.D + p.Dv);
+  plan.threads = flops < kParallelFlops ? 1 : p.threads;
+  plan.direct = p.M * p.G() <= kDirectRows && unit_stride(p.k);
+  plan.block_m = p.block_m > 0 ? p.block_m : kDefaultBlockM;
+  const auto enough = [&] { return p.B * p.H * blocks_of(p.M, plan.block_m) >= 2 * plan.threads; };
+  while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > kSmallestBlockM && !enough()) plan.block_m /= 2;
+  plan.block_m = std::min(plan.block_m, p.M);
+  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : kDefaultBlockN;
+  plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
+  plan.heads = std::clamp<int64_t>(kDefaultBlockM / std::max<int64_t>(plan.block_m, 1), 1, p.G());
+  plan.query_blocks = blocks_of(p.M, plan.block_m);
+  plan.head_blocks = blocks_of(p.G(), plan.heads);
+  plan.tasks = p.B * p.Hkv * plan.head_blocks * plan.query_blocks;
+  plan.threads = std::min(plan.threads, plan.tasks);
+  return plan;
+}
+
+// A block of keys and values, ready for all row groups of a task.
+struct KeyBlock {
+  int64_t begin, count;
+  Source keys, values;
+  Cover cover;          // for the whole task
+  bool exact = false;   // values that a structured mask hides are not finite: 0 * NaN must not happen
+};
+
+template <typename T>
+class Forward {
+ public:
+  Forward(const AttentionParams& params, const Primitives<T>& prim, const ForwardResults& results)
+      : p_(params), prim_(prim), results_(results), plan_(make_plan(params)), terms_(params, prim) {
+    q_ld_ = round_up(p_.D, prim.lanes);
+    v_ld_ = round_up(p_.Dv, prim.lanes);
+    const bool own_type = p_.v.element == static_cast<int64_t>(sizeof(T));
+    values_in_place_ = unit_stride(p_.v) && v_ld_ == p_.Dv && (own_type || plan_.direct);
+  }
+
+  void run() {
+    Carver sizes(nullptr);
+    carve(sizes);
+    const Scratch scratch(plan_.threads, sizes.used());
+    run_tasks(plan_.tasks, plan_.threads, [&](int64_t task, int64_t thread) {
+      Carver carver(scratch.of(thread));
+      Task(*this, carve(carver), task).run();
+    });
+  }
+
+ private:
+  struct Buffers {
+    T *q, *keys, *values, *s, *acc, *row_max, *row_sum, *keep;
+  };
+
+  Buffers carve(Carver& carver) const {
+    const int64_t rows = plan_.heads * plan_.block_m;
+    Buffers b;
+    b.q = carver.take<T>(rows * q_ld_);
+    b.keys = carver.take<T>(plan_.direct ? 0 : p_.D * plan_.block_n);
+    b.values = carver.take<T>(values_in_place_ ? 0 : plan_.block_n * v_ld_);
+    b.s = carver.take<T>(kRowsPerStep * plan_.block_n);
+    b.acc = carver.take<T>(rows * v_ld_);
+    b.row_max = carver.take<T>(rows);
+    b.row_sum = carver.take<T>(rows * kMaxLanes);
+    b.keep = carver.take<T>(kRowsPerStep);
+    return b;
+  }
+
+  class Task {
+   public:
+    // Tasks are numbered from the last block of queries to the first: under a causal mask the longest come first.
+    Task(const Forward& forward, const Buffers& buffers, int64_t task)
+        : f_(forward), p_(forward.p_), b_(buffers), batch_(batch_of(forward, task)), mask_(p_, batch_) {
+      const Plan& plan = f_.plan_;
+      const int64_t heads = plan.head_blocks * p_.Hkv;
+      const int64_t block = plan.query_blocks - 1 - task / (p_.B * heads);
+      const int64_t head_block = task % heads;
+      kv_head_ = head_block / plan.head_blocks;
+      const int64_t first = head_block % plan.head_blocks * plan.heads;
+      heads_ = std::min(plan.heads, p_.G() - first);
+      head_ = kv_head_ * p_.G() + first;
+      query_ = block * plan.block_m;
+      queries_ = std::min(plan.block_m, p_.M - query_);
+    }
+
+    void run() {
+      start();
+      const KeyRange range = mask_.keys(query_, query_ + queries_ - 1);
+      for (int64_t begin = range.begin; begin < range.end; begin += f_.plan_.block_n) {
+        const int64_t count = std::min(f_.plan_.block_n, range.end - begin);
+        const Cover cover = mask_.structured(query_, query_ + queries_ - 1, begin, count);
+        if (cover == Cover::kNone) continue;
+        visit(begin, count, cover);
+      }
+      finish();
+    }
+
+   private:
+    static int64_t batch_of(const Forward& f, int64_t task) {
+      const int64_t heads = f.plan_.head_blocks * f.p_.Hkv;
+      return task / heads % f.p_.B;
+    }
+
+    // Queries in the type computed in; an empty state, or with a sink the state after having seen it.
+    void start() {
+      for (int64_t h = 0; h < heads_; ++h) {
+        f_.prim_.load_rows(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, b_.q + h * queries_ * f_.q_ld_,
+                           f_.q_ld_);
+        T top = -std::numeric_limits<T>::infinity();
+        if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype) * kLog2E);
+        const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
+        for (int64_t row = h * queries_; row < (h + 1) * queries_; ++row) {
+          b_.row_max[row] = top;
+          std::fill_n(b_.row_sum + row * kMaxLanes, kMaxLanes, T(0));
+          b_.row_sum[row * kMaxLanes] = sum;
+        }
+      }
+      std::fill_n(b_.acc, heads_ * queries_ * f_.v_ld_, T(0));
+    }
+
+    void visit(int64_t begin, int64_t count, Cover cover) {
+      KeyBlock block;
+      bool loaded = false;
+      const bool across = queries_ == 1;
+      const int64_t groups_of = across ? heads_ : queries_;
+      for (int64_t h = 0; h < (across ? 1 : heads_); ++h)
+        for (int64_t first = 0; first < groups_of; first += kRowsPerStep) {
+          const int64_t rows = std::min(kRowsPerStep, groups_of - first);
+          const RowGroup group = across ? RowGroup{head_ + first, query_, rows, true}
+                                        : RowGroup{head_ + h, query_ + first, rows, false};
+          const Cover structured =
+              cover == Cover::kWhole ? cover : mask_.structured(group.query, group.last_query(), begin, count);
+          if (structured == Cover::kNone) continue;
+          const Cover dense = mask_.dense(group, begin, count);
+          if (dense == Cover::kNone) continue;
+          if (!loaded) block = load(begin, count, cover);
+          loaded = true;
+          attend(group, h * queries_ + first, block, structured, dense);
+        }
+    }
+
+    KeyBlock load(int64_t begin, int64_t count, Cover cover) const {
+      KeyBlock block{begin, count, p_.k.rows(batch_, kv_head_, begin), p_.v.rows(batch_, kv_head_, begin), cover};
+      if (!f_.plan_.direct) f_.prim_.load_columns(block.keys, count, p_.D, b_.keys, f_.plan_.block_n);
+      if (!f_.values_in_place_) {
+        f_.prim_.load_rows(block.values, count, p_.Dv, b_.values, f_.v_ld_);
+        block.values = {b_.values, p_.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32, f_.v_ld_, 1};
+      }
+      if (cover == Cover::kCut) block.exact = !finite_values(block);
+      return block;
+    }
+
+    bool finite_values(const KeyBlock& block) const {
+      if (block.values.dtype == Dtype::kFloat32 || block.values.dtype == Dtype::kFloat64)
+        return f_.prim_.finite(static_cast<const T*>(block.values.data), block.count, p_.Dv, block.values.row_stride);
+      const size_t bytes = 2;
+      for (int64_t j = 0; j < block.count; ++j)
+        for (int64_t c = 0; c < p_.Dv; ++c) {
+          const char* at = static_cast<const char*>(block.values.data) + (j * block.values.row_stride + c) * bytes;
+          if (!std::isfinite(read_number(at, block.values.dtype))) return false;
+        }
+      return true;
+    }
+
+    void attend(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
+      const int64_t ld = f_.plan_.block_n;
+      int64_t count = block.count;
+      if (structured == Cover::kCut)
+        count = std::min(count, mask_.keys(group.query, group.last_query()).end - block.begin);
+      const T* q = b_.q + row * f_.q_ld_;
+      if (f_.plan_.direct)
+        f_.prim_.scores_direct(group.count, count, p_.D, q, f_.q_ld_, block.keys, f_.terms_.factor(), b_.s, ld);
+      else
+        f_.prim_.scores(group.count, count, p_.D, q, f_.q_ld_, b_.keys, ld, f_.terms_.factor(), b_.s, ld);
+      if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
+      if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(group, block.begin, count, b_.s, ld);
+      f_.prim_.softmax_step(group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes, b_.keep);
+      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
+      T* acc = b_.acc + row * f_.v_ld_;
+      if (block.exact && structured == Cover::kCut)
+        accumulate_visible(group, block, count, acc);
+      else
+        f_.prim_.accumulate(group.count, f_.v_ld_, count, b_.s, ld, 1, block.values, acc, f_.v_ld_, b_.keep);
+    }
+
+    // Key by key, without touching the values of keys that a structured mask hides.
+    void accumulate_visible(const RowGroup& group, const KeyBlock& block, int64_t count, T* acc) const {
+      const int64_t ld = f_.plan_.block_n;
+      f_.prim_.accumulate(group.count, f_.v_ld_, 0, b_.s, ld, 1, block.values, acc, f_.v_ld_, b_.keep);
+      for (int64_t r = 0; r < group.count; ++r)
+        for (int64_t j = 0; j < count; ++j) {
+          if (!mask_.visible(group.query_of(r), block.begin + j)) continue;
+          Source value = block.values;
+          value.data = static_cast<const char*>(value.data) + j * value.row_stride * size_of(value.dtype);
+          f_.prim_.accumulate(1, f_.v_ld_, 1, b_.s + r * ld + j, ld, 1, value, acc + r * f_.v_ld_, f_.v_ld_, nullptr);
+        }
+    }
+
+    void finish() const {
+      for (int64_t h = 0; h < heads_; ++h) {
+        const int64_t row = h * queries_;
+        T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
+        for (int64_t i = 0; i < queries_; ++i) b_.row_max[row + i] = close_row(row + i, lse + i);
+        f_.prim_.store_rows(b_.acc + row * f_.v_ld_, f_.v_ld_, b_.row_max + row, queries_, p_.Dv,
+                            f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
+      }
+    }
+
+    // The factor that makes an output of a row's sums, and its log-sum-exp.
+    T close_row(int64_t row, T* lse) const {
+      T sum = 0;
+      for (int64_t lane = 0; lane < kMaxLanes; ++lane) sum += b_.row_sum[row * kMaxLanes + lane];
+      if (sum == T(0)) {
+        *lse = -std::numeric_limits<T>::infinity();
+        std::fill_n(b_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
+        return T(0);
+      }
+      *lse = static_cast<T>(kLn2) * (b_.row_max[row] + std::log2(sum));
+      return T(1) / sum;
+    }
+
+    const Forward& f_;
+    const AttentionParams& p_;
+    const Buffers b_;
+    const int64_t batch_;
+    const Mask mask_;
+    int64_t kv_head_, head_, heads_, query_, queries_;
+  };
+
+  const AttentionParams& p_;
+  const Primitives<T>& prim_;
+  const ForwardResults& results_;
+  const Plan plan_;
+  const ScoreTerms<T> terms_;
+  int64_t q_ld_, v_ld_;
+  bool values_in_place_;
+};
+
+}  // namespace
+
+template <typename T>
+void attention_forward(const AttentionParams& params, const Primitives<T>& prim, const ForwardResults& results) {
+  if (params.B * params.H * params.M == 0) return;
+  Forward<T>(params, prim, results).run();
+}
+
+template void attention_forward(const AttentionParams&, const Primitives<float>&, const ForwardResults&);
+template void attention_forward(const AttentionParams&, const Primitives<double>&, const ForwardResults&);
+
+}  // namespace sdpa_cpu

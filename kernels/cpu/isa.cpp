@@ -1,0 +1,55 @@
+// The choice of an instruction set: the widest that the processor and the system support, unless told otherwise.
+#include "isa.h"
+
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+namespace sdpa_cpu {
+namespace {
+
+// The narrowest first. The compiler's own test asks cpuid, and whether the system saves the wide registers.
+std::vector<const InstructionSet*> find_instruction_sets() {
+  std::vector<const InstructionSet*> found = {&kScalar};
+#ifdef SDPA_X86
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (avx2) found.push_back(&kAvx2);
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) found.push_back(&kAvx512);
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kAvx512Bf16);
+#endif
+  return found;
+}
+
+const std::vector<const InstructionSet*>& instruction_sets() {
+  static const std::vector<const InstructionSet*> found = find_instruction_sets();
+  return found;
+}
+
+std::atomic<const InstructionSet*>& current() {
+  static std::atomic<const InstructionSet*> chosen{instruction_sets().back()};
+  return chosen;
+}
+
+}  // namespace
+
+const InstructionSet& instruction_set() { return *current().load(std::memory_order_relaxed); }
+
+std::string available_instruction_sets() {
+  std::string names;
+  for (const InstructionSet* set : instruction_sets()) names += (names.empty() ? "" : ",") + std::string(set->name);
+  return names;
+}
+
+void choose_instruction_set(const std::string& name) {
+  for (const InstructionSet* set : instruction_sets())
+    if (name == set->name) {
+      current().store(set, std::memory_order_relaxed);
+      return;
+    }
+  throw std::runtime_error("instruction set '" + name + "' is not available on this machine, which has " +
+                           available_instruction_sets());
+}
+
+}  // namespace sdpa_cpu

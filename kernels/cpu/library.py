@@ -1,0 +1,49 @@
+"""Finds and loads the native library, once and when first asked; failing is a sentence and not an exception."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sdpa.environment import cpu_isa
+
+LIBRARY = Path(__file__).with_name("libsdpa_cpu.so")
+
+_outcome: list[str | None] = []  # empty until the library was tried
+
+
+def load_error() -> str | None:
+    """Why the library cannot be used, in one sentence; None when it is loaded."""
+    if not _outcome:
+        _outcome.append(_load())
+    return _outcome[0]
+
+
+def _load() -> str | None:
+    if not LIBRARY.exists():
+        return f"the CPU library was not built: {LIBRARY} does not exist"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+        wanted = cpu_isa()
+        if wanted is not None:
+            set_isa(wanted)
+    except Exception as error:  # whatever the loader, the library or a bad SDPA_CPU_ISA raises is the reason
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"the CPU library {LIBRARY} did not load: {first_line}"
+    return None
+
+
+def isa() -> str:
+    """The instruction set in use: "scalar", "avx2", "avx512"."""
+    return torch.ops.sdpa_cpu.isa()
+
+
+def isas() -> list[str]:
+    """What this machine can run, the narrowest first."""
+    return torch.ops.sdpa_cpu.isas().split(",")
+
+
+def set_isa(name: str) -> None:
+    """Use another instruction set in this process; raises with the list of what there is."""
+    torch.ops.sdpa_cpu.set_isa(name)

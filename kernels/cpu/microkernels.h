@@ -1,0 +1,435 @@
+// The primitives, written once on vectors of the compiler and instantiated by each instruction set in its own unnamed
+// namespace. The including file defines kVectorBytes, kPanel (vectors side by side in a tile) and the conversions
+// widen_bf16, widen_f16, narrow_bf16, narrow_f16; it may overload larger, largest, total and transpose.
+#pragma once
+
+template <typename T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+  typedef T loose __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));
+};
+template <typename T>
+using Vec = typename VectorOf<T>::type;
+
+template <typename T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+// Rows of a tile: 6 x 4 accumulators, 4 operands and a broadcast fill 32 registers; 6 x 2 fill 16.
+constexpr int kTileRows = 6;
+
+template <typename P>
+struct Pointee;
+template <typename S>
+struct Pointee<const S*> {
+  typedef S type;
+};
+
+constexpr int kRowPanel = 8;  // vectors of a tile of one row
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <typename T>
+inline Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename VectorOf<T>::loose*>(p);
+}
+template <typename T>
+inline void store(T* p, Vec<T> x) {
+  *reinterpret_cast<typename VectorOf<T>::loose*>(p) = x;
+}
+template <typename T>
+inline Vec<T> fill(T x) {
+  return x - Vec<T>{};
+}
+
+// NaN in either gives b.
+template <typename V>
+inline V larger(V a, V b) {
+  return a > b ? a : b;
+}
+template <typename V>
+inline auto largest(V x) {
+  auto result = x[0] + 0;
+  for (unsigned i = 1; i < sizeof(V) / sizeof(x[0]); ++i) result = result > x[i] ? result : x[i];
+  return result;
+}
+template <typename V>
+inline auto total(V x) {
+  auto result = x[0] + 0;
+  for (unsigned i = 1; i < sizeof(V) / sizeof(x[0]); ++i) result += x[i];
+  return result;
+}
+template <typename V>
+inline void transpose(V* rows) {
+  constexpr int kSize = sizeof(V) / sizeof(rows[0][0]);
+  for (int i = 0; i < kSize; ++i)
+    for (int j = 0; j < i; ++j) {
+      const auto swapped = rows[i][j] + 0;
+      rows[i][j] = rows[j][i];
+      rows[j][i] = swapped;
+    }
+}
+
+// A vector of T from memory of another type.
+inline Vec<float> widen(const float* p) { return load(p); }
+inline Vec<double> widen(const double* p) { return load(p); }
+inline Vec<float> widen(const BFloat16* p) { return widen_bf16(&p->bits); }
+inline Vec<float> widen(const Float16* p) { return widen_f16(&p->bits); }
+inline void narrow(Vec<float> x, float* p) { store(p, x); }
+inline void narrow(Vec<double> x, double* p) { store(p, x); }
+inline void narrow(Vec<float> x, BFloat16* p) { narrow_bf16(x, &p->bits); }
+inline void narrow(Vec<float> x, Float16* p) { narrow_f16(x, &p->bits); }
+
+// `count` elements, the rest zero.
+template <typename T, typename S>
+inline Vec<T> widen_part(const S* p, int64_t stride, int64_t count) {
+  if (stride == 1 && count >= kLanes<T>) return widen(p);
+  S part[kLanes<T>] = {};
+  for (int64_t i = 0; i < count && i < kLanes<T>; ++i) part[i] = p[i * stride];
+  return widen(part);
+}
+
+// Call f with a null pointer of the type that `dtype` names.
+template <typename F>
+inline void with_type(float, Dtype dtype, F f) {
+  if (dtype == Dtype::kFloat32) f(static_cast<const float*>(nullptr));
+  if (dtype == Dtype::kBFloat16) f(static_cast<const BFloat16*>(nullptr));
+  if (dtype == Dtype::kFloat16) f(static_cast<const Float16*>(nullptr));
+}
+template <typename F>
+inline void with_type(double, Dtype, F f) {
+  f(static_cast<const double*>(nullptr));
+}
+
+template <typename T>
+void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
+  with_type(T(), src.dtype, [=](auto* type) {
+    auto* data = static_cast<decltype(type)>(src.data);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t c = 0; c < ld; c += kLanes<T>)
+        store(dst + row * ld + c,
+              widen_part<T>(data + row * src.row_stride + c * src.column_stride, src.column_stride, width - c));
+  });
+}
+
+template <typename T>
+void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
+  with_type(T(), src.dtype, [=](auto* type) {
+    auto* data = static_cast<decltype(type)>(src.data);
+    for (int64_t row = 0; row < rows; row += kLanes<T>)
+      for (int64_t c = 0; c < width; c += kLanes<T>) {
+        Vec<T> block[kLanes<T>];
+        for (int i = 0; i < kLanes<T>; ++i)
+          block[i] = row + i < rows ? widen_part<T>(data + (row + i) * src.row_stride + c * src.column_stride,
+                                                    src.column_stride, width - c)
+                                    : Vec<T>{};
+        transpose(block);
+        for (int i = 0; i < kLanes<T> && c + i < width; ++i) store(dst + (c + i) * ld + row, block[i]);
+      }
+  });
+}
+
+template <typename T>
+void store_rows(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
+                int64_t row_stride) {
+  with_type(T(), dtype, [=](auto* type) {
+    using S = typename Pointee<decltype(type)>::type;
+    S* out = static_cast<S*>(dst);
+    for (int64_t row = 0; row < rows; ++row) {
+      const T scale = factor ? factor[row] : T(1);
+      S* line = out + row * row_stride;
+      int64_t c = 0;
+      for (; c + kLanes<T> <= width; c += kLanes<T>) narrow(load(src + row * ld + c) * scale, line + c);
+      if (c == width) continue;
+      S part[kLanes<T>];
+      narrow(load(src + row * ld + c) * scale, part);
+      for (int64_t i = c; i < width; ++i) line[i] = part[i - c];
+    }
+  });
+}
+
+// Rows that are fetched ahead of their use where keys are read once, from memory and not from a cache.
+constexpr int kKeysAhead = 16;
+
+// Rows that are fetched ahead of their use where keys are read once, from memory and not from a cache.
+constexpr int kKeysAhead = 16;
+
+template <typename T>
+inline void add_product(Vec<T>& sum, T a, Vec<T> b) {
+  sum += a * b;
+}
+
+// One register tile of c = a b. With kAdd, c = keep * c + a b (keep null: 1); without, c = factor * a b.
+template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
+void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
+          int64_t ldc, const T* keep) {
+  constexpr int L = kLanes<T>;
+  Vec<T> acc[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v)
+      acc[r][v] = kAdd ? (keep ? load(c + r * ldc + v * L) * keep[r] : load(c + r * ldc + v * L)) : Vec<T>{};
+  for (int64_t k = 0; k < steps; ++k) {
+    decltype(widen(b)) line[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      if (kRows == 1) __builtin_prefetch(b + (k + kKeysAhead) * ldb + v * L);
+      line[v] = widen(b + k * ldb + v * L);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const A x = a[r * row_stride + k * step_stride];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) add_product<T>(acc[r][v], x, line[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) store(c + r * ldc + v * L, kAdd ? acc[r][v] : acc[r][v] * factor);
+}
+
+template <typename T, typename A, typename S>
+using Tile = void (*)(int64_t, const A*, int64_t, int64_t, const S*, int64_t, T, T*, int64_t, const T*);
+
+template <typename T, typename A, typename S, bool kAdd, int kVectors>
+Tile<T, A, S> tile_of_rows(int64_t rows) {
+  static constexpr Tile<T, A, S> tiles[kTileRows] = {
+      tile<T, A, S, 1, kVectors, kAdd>, tile<T, A, S, 2, kVectors, kAdd>, tile<T, A, S, 3, kVectors, kAdd>,
+      tile<T, A, S, 4, kVectors, kAdd>, tile<T, A, S, 5, kVectors, kAdd>, tile<T, A, S, 6, kVectors, kAdd>};
+  return tiles[(rows < kTileRows ? rows : kTileRows) - 1];
+}
+
+template <typename T, typename A, typename S, bool kAdd>
+Tile<T, A, S> tile_of(int64_t rows, int64_t vectors) {
+  if (vectors == 1) return tile_of_rows<T, A, S, kAdd, 1>(rows);
+  if (vectors == 2 || kPanel < 3) return tile_of_rows<T, A, S, kAdd, 2>(rows);
+  if (vectors == 3) return tile_of_rows<T, A, S, kAdd, kPanel < 3 ? 2 : 3>(rows);
+  return tile_of_rows<T, A, S, kAdd, kPanel>(rows);
+}
+
+// The whole product, tile by tile; `vectors` is its width.
+template <typename T, typename A, typename S, bool kAdd>
+void multiply(int64_t rows, int64_t vectors, int64_t steps, const A* a, int64_t row_stride, int64_t step_stride,
+              const S* b, int64_t ldb, T factor, T* c, int64_t ldc, const T* keep) {
+  int64_t v = 0;
+  // A single row has registers to spare, and reads the whole lines of b that memory delivers.
+  for (; rows == 1 && v + kRowPanel <= vectors; v += kRowPanel)
+    tile<T, A, S, 1, kRowPanel, kAdd>(steps, a, row_stride, step_stride, b + v * kLanes<T>, ldb, factor,
+                                      c + v * kLanes<T>, ldc, keep);
+  for (; v < vectors; v += kPanel) {
+    const int64_t panel = vectors - v < kPanel ? vectors - v : kPanel;
+    for (int64_t r = 0; r < rows; r += kTileRows)
+      tile_of<T, A, S, kAdd>(rows - r, panel)(steps, a + r * row_stride, row_stride, step_stride, b + v * kLanes<T>,
+                                              ldb, factor, c + r * ldc + v * kLanes<T>, ldc, keep ? keep + r : nullptr);
+  }
+}
+
+template <typename T, typename A>
+void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, T factor,
+            T* c, int64_t ldc) {
+  const int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>, steps = (depth + kDepth<A> - 1) / kDepth<A>;
+  multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
+}
+
+template <typename T>
+void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t row_stride, int64_t depth_stride,
+                Source b, T* c, int64_t ldc, const T* keep) {
+  with_type(T(), b.dtype, [=](auto* type) {
+    using S = typename Pointee<decltype(type)>::type;
+    multiply<T, T, S, true>(rows, width / kLanes<T>, depth, a, row_stride, depth_stride, static_cast<const S*>(b.data),
+                            b.row_stride, T(1), c, ldc, keep);
+  });
+}
+
+// Where operands are T, scores are operands as they are.
+template <typename T>
+const T* as_left(int64_t, int64_t, T* s, T*, int64_t) {
+  return s;
+}
+template <typename T>
+const T* as_left_transposed(int64_t, int64_t, T* s, int64_t) {
+  return s;
+}
+
+// Dot products of kRows queries with kKeys keys in their own memory.
+template <typename T, typename S, int kRows, int kKeys>
+void dots(int64_t depth, const T* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c, int64_t ldc) {
+  Vec<T> acc[kRows][kKeys] = {};
+  for (int64_t d = 0; d < depth; d += kLanes<T>) {
+    Vec<T> line[kKeys];
+#pragma GCC unroll 4
+    for (int j = 0; j < kKeys; ++j) {
+      __builtin_prefetch(keys + (j + kKeysAhead) * stride + d);
+      line[j] = widen_part<T>(keys + j * stride + d, 1, depth - d);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < kKeys; ++j) acc[r][j] += load(a + r * lda + d) * line[j];
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kKeys; ++j) c[r * ldc + j] = factor * total(acc[r][j]);
+}
+
+template <typename T, typename S, int kRows>
+void dot_rows(int64_t columns, int64_t depth, const T* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c,
+              int64_t ldc) {
+  constexpr int kKeys = 4;  // with 4 rows 16 accumulators
+  int64_t j = 0;
+  for (; j + kKeys <= columns; j += kKeys)
+    dots<T, S, kRows, kKeys>(depth, a, lda, keys + j * stride, stride, factor, c + j, ldc);
+  for (; j < columns; ++j) dots<T, S, kRows, 1>(depth, a, lda, keys + j * stride, stride, factor, c + j, ldc);
+}
+
+template <typename T>
+void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor, T* c,
+                   int64_t ldc) {
+  with_type(T(), keys.dtype, [=](auto* type) {
+    auto* data = static_cast<decltype(type)>(keys.data);
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+      dot_rows<T, typename Pointee<decltype(type)>::type, 4>(columns, depth, a + r * lda, lda, data, keys.row_stride,
+                                                           factor, c + r * ldc, ldc);
+    for (; r + 2 <= rows; r += 2)
+      dot_rows<T, typename Pointee<decltype(type)>::type, 2>(columns, depth, a + r * lda, lda, data, keys.row_stride,
+                                                           factor, c + r * ldc, ldc);
+    for (; r < rows; ++r)
+      dot_rows<T, typename Pointee<decltype(type)>::type, 1>(columns, depth, a + r * lda, lda, data, keys.row_stride,
+                                                           factor, c + r * ldc, ldc);
+  });
+}
+
+// Constants of exp2 by type: with `magic` added, the low bits of the sum are round(x) + exponent bias, so that a shift
+// makes 2^round(x) of them, and of everything below `lowest` an exact zero.
+struct Exp2Float {
+  typedef int32_t Int;
+  static constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
+  static constexpr float lowest = -127.0f;
+  static constexpr int shift = 23;
+  static constexpr int terms = 6;
+  // Minimax of (2^f - 1) / f on [-1/2, 1/2], relative error of 2^f below 2e-9.
+  static constexpr float series[terms] = {0.6931471824645996f,   0.24022647738456726f,  0.055503323674201965f,
+                                          0.00961843691766262f,  0.0013398875016719103f, 0.00015353360504377633f};
+};
+struct Exp2Double {
+  typedef int64_t Int;
+  static constexpr double magic = 6755399441055744.0 + 1023.0;  // 1.5 * 2^52
+  static constexpr double lowest = -1023.0;
+  static constexpr int shift = 52;
+  static constexpr int terms = 13;
+  // ln(2)^k / k!, remainder below 1e-17.
+  static constexpr double series[terms] = {
+      0.69314718055994530942,    0.24022650695910071233,    0.055504108664821579953,   0.0096181291076284771619,
+      0.0013333558146428443423,  0.00015403530393381609954, 1.5252733804059840280e-05, 1.3215486790144309488e-06,
+      1.0178086009239699728e-07, 7.0549116208011233299e-09, 4.4455382718708114976e-10, 2.5678435993488205142e-11,
+      1.3691488853904128881e-12};
+};
+template <typename T>
+struct Exp2Of {
+  typedef Exp2Float type;
+};
+template <>
+struct Exp2Of<double> {
+  typedef Exp2Double type;
+};
+
+// 2^x as power * (1 + part). A product and not an integer addition brings them together, so that NaN stays NaN.
+template <typename T>
+inline void split_exp2(Vec<T> x, Vec<T>* power, Vec<T>* part) {
+  using E = typename Exp2Of<T>::type;
+  typedef typename E::Int Bits __attribute__((vector_size(kVectorBytes)));
+  x = larger(fill(E::lowest), x);
+  const Vec<T> sum = x + E::magic;
+  const Vec<T> f = x - (sum - E::magic);
+  *power = (Vec<T>)((Bits)sum << E::shift);
+  Vec<T> y = fill(E::series[E::terms - 1]);
+#pragma GCC unroll 16
+  for (int i = E::terms - 2; i >= 0; --i) y = y * f + E::series[i];
+  *part = y * f;
+}
+
+template <typename T>
+inline Vec<T> exp2(Vec<T> x) {
+  Vec<T> power, part;
+  split_exp2<T>(x, &power, &part);
+  return power * part + power;
+}
+
+template <typename T>
+void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
+  constexpr T kNothing = -__builtin_inff();
+  for (int64_t r = 0; r < rows; ++r) {
+    T* line = s + r * ld;
+    for (int64_t c = columns; c % kLanes<T> != 0; ++c) line[c] = kNothing;
+    Vec<T> top = load(line);
+    for (int64_t c = kLanes<T>; c < columns; c += kLanes<T>) top = larger(top, load(line + c));
+    const T old_max = row_max[r], block_max = largest(top);
+    const T new_max = old_max > block_max ? old_max : block_max;
+    const T base = new_max == kNothing ? T(0) : new_max;
+    Vec<T> sum = {};
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      const Vec<T> p = exp2<T>(load(line + c) - base);
+      store(line + c, p);
+      sum += p;
+    }
+    keep[r] = old_max == new_max ? T(1) : exp2<T>(fill(old_max - base))[0];
+    row_max[r] = new_max;
+    store(row_sum + r * kMaxLanes, load(row_sum + r * kMaxLanes) * keep[r] + sum);
+  }
+}
+
+template <typename T>
+void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<T>)
+      store(s + r * ld + c, exp2<T>(load(s + r * ld + c) - lse[r]));
+}
+
+template <typename T>
+void score_gradient(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<T>)
+      store(dp + r * ld + c, load(p + r * ld + c) * (load(dp + r * ld + c) - delta[r]));
+}
+
+// tanh(y) = (e^2y - 1) / (e^2y + 1), with e^2y - 1 put together without cancellation.
+template <typename T>
+void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
+  constexpr T kSaturated = 20;  // tanh is 1 there in float64
+  constexpr T kTwoLog2E = 2.8853900817779268147;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      Vec<T> y = load(s + r * ld + c) / cap, power, part;
+      y = larger(fill(-kSaturated), y);
+      y = -larger(fill(-kSaturated), -y);
+      split_exp2<T>(y * kTwoLog2E, &power, &part);
+      const Vec<T> minus_one = power * part + (power - T(1));
+      const Vec<T> t = minus_one / (minus_one + T(2));
+      store(s + r * ld + c, t * cap);
+      if (slope) store(slope + r * ld + c, T(1) - t * t);
+    }
+}
+
+template <typename T>
+bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
+  Vec<T> zero = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t c = 0;
+    for (; c + kLanes<T> <= width; c += kLanes<T>) zero += load(x + r * ld + c) * T(0);
+    for (; c < width; ++c) zero[0] += x[r * ld + c] * T(0);
+  }
+  return total(zero) == T(0);
+}
+
+template <typename T>
+constexpr Primitives<T> kPrimitives = {
+    kLanes<T>,          load_rows<T>,      load_rows<T>,    load_columns<T>,   load_rows<T>,
+    store_rows<T>,      as_left<T>,        as_left_transposed<T>, scores<T, T>, scores_direct<T>,
+    accumulate<T>,      softmax_step<T>,   probabilities<T>, score_gradient<T>, softcap<T>,
+    finite<T>};

@@ -1,0 +1,311 @@
+// The operators torch sees: tensors in, tensors out, and nothing of attention itself.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "params.h"
+
+namespace sdpa_cpu {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Takes the arguments of a boxed call one after the other.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : stack_(stack) {}
+  template <typename A>
+  A next() {
+    return torch::stable::detail::to<A>(stack_[position_++]);
+  }
+  std::optional<Tensor> next_optional() { return next<std::optional<Tensor>>(); }
+
+ private:
+  StableIValue* stack_;
+  int position_ = 0;
+};
+
+template <typename... Values>
+void put(StableIValue* stack, const Values&... values) {
+  int position = 0;
+  ((stack[position++] = torch::stable::detail::from(values)), ...);
+}
+
+Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return Dtype::kFloat32;
+    case ScalarType::Double:
+      return Dtype::kFloat64;
+    case ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    case ScalarType::Half:
+      return Dtype::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, "cpu_flash: expected float32, float64, bfloat16 or float16");
+  }
+  return Dtype::kFloat32;
+}
+
+View view_without_type(const Tensor& tensor) {
+  View view;
+  view.data = static_cast<char*>(tensor.data_ptr());
+  view.element = static_cast<int64_t>(tensor.element_size());
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  STD_TORCH_CHECK(sizes.size() <= 4, "cpu_flash: expected at most four dimensions");
+  for (size_t i = 0; i < sizes.size(); ++i) view.stride[i] = sizes[i] != 1 ? strides[i] : i < 3 ? 0 : 1;
+  return view;
+}
+
+View view_of(const Tensor& tensor) {
+  View view = view_without_type(tensor);
+  view.dtype = dtype_of(tensor);
+  return view;
+}
+
+// Size 1 means broadcast in the last dimension too; an empty tensor still counts as present.
+View optional_view(const std::optional<Tensor>& tensor, bool typed) {
+  if (!tensor) return View();
+  View view = typed ? view_of(*tensor) : view_without_type(*tensor);
+  const int64_t last = tensor->dim() - 1;
+  if (last >= 0 && tensor->size(last) == 1) view.stride[last] = 0;
+  return view;
+}
+
+Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype) {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, aoti_torch_device_type_cpu(), 0,
+                                                         &handle));
+  return Tensor(handle);
+}
+
+int32_t type_code(const Tensor& tensor) {
+  int32_t code;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  return code;
+}
+
+// (B, H, M, width), in the memory order (B, M, H, width) when `like` has it.
+Tensor new_like(const Tensor& like, int64_t width) {
+  const int64_t B = like.size(0), H = like.size(1), M = like.size(2);
+  const int64_t by_head = like.stride(1), by_row = like.stride(2);
+  if (H > 1 && M > 1 && 0 < by_head && by_head < by_row)
+    return new_tensor({B, H, M, width}, {M * H * width, width, H * width, 1}, type_code(like));
+  return new_tensor({B, H, M, width}, {H * M * width, M * width, width, 1}, type_code(like));
+}
+
+int32_t compute_code(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+}
+
+Tensor empty_result(int32_t code) { return new_tensor({0}, {1}, code); }
+
+// The arguments that forward and backward share, kept alive by `kept` while the views are in use.
+struct Call {
+  Tensor q, k, v;
+  std::vector<std::optional<Tensor>> kept;
+  AttentionParams params;
+
+  void read_tensors(Arguments* in) {
+    q = in->next<Tensor>();
+    k = in->next<Tensor>();
+    v = in->next<Tensor>();
+    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "cpu_flash: expected q, k and v of 4 dimensions");
+    params.q = view_of(q);
+    params.k = view_of(k);
+    params.v = view_of(v);
+    params.B = q.size(0), params.H = q.size(1), params.M = q.size(2), params.D = q.size(3);
+    params.Hkv = k.size(1), params.N = k.size(2), params.Dv = v.size(3);
+    STD_TORCH_CHECK(params.k.dtype == params.q.dtype && params.v.dtype == params.q.dtype,
+                    "cpu_flash: expected q, k and v of one dtype");
+    STD_TORCH_CHECK(params.Hkv > 0 ? params.H % params.Hkv == 0 : params.H == 0,
+                    "cpu_flash: expected the heads of q to be a multiple of those of k, but got ", params.H, " and ",
+                    params.Hkv);
+    params.threads = torch::stable::get_num_threads();
+  }
+
+  void read_band(Arguments* in) {
+    params.scale = in->next<double>();
+    params.left = in->next<int64_t>();
+    params.right = in->next<int64_t>();
+    params.bottom_right = in->next<bool>();
+  }
+
+  const std::optional<Tensor>& keep(std::optional<Tensor> tensor) {
+    kept.push_back(std::move(tensor));
+    return kept.back();
+  }
+
+  void read_options(Arguments* in) {
+    constexpr size_t kOptionalTensors = 10;
+    kept.reserve(kOptionalTensors);
+    params.bias = optional_view(keep(in->next_optional()), true);
+    params.allowed = optional_view(keep(in->next_optional()), false);
+    params.q_lengths = optional_view(keep(in->next_optional()), false);
+    params.k_lengths = optional_view(keep(in->next_optional()), false);
+    params.q_segments = optional_view(keep(in->next_optional()), false);
+    params.k_segments = optional_view(keep(in->next_optional()), false);
+    params.prefix = optional_view(keep(in->next_optional()), false);
+    params.alibi = optional_view(keep(in->next_optional()), true);
+    params.sinks = optional_view(keep(in->next_optional()), true);
+    params.softcap = in->next<double>();
+    params.dropout_p = in->next<double>();
+    read_rng(keep(in->next_optional()));
+    params.block_m = in->next<int64_t>();
+    params.block_n = in->next<int64_t>();
+  }
+
+  void read_rng(const std::optional<Tensor>& rng) {
+    if (!rng) return;
+    const auto* words = static_cast<const char*>(rng->data_ptr());
+    const int64_t stride = rng->stride(0) * static_cast<int64_t>(sizeof(int64_t));
+    params.philox_key = *reinterpret_cast<const uint64_t*>(words);
+    params.philox_offset = *reinterpret_cast<const uint64_t*>(words + stride);
+  }
+
+  const std::optional<Tensor>& bias() const { return kept[0]; }
+  const std::optional<Tensor>& sinks() const { return kept[8]; }
+};
+
+void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Call call;
+  call.read_tensors(&in);
+  call.read_band(&in);
+  call.read_options(&in);
+  const AttentionParams& p = call.params;
+  const Tensor out = new_like(call.q, p.Dv);
+  const Tensor lse = new_tensor({p.B, p.H, p.M}, {p.H * p.M, p.M, 1}, compute_code(p.q.dtype));
+  const ForwardResults results = {view_of(out), lse.data_ptr()};
+  if (p.q.dtype == Dtype::kFloat64)
+    attention_forward(p, primitives<double>(), results);
+  else
+    attention_forward(p, primitives<float>(), results);
+  put(stack, out, lse);
+}
+
+// A gradient that is summed in the type computed in, and handed out in the type of its tensor.
+template <typename T>
+struct Sum {
+  const std::optional<Tensor>& like;
+  std::vector<T> values;
+
+  Sum(const std::optional<Tensor>& tensor, bool wanted) : like(tensor) {
+    // Stores read whole vectors.
+    if (wanted && tensor) values.resize(static_cast<size_t>(tensor->numel() + kMaxLanes));
+  }
+
+  View view() {
+    if (values.empty()) return View();
+    View view;
+    view.data = reinterpret_cast<char*>(values.data());
+    view.element = sizeof(T);
+    view.dtype = sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
+    int64_t step = 1;
+    for (int64_t i = like->dim() - 1; i >= 0; --i) {
+      view.stride[i] = like->size(i) == 1 ? 0 : step;
+      step *= like->size(i);
+    }
+    return view;
+  }
+
+  Tensor finish(const Primitives<T>& prim) const {
+    if (values.empty()) return empty_result(like ? type_code(*like) : aoti_torch_dtype_float32());
+    std::vector<int64_t> sizes, strides(static_cast<size_t>(like->dim()), 1);
+    for (int64_t i = 0; i < like->dim(); ++i) sizes.push_back(like->size(i));
+    for (int64_t i = like->dim() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
+    const Tensor result = new_tensor(sizes, strides, type_code(*like));
+    const Dtype dtype = dtype_of(*like);
+    const int64_t count = like->numel();
+    if (sizeof(T) == sizeof(double) && dtype == Dtype::kFloat32)
+      std::copy_n(values.begin(), count, static_cast<float*>(result.data_ptr()));
+    else
+      prim.store_rows(values.data(), 0, nullptr, 1, count, result.data_ptr(), dtype, 0);
+    return result;
+  }
+};
+
+template <typename T>
+void backward_in(StableIValue* stack, const Call& call, BackwardTensors tensors, bool bias_grad) {
+  const AttentionParams& p = call.params;
+  const Tensor dq = new_like(call.q, p.D), dk = new_like(call.k, p.D), dv = new_like(call.v, p.Dv);
+  Sum<T> dbias(call.bias(), bias_grad), dsinks(call.sinks(), true);
+  tensors.dq = view_of(dq);
+  tensors.dk = view_of(dk);
+  tensors.dv = view_of(dv);
+  tensors.dbias = dbias.view();
+  tensors.dsinks = dsinks.values.data();
+  if (!call.sinks()) tensors.dsinks = nullptr;
+  attention_backward(p, primitives<T>(), tensors);
+  put(stack, dq, dk, dv, dbias.finish(primitives<T>()), dsinks.finish(primitives<T>()));
+}
+
+void flash_backward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const Tensor grad_out = in.next<Tensor>();
+  Call call;
+  call.read_tensors(&in);
+  const Tensor out = in.next<Tensor>(), lse = in.next<Tensor>();
+  call.read_band(&in);
+  const std::optional<Tensor> grad_lse = in.next_optional();
+  call.read_options(&in);
+  const bool bias_grad = in.next<bool>();
+  BackwardTensors tensors;
+  tensors.out = view_of(out);
+  tensors.grad_out = view_of(grad_out);
+  tensors.lse = view_of(lse);
+  tensors.grad_lse = optional_view(grad_lse, true);
+  const Dtype compute = call.params.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
+  STD_TORCH_CHECK(tensors.lse.dtype == compute && (!grad_lse || tensors.grad_lse.dtype == compute),
+                  "cpu_flash: expected lse and its gradient in float32, or float64 for float64 inputs");
+  STD_TORCH_CHECK(tensors.out.dtype == call.params.q.dtype && tensors.grad_out.dtype == call.params.q.dtype,
+                  "cpu_flash: expected out and grad_out in the dtype of q");
+  if (compute == Dtype::kFloat64)
+    backward_in<double>(stack, call, tensors, bias_grad);
+  else
+    backward_in<float>(stack, call, tensors, bias_grad);
+}
+
+std::string isa() { return instruction_set().name; }
+std::string isas() { return available_instruction_sets(); }
+void set_isa(std::string name) { choose_instruction_set(name); }
+
+const std::string kOptions =
+    "Tensor? bias=None, Tensor? allowed=None, Tensor? q_lengths=None, Tensor? k_lengths=None, "
+    "Tensor? q_segments=None, Tensor? k_segments=None, Tensor? prefix=None, Tensor? alibi=None, Tensor? sinks=None, "
+    "float softcap=0.0, float dropout_p=0.0, Tensor? rng=None, int block_m=0, int block_n=0";
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
+  const std::string band = "float scale, int left=-1, int right=-1, bool bottom_right=False, *, ";
+  library.def(("flash_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ") -> (Tensor, Tensor)").c_str());
+  library.def(("flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + band +
+               "Tensor? grad_lse=None, " + kOptions +
+               ", bool bias_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+                  .c_str());
+  library.def("isa() -> str");
+  library.def("isas() -> str");
+  library.def("set_isa(str name) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CPU, library) {
+  library.impl("flash_forward", &flash_forward);
+  library.impl("flash_backward", &flash_backward);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CompositeExplicitAutograd, library) {
+  library.impl("isa", TORCH_BOX(&isa));
+  library.impl("isas", TORCH_BOX(&isas));
+  library.impl("set_isa", TORCH_BOX(&set_isa));
+}
+
+}  // namespace sdpa_cpu

@@ -1,0 +1,80 @@
+// What the attention loops are told: sizes, strided views of the tensors, and the options of one call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "primitives.h"
+
+namespace sdpa_cpu {
+
+constexpr int64_t kUnlimited = -1;
+
+inline size_t size_of(Dtype dtype) {
+  if (dtype == Dtype::kFloat64) return 8;
+  return dtype == Dtype::kFloat32 ? 4 : 2;
+}
+
+// A tensor of up to four dimensions, read through its strides (in elements); a dimension of size 1 that is broadcast
+// has stride 0. `data` is null for a tensor that is absent.
+struct View {
+  char* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+  int64_t element = 4;  // bytes
+  Dtype dtype = Dtype::kFloat32;
+
+  explicit operator bool() const { return data != nullptr; }
+  char* at(int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) const {
+    return data + (a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3]) * element;
+  }
+  // Rows from (a, b, c) on, as the primitives read them.
+  Source rows(int64_t a, int64_t b, int64_t c) const { return {at(a, b, c), dtype, stride[2], stride[3]}; }
+};
+
+// Where its last dimension lies closely, a row can be read in place.
+inline bool unit_stride(const View& view) { return view.stride[3] == 1; }
+
+double read_number(const char* p, Dtype dtype);
+
+struct AttentionParams {
+  int64_t B, H, Hkv, M, N, D, Dv;
+  View q, k, v;  // [B, H, M, D], [B, Hkv, N, D], [B, Hkv, N, Dv]
+  double scale;
+  int64_t left = kUnlimited, right = kUnlimited;
+  bool bottom_right = false;
+  View bias, allowed;           // [B, H, M, N]
+  View q_lengths, k_lengths;    // [B], int32
+  View q_segments, k_segments;  // [B, M], [B, N], int32
+  View prefix;                  // [B], int32
+  View alibi;                   // [B, H], float32
+  View sinks;                   // [H]
+  double softcap = 0.0;
+  double dropout_p = 0.0;
+  uint64_t philox_key = 0, philox_offset = 0;
+  int64_t block_m = 0, block_n = 0;  // 0: chosen here
+  int64_t threads = 1;
+
+  int64_t G() const { return H / Hkv; }
+};
+
+// Where a forward writes; out has unit stride in its last dimension, lse is contiguous [B, H, M].
+struct ForwardResults {
+  View out;
+  void* lse;
+};
+
+// What a backward reads beside the inputs and where it writes; gradients have unit stride in their last dimension.
+struct BackwardTensors {
+  View out, grad_out;     // [B, H, M, Dv]
+  View lse, grad_lse;     // [B, H, M] in the type computed in
+  View dq, dk, dv;        // like q, k, v
+  View dbias;             // like bias, in the type computed in, zero at the start; absent when not wanted
+  void* dsinks = nullptr;  // [H] in the type computed in; null when not wanted
+};
+
+template <typename T>
+void attention_forward(const AttentionParams& params, const Primitives<T>& prim, const ForwardResults& results);
+template <typename T>
+void attention_backward(const AttentionParams& params, const Primitives<T>& prim, const BackwardTensors& tensors);
+
+}  // namespace sdpa_cpu

@@ -1,0 +1,95 @@
+// The table of primitives that each instruction set fills in, and nothing with code in it: these translation units
+// are compiled with different flags, so anything they shared inline could leak wide instructions into narrow machines.
+#pragma once
+
+#include <stdint.h>
+
+namespace sdpa_cpu {
+
+enum class Dtype : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// Rows of a tensor as it lies in memory; strides count elements.
+struct Source {
+  const void* data;
+  Dtype dtype;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+// The widest vector of any instruction set in float32: the row sums keep one partial sum per lane.
+constexpr int kMaxLanes = 16;
+
+// Two consecutive bfloat16 values along the depth of a product, as instructions for products of bfloat16 take them.
+struct Pair {
+  uint16_t first, second;
+};
+
+// Values along the depth that one operand holds.
+template <typename Operand>
+constexpr int64_t kDepth = 1;
+template <>
+constexpr int64_t kDepth<Pair> = 2;
+
+// T is the type computed in: float for everything but float64. Products take operands of another type where the
+// instruction set multiplies it faster: a left operand is [rows, depth / kDepth], a right one [depth / kDepth, columns],
+// both padded with zeros to whole vectors and to a whole operand. Depths are counted in values.
+template <typename T, typename Operand = T>
+struct Primitives {
+  int64_t lanes;  // elements of a vector; leading dimensions are multiples of it
+
+  // dst[row][column] = src, columns beyond width up to ld are zero.                            dst [rows, ld]
+  void (*load_rows)(Source src, int64_t rows, int64_t width, T* dst, int64_t ld);
+  // The same as a left operand whose depth is the width.                                       ld / kDepth operands a row
+  void (*load_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
+  // A right operand whose depth is the width and whose columns are the rows of src.
+  void (*load_columns)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
+  // A right operand whose depth is the rows of src.
+  void (*load_steps)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
+  // dst[row] = src[row] * factor[row], or src[row] where factor is null.
+  void (*store_rows)(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
+                     int64_t row_stride);
+
+  // s [rows, columns] as a left operand of leading dimension ld: in `room` [rows, ld], or s itself where T is one.
+  const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
+  // The transpose of s as a left operand: value (column, row) lies at [column + row / kDepth * ld * kDepth].
+  const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, int64_t ld);
+
+  // c = factor * a b: c [rows, columns up to a whole vector], a [rows, depth] of leading dimension lda operands.
+  void (*scores)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, const Operand* b,
+                 int64_t ldb, T factor, T* c, int64_t ldc);
+  // The same with b as rows of keys in memory, column stride 1: no packing, for few rows. Null for operands not T.
+  void (*scores_direct)(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor,
+                        T* c, int64_t ldc);
+  // c = keep[row] * c + a b (keep null: 1): c [rows, width], a[row * row_stride + k * depth_stride], b a right operand
+  // with column stride 1, or where T is the operand also rows of values in memory; width is a multiple of `lanes`.
+  void (*accumulate)(int64_t rows, int64_t width, int64_t depth, const Operand* a, int64_t row_stride,
+                     int64_t depth_stride, Source b, T* c, int64_t ldc, const T* keep);
+
+  // One step of the online softmax in base 2: s becomes exp2(s - row_max), keep[row] what older sums are worth now.
+  // row_sum [rows, kMaxLanes].
+  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
+  // s = exp2(s - lse[row]).
+  void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
+  // dp = p * (dp - delta[row]).
+  void (*score_gradient)(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta);
+  // s = cap * tanh(s / cap), and slope (null: not wanted) = its derivative.
+  void (*softcap)(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap);
+  // Whether all of x [rows, width] is finite.
+  bool (*finite)(const T* x, int64_t rows, int64_t width, int64_t ld);
+};
+
+struct InstructionSet {
+  const char* name;
+  const Primitives<float>* f32;
+  const Primitives<double>* f64;
+  const Primitives<float, Pair>* bf16;  // null: bfloat16 is computed like float32
+};
+
+extern const InstructionSet kScalar;
+#ifdef SDPA_X86
+extern const InstructionSet kAvx2;
+extern const InstructionSet kAvx512;
+extern const InstructionSet kAvx512Bf16;
+#endif
+
+}  // namespace sdpa_cpu

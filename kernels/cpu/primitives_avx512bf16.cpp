@@ -1,0 +1,170 @@
+// The primitives in AVX-512 with products of bfloat16: a multiplication takes pairs, at twice the rate of float32.
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own intrinsics start from an undefined vector
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+#include "primitives.h"
+
+namespace {
+
+using namespace sdpa_cpu;
+
+constexpr int kVectorBytes = 64;
+constexpr int kPanel = 4;
+
+inline __m512 widen_bf16(const uint16_t* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline __m512 widen_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+inline void narrow_f16(__m512 x, uint16_t* p) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+inline void narrow_bf16(__m512 x, uint16_t* p) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
+
+inline __m512 larger(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+inline float largest(__m512 x) { return _mm512_reduce_max_ps(x); }
+inline float total(__m512 x) { return _mm512_reduce_add_ps(x); }
+
+// 16 x 16: pairs, then fours within 128 bits, then the 128-bit parts.
+inline void transpose(__m512* rows) {
+  __m512 pairs[16], fours[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    fours[i] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+    fours[i + 1] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+    fours[i + 2] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+    fours[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 even_low = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0x88);
+    const __m512 odd_low = _mm512_shuffle_f32x4(fours[i], fours[i + 4], 0xdd);
+    const __m512 even_high = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0x88);
+    const __m512 odd_high = _mm512_shuffle_f32x4(fours[i + 8], fours[i + 12], 0xdd);
+    rows[i] = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
+    rows[i + 4] = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+    rows[i + 8] = _mm512_shuffle_f32x4(even_low, even_high, 0xdd);
+    rows[i + 12] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+  }
+}
+
+// A vector of pairs; add_product and widen are found by the tile that microkernels.h defines.
+inline __m512i widen(const Pair* p) { return _mm512_loadu_si512(p); }
+
+template <typename T>
+inline void add_product(__m512& sum, Pair a, __m512i b) {
+  int both;
+  __builtin_memcpy(&both, &a, sizeof(both));
+  sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)b);
+}
+
+#include "microkernels.h"
+
+const BFloat16* bf16_row(Source src, int64_t row) {
+  return static_cast<const BFloat16*>(src.data) + row * src.row_stride;
+}
+
+// Up to 32 values of a row, from `column` on, as 16 pairs; the rest zero.
+inline __m512i pairs_of(Source src, int64_t row, int64_t column, int64_t width) {
+  constexpr int64_t kValues = 32;
+  const BFloat16* p = bf16_row(src, row) + column * src.column_stride;
+  if (src.column_stride == 1 && column + kValues <= width) return _mm512_loadu_si512(p);
+  uint16_t part[kValues] = {};
+  for (int64_t i = 0; i < kValues && column + i < width; ++i) part[i] = p[i * src.column_stride].bits;
+  return _mm512_loadu_si512(part);
+}
+
+void load_left(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
+  constexpr int64_t kValues = 32;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t c = 0; c < ld; c += kValues) {
+      const __mmask16 inside = ld - c < kValues ? 0x00ff : 0xffff;  // ld is a multiple of 16 values
+      _mm512_mask_storeu_epi32(dst + (row * ld + c) / 2, inside, pairs_of(src, row, c, width));
+    }
+}
+
+// Keys side by side: a transpose of pairs, which are as wide as floats.
+void load_pair_columns(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
+  constexpr int64_t kSquare = 16;
+  for (int64_t row = 0; row < rows; row += kSquare)
+    for (int64_t c = 0; c < width; c += 2 * kSquare) {
+      __m512 block[kSquare];
+      for (int64_t i = 0; i < kSquare; ++i)
+        block[i] = row + i < rows ? _mm512_castsi512_ps(pairs_of(src, row + i, c, width)) : _mm512_setzero_ps();
+      transpose(block);
+      for (int64_t i = 0; i < kSquare && c + 2 * i < width; ++i)
+        _mm512_storeu_ps(dst + (c / 2 + i) * ld + row, block[i]);
+    }
+}
+
+inline __m512i pair_up(__m256i first, __m256i second) {
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+}
+
+inline __m256i values_of(Source src, int64_t row, int64_t rows, int64_t column, int64_t width) {
+  constexpr int64_t kValues = 16;
+  if (row >= rows) return _mm256_setzero_si256();
+  const BFloat16* p = bf16_row(src, row) + column * src.column_stride;
+  if (src.column_stride == 1 && column + kValues <= width) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  uint16_t part[kValues] = {};
+  for (int64_t i = 0; i < kValues && column + i < width; ++i) part[i] = p[i * src.column_stride].bits;
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part));
+}
+
+void load_steps(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
+  for (int64_t row = 0; row < rows; row += 2)
+    for (int64_t c = 0; c < ld; c += kLanes<float>)
+      _mm512_storeu_si512(dst + row / 2 * ld + c,
+                          pair_up(values_of(src, row, rows, c, width), values_of(src, row + 1, rows, c, width)));
+}
+
+const Pair* as_left_pairs(int64_t rows, int64_t columns, float* s, Pair* room, int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (columns % 2 != 0) s[r * ld + columns] = 0.0f;
+    for (int64_t c = 0; c < columns; c += kLanes<float>)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(room + r * ld + c / 2), to_bf16(load(s + r * ld + c)));
+  }
+  return room;
+}
+
+// In place: rows 2 i and 2 i + 1 become pairs where row 2 i was.
+const Pair* as_left_transposed_pairs(int64_t rows, int64_t columns, float* s, int64_t ld) {
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = 0; c < columns; c += kLanes<float>) {
+      float* first = s + r * ld + c;
+      const __m256i second = r + 1 < rows ? to_bf16(load(first + ld)) : _mm256_setzero_si256();
+      _mm512_storeu_si512(first, pair_up(to_bf16(load(first)), second));
+    }
+  return reinterpret_cast<const Pair*>(s);
+}
+
+void accumulate_pairs(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride,
+                      int64_t depth_stride, Source b, float* c, int64_t ldc, const float* keep) {
+  multiply<float, Pair, Pair, true>(rows, width / kLanes<float>, (depth + 1) / 2, a, row_stride, depth_stride,
+                                    static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c, ldc, keep);
+}
+
+constexpr Primitives<float, Pair> kPairs = {
+    kLanes<float>,     load_rows<float>, load_left,           load_pair_columns,
+    load_steps,        store_rows<float>, as_left_pairs,      as_left_transposed_pairs,
+    scores<float, Pair>, nullptr,        accumulate_pairs,    softmax_step<float>,
+    probabilities<float>, score_gradient<float>, softcap<float>, finite<float>};
+
+}  // namespace
+
+namespace sdpa_cpu {
+const InstructionSet kAvx512Bf16 = {"avx512bf16", &kPrimitives<float>, &kPrimitives<double>, &kPairs};
+}

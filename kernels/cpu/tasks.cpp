@@ -1,0 +1,38 @@
+// The task queue: an atomic counter on torch's thread pool.
+#include "tasks.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+namespace sdpa_cpu {
+
+namespace {
+constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector
+}
+
+Scratch::Scratch(int64_t threads, int64_t bytes_per_thread) {
+  stride_ = (bytes_per_thread + kAlignment - 1) / kAlignment * kAlignment;
+  void* memory = nullptr;
+  const size_t bytes = static_cast<size_t>(threads * stride_ + kAlignment);
+  if (posix_memalign(&memory, kAlignment, bytes) != 0)
+    throw std::runtime_error("cpu_flash: could not allocate " + std::to_string(bytes) + " bytes of scratch memory for " +
+                             std::to_string(threads) + " threads");
+  memory_.reset(static_cast<char*>(memory));
+}
+
+void run_tasks(int64_t tasks, int64_t threads, const std::function<void(int64_t, int64_t)>& run) {
+  if (threads <= 1 || tasks <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) run(task, 0);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread)
+      for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) run(task, thread);
+  });
+}
+
+}  // namespace sdpa_cpu

@@ -1,0 +1,123 @@
+// Softcap, ALiBi, bias and dropout on a tile of scores.
+#include "terms.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace sdpa_cpu {
+namespace {
+
+template <typename T>
+void add_bias(const View& bias, const char* first, int64_t count, T* line) {
+  const int64_t stride = bias.stride[3];
+  constexpr T kFactor = static_cast<T>(kLog2E);
+  switch (bias.dtype) {
+    case Dtype::kFloat32:
+      for (int64_t j = 0; j < count; ++j) line[j] += kFactor * reinterpret_cast<const float*>(first)[j * stride];
+      return;
+    case Dtype::kFloat64:
+      for (int64_t j = 0; j < count; ++j)
+        line[j] += kFactor * static_cast<T>(reinterpret_cast<const double*>(first)[j * stride]);
+      return;
+    default:
+      for (int64_t j = 0; j < count; ++j)
+        line[j] += kFactor * static_cast<T>(read_number(first + j * stride * bias.element, bias.dtype));
+  }
+}
+
+constexpr int kRounds = 10;
+constexpr int kWords = 4;  // keys that share one counter
+
+void philox(uint32_t counter[kWords], uint64_t key) {
+  uint32_t key_low = static_cast<uint32_t>(key), key_high = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < kRounds; ++round) {
+    const uint64_t first = uint64_t{0xD2511F53} * counter[0];
+    const uint64_t second = uint64_t{0xCD9E8D57} * counter[2];
+    const uint32_t next0 = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key_low;
+    const uint32_t next2 = static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key_high;
+    counter[1] = static_cast<uint32_t>(second);
+    counter[3] = static_cast<uint32_t>(first);
+    counter[0] = next0;
+    counter[2] = next2;
+    key_low += 0x9E3779B9;
+    key_high += 0xBB67AE85;
+  }
+}
+
+float half_to_float(uint16_t h) {
+  const int exponent = h >> 10 & 0x1f, mantissa = h & 0x3ff;
+  float x = exponent == 0    ? std::ldexp(static_cast<float>(mantissa), -24)
+            : exponent < 31  ? std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25)
+            : mantissa == 0 ? INFINITY
+                             : NAN;
+  return h & 0x8000 ? -x : x;
+}
+
+}  // namespace
+
+double read_number(const char* p, Dtype dtype) {
+  if (dtype == Dtype::kFloat64) return *reinterpret_cast<const double*>(p);
+  if (dtype == Dtype::kFloat32) return *reinterpret_cast<const float*>(p);
+  const uint16_t bits = *reinterpret_cast<const uint16_t*>(p);
+  if (dtype == Dtype::kFloat16) return half_to_float(bits);
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &wide, sizeof(x));
+  return x;
+}
+
+template <typename T>
+ScoreTerms<T>::ScoreTerms(const AttentionParams& params, const Primitives<T>& prim) : params_(params), prim_(prim) {
+  factor_ = static_cast<T>(params.softcap != 0.0 ? params.scale : params.scale * kLog2E);
+  present_ = params.softcap != 0.0 || params.alibi || params.bias;
+}
+
+template <typename T>
+void ScoreTerms<T>::apply(const Mask& mask, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count, T* s,
+                          T* slope, int64_t ld) const {
+  if (params_.softcap != 0.0) {
+    prim_.softcap(rows.count, count, s, slope, ld, static_cast<T>(params_.softcap));
+    for (int64_t r = 0; r < rows.count; ++r)
+      for (int64_t j = 0; j < count; ++j) s[r * ld + j] *= static_cast<T>(kLog2E);
+  }
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t head = rows.head_of(r), query = rows.query_of(r);
+    T* line = s + r * ld;
+    if (params_.alibi) {
+      const T penalty = static_cast<T>(read_number(params_.alibi.at(batch, head), params_.alibi.dtype) * kLog2E);
+      const int64_t diagonal = query + mask.shift() - begin;
+      for (int64_t j = 0; j < count; ++j) line[j] -= penalty * static_cast<T>(diagonal < j ? j - diagonal : diagonal - j);
+    }
+    if (params_.bias) add_bias(params_.bias, params_.bias.at(batch, head, query, begin), count, line);
+  }
+}
+
+template <typename T>
+void apply_dropout(const AttentionParams& params, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count,
+                   T* p, int64_t ld) {
+  const uint64_t threshold = static_cast<uint64_t>(std::floor(params.dropout_p * 4294967296.0));
+  const T kept = static_cast<T>(1.0 / (1.0 - params.dropout_p));
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const uint32_t query = static_cast<uint32_t>(rows.query_of(r));
+    const uint32_t head = static_cast<uint32_t>(batch * params.H + rows.head_of(r));
+    uint32_t words[kWords] = {};
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t key = begin + j;
+      if (j == 0 || key % kWords == 0) {
+        words[0] = static_cast<uint32_t>(key / kWords);
+        words[1] = query;
+        words[2] = head;
+        words[3] = static_cast<uint32_t>(params.philox_offset);
+        philox(words, params.philox_key);
+      }
+      p[r * ld + j] *= words[key % kWords] >= threshold ? kept : T(0);
+    }
+  }
+}
+
+template class ScoreTerms<float>;
+template class ScoreTerms<double>;
+template void apply_dropout(const AttentionParams&, int64_t, const RowGroup&, int64_t, int64_t, float*, int64_t);
+template void apply_dropout(const AttentionParams&, int64_t, const RowGroup&, int64_t, int64_t, double*, int64_t);
+
+}  // namespace sdpa_cpu

@@ -1,0 +1,1 @@
+"""Attention as a composite of torch operations."""

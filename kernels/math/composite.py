@@ -1,0 +1,173 @@
+"""Attention by torch operations: every feature, any device, differentiable any number of times in either mode.
+
+Low precision is computed in float32, as torch's math does. The score matrix is materialised, so this is the row that
+answers when no other can. `forward_terms` and `backward_terms` are plain compositions: autograd, functorch and
+torch.compile may differentiate or trace through them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdpa import dense, philox
+from sdpa.layout import like_layout
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+
+TILES: tuple[Tile, ...] = ()
+
+
+class Terms(NamedTuple):
+    """What forward and backward share."""
+
+    out: Tensor  # [B, H, M, Dv]
+    lse: Tensor  # [B, H, M]
+    probabilities: Tensor  # [B, H, M, N], before dropout
+    keep: Tensor | None  # [B, H, M, N], dropout's factor: 0 or 1 / (1 - p)
+    slope: Tensor | None  # [B, H, M, N], derivative of softcap
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def unavailable() -> str | None:
+    return None
+
+
+def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
+    with torch._C._DisableAutocast():
+        terms = forward_terms(inputs)
+        return Results(like_layout(terms.out.to(inputs.q.dtype), inputs.q), terms.lse)
+
+
+def backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
+) -> Gradients:
+    with torch._C._DisableAutocast():
+        return backward_terms(inputs, upstream, "bias_grad" in problem.features)
+
+
+def forward_terms(inputs: AttentionInputs) -> Terms:
+    """softmax(mask(softcap(scale * q k^T) + bias)) v, with 0 and -inf for rows that see no key."""
+    wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    q, k, v = (t.to(wide) for t in inputs[:3])
+    structured = dense.structured(inputs)
+    k_bad = v_bad = None
+    if structured is not None:
+        (k, k_bad), (v, v_bad) = quarantine(k), quarantine(v)
+    scores, slope = scores_of(inputs, q, k, k_bad)
+    probabilities, lse = softmax(scores, None if inputs.sinks is None else inputs.sinks.to(wide))
+    keep = None
+    if inputs.rng is not None:
+        keep = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(scores.shape)).to(wide) / (1 - inputs.dropout_p)
+    weights = probabilities if keep is None else probabilities * keep
+    out = per_group(weights, v)
+    if v_bad is not None:
+        out = out + poison(structured, v_bad, inputs)
+    return Terms(out, lse, probabilities, keep, slope, q, k, v)
+
+
+def scores_of(inputs: AttentionInputs, q: Tensor, k: Tensor, k_bad: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """[B, H, M, N] scores with -inf where hidden, and the derivative of softcap where there is one."""
+    scores, slope = per_group(q, k.mT) * inputs.scale, None
+    if inputs.softcap:
+        capped = torch.tanh(scores / inputs.softcap)
+        scores, slope = inputs.softcap * capped, 1 - capped * capped
+    added = dense.additive(inputs)
+    if added is not None:
+        scores = scores + added.to(scores.dtype)
+    if k_bad is not None:
+        scores = scores + spread(k_bad, inputs).mT
+    seen = dense.visible(inputs)
+    return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)), slope
+
+
+def backward_terms(inputs: AttentionInputs, upstream: Results, bias_grad: bool) -> Gradients:
+    """Gradients by the closed formula, recomputing the probabilities so that the result is differentiable again."""
+    terms = forward_terms(inputs)
+    grad_out = upstream.out.to(terms.out.dtype)
+    delta = (terms.out * grad_out).sum(-1)  # [B, H, M]
+    if upstream.lse is not None:
+        delta = delta - upstream.lse
+    weights = terms.probabilities if terms.keep is None else terms.probabilities * terms.keep
+    grad_weights = per_group(grad_out, terms.v.mT)
+    if terms.keep is not None:
+        grad_weights = grad_weights * terms.keep
+    grad_scores = terms.probabilities * (grad_weights - delta.unsqueeze(-1))  # [B, H, M, N]
+    grad_bias = grad_sinks = None
+    if bias_grad:
+        grad_bias = grad_scores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
+    if inputs.sinks is not None:
+        share = torch.exp(inputs.sinks.to(delta.dtype).view(1, -1, 1) - finite(terms.lse))
+        grad_sinks = -(share * delta).sum((0, 2)).to(inputs.sinks.dtype)
+    if terms.slope is not None:
+        grad_scores = grad_scores * terms.slope
+    grad_q = per_group(grad_scores, terms.k) * inputs.scale
+    grad_k = over_group(grad_scores.mT @ terms.q, inputs) * inputs.scale
+    grad_v = over_group(weights.mT @ grad_out, inputs)
+    dtype = inputs.q.dtype
+    return Gradients(grad_q.to(dtype), grad_k.to(dtype), grad_v.to(dtype), grad_bias, grad_sinks)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities and log-sum-exp of the last dimension; a row of -inf gives 0 and -inf, with gradient 0."""
+    top = (
+        scores.detach().amax(-1, keepdim=True)
+        if scores.shape[-1]
+        else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    )
+    if sinks is not None:
+        top = torch.maximum(top, sinks.detach().view(1, -1, 1, 1))
+    top = finite(top)
+    raised = torch.exp(scores - top)
+    total = raised.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.view(1, -1, 1, 1) - top)
+    empty = total == 0
+    safe = total.masked_fill(empty, 1.0)
+    lse = (torch.log(safe) + top).masked_fill(empty, -torch.inf)
+    return raised / safe, lse.squeeze(-1)
+
+
+def finite(values: Tensor) -> Tensor:
+    """-inf replaced by 0, so that a row without keys subtracts nothing; NaN stays."""
+    return values.masked_fill(values == -torch.inf, 0.0)
+
+
+def per_group(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y with x (B, H, M, .) and y (B, Hkv, ., .): the heads of a group share y, which is not repeated."""
+    H, Hkv = x.shape[1], y.shape[1]
+    if H == Hkv:
+        return x @ y
+    grouped = x.reshape(x.shape[0], Hkv, (H // Hkv) * x.shape[2], x.shape[3])
+    return (grouped @ y).reshape(*x.shape[:3], y.shape[-1])
+
+
+def over_group(per_head: Tensor, inputs: AttentionInputs) -> Tensor:
+    """(B, H, N, .) summed over the heads of each group to (B, Hkv, N, .)."""
+    B, H = per_head.shape[:2]
+    Hkv = inputs.k.shape[1]
+    return per_head if H == Hkv else per_head.reshape(B, Hkv, H // Hkv, *per_head.shape[2:]).sum(2)
+
+
+def quarantine(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Non-finite entries as 0, and where they were: 0 * NaN must not reach the queries they are hidden from."""
+    bad = ~torch.isfinite(values)
+    return values.masked_fill(bad, 0.0), bad
+
+
+def spread(bad: Tensor, inputs: AttentionInputs) -> Tensor:
+    """[B, H, N, 1]: NaN for keys that hold a non-finite value, 0 for the others."""
+    flagged = bad.any(-1, keepdim=True)
+    column = torch.zeros_like(flagged, dtype=torch.float32).masked_fill(flagged, torch.nan)
+    return column.repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], dim=1)
+
+
+def poison(structured: Tensor, bad: Tensor, inputs: AttentionInputs) -> Tensor:
+    """[B, H, M, Dv]: NaN where a query sees a key whose value is not finite, else 0."""
+    B, H, M, N = inputs.q.shape[0], inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
+    sees = structured.expand(B, 1, M, N).to(torch.float32) @ bad.to(torch.float32)  # [B, Hkv, M, Dv]
+    hit = (sees > 0).repeat_interleave(H // inputs.k.shape[1], dim=1)
+    return torch.zeros_like(hit, dtype=torch.float32).masked_fill(hit, torch.nan)

@@ -1,0 +1,57 @@
+"""What the vendor rows share: when a CUDA build of torch is there, and masks in the form its operators take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.layout import like_layout
+from sdpa.problem import AttentionInputs
+
+
+def no_cuda() -> str | None:
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def is_causal(inputs: AttentionInputs) -> bool:
+    """The rows admit no band but torch's causal one."""
+    return inputs.right == 0
+
+
+def float_mask(inputs: AttentionInputs) -> Tensor | None:
+    """Bias and bool mask as one additive mask in the query's dtype, in the mask's own shape, not expanded in memory."""
+    if inputs.allowed is None:
+        return inputs.bias
+    q = inputs.q
+    zero = torch.zeros((), dtype=q.dtype, device=q.device)
+    return torch.where(inputs.allowed, zero if inputs.bias is None else inputs.bias, -torch.inf)
+
+
+def expanded_mask(inputs: AttentionInputs) -> Tensor | None:
+    """`float_mask` expanded by stride 0 to (B, H, M, N), which torch's fused operators ask for."""
+    mask = float_mask(inputs)
+    if mask is None:
+        return None
+    q, k = inputs.q, inputs.k
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def no_rng(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset for a backward without dropout, which reads neither."""
+    zero = torch.zeros((), dtype=torch.int64, device=q.device)
+    return zero, zero
+
+
+def settle(inputs: AttentionInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Results in the query's layout, with output 0 and log-sum-exp -inf in rows that see no key by the mask itself."""
+    mask = float_mask(inputs)
+    if mask is None:
+        return like_layout(out, inputs.q), lse
+    dead = (mask == -torch.inf).all(-1)  # [B|1, H|1, M|1]
+    out = like_layout(out.masked_fill(dead.unsqueeze(-1), 0.0), inputs.q)
+    return out, lse.masked_fill(dead, -torch.inf)
+
+
+def lse_for_backward(lse: Tensor) -> Tensor:
+    """+inf for dead rows: exp(score - lse) is then 0 there, and so is every gradient."""
+    return torch.where(lse == -torch.inf, torch.inf, lse)

@@ -1,0 +1,47 @@
+"""cuDNN's fused attention through torch's operators, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, settle
+
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+
+TILES: tuple[Tile, ...] = ()
+
+
+def unavailable() -> str | None:
+    if reason := no_cuda():
+        return reason
+    return None if torch.backends.cudnn.is_available() else "torch was built without cuDNN"
+
+
+def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
+    results = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        inputs.q, inputs.k, inputs.v, expanded_mask(inputs), True, 0.0, is_causal(inputs), False, scale=inputs.scale
+    )
+    B, H, M = inputs.q.shape[:3]
+    return Results(*settle(inputs, results[0], results[1].view(B, H, M)))
+
+
+def backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
+) -> Gradients:
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        upstream.out,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        results.out,
+        lse_for_backward(results.lse).unsqueeze(-1),
+        *no_rng(inputs.q),
+        expanded_mask(inputs),
+        None,
+        None,
+        inputs.q.shape[2],
+        inputs.k.shape[2],
+        0.0,
+        is_causal(inputs),
+        scale=inputs.scale,
+    )
+    return Gradients(*gradients)

@@ -1,0 +1,55 @@
+"""FlashAttention-2 as torch ships it, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from sdpa.kernels.vendor.common import is_causal, no_cuda, no_rng
+
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+
+TILES: tuple[Tile, ...] = ()
+HEAD_MULTIPLE = 8  # its kernels are compiled for head sizes padded to this
+
+unavailable = no_cuda
+
+
+def padded(inputs: AttentionInputs) -> AttentionInputs:
+    """Head sizes filled up with zeros to a multiple of 8, as torch does; they change neither scores nor values."""
+    missing = -inputs.q.shape[-1] % HEAD_MULTIPLE
+    if not missing:
+        return inputs
+    q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v)
+
+
+def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
+    wide = padded(inputs)
+    results = torch.ops.aten._scaled_dot_product_flash_attention.default(
+        wide.q, wide.k, wide.v, 0.0, is_causal(inputs), False, scale=inputs.scale
+    )
+    return Results(results[0][..., : inputs.q.shape[-1]], results[1])
+
+
+def backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
+) -> Gradients:
+    D = inputs.q.shape[-1]
+    wide = padded(inputs)
+    out, grad_out = (padded(inputs._replace(q=t)).q for t in (results.out, upstream.out))
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        grad_out,
+        wide.q,
+        wide.k,
+        wide.v,
+        out,
+        results.lse,
+        None,
+        None,
+        inputs.q.shape[2],
+        inputs.k.shape[2],
+        0.0,
+        is_causal(inputs),
+        *no_rng(inputs.q),
+        scale=inputs.scale,
+    )
+    return Gradients(*(g[..., :D] for g in grads))

@@ -1,0 +1,22 @@
+"""sdpa: one attention call that runs the fastest correct kernel for the hardware, dtype and mask, and says why."""
+
+from sdpa.dispatch.context import sdpa_kernel
+from sdpa.dispatch.explain import Explanation
+from sdpa.dispatch.select import Choice, NoKernelError, last_choice
+from sdpa.explain import explain
+from sdpa.functional import scaled_dot_product_attention
+from sdpa.mask import Mask
+from sdpa.problem import AttentionProblem
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionProblem",
+    "Choice",
+    "Explanation",
+    "Mask",
+    "NoKernelError",
+    "explain",
+    "last_choice",
+    "scaled_dot_product_attention",
+    "sdpa_kernel",
+]

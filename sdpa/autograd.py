@@ -1,0 +1,208 @@
+"""Derivatives: fused first-order backward, and through math everything else (double backward, forward mode, vmap).
+
+The autograd.Function stands outside of the operator: in eager mode that is cheaper than an autograd key of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.batching import fold_batch
+from sdpa.kernels.math.composite import backward_terms, forward_terms
+from sdpa.ops import BACKWARD, FIELDS, FORWARD
+from sdpa.problem import AttentionInputs, Results
+
+# Positions of the inputs that have gradients: q, k, v, bias, sinks.
+DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
+BIAS = AttentionInputs._fields.index("bias")
+
+
+class Attention(torch.autograd.Function):
+    """(out, lse) of AttentionInputs given flat, followed by the kernel setting; as torch.compile can trace it.
+
+    Dynamo refuses a Function with a forward mode, and one inside the backward of another: AttentionEager has both.
+    """
+
+    @staticmethod
+    def forward(*args):
+        return FORWARD(*args[:FIELDS], True, args[FIELDS])
+
+    @staticmethod
+    def setup_context(ctx, args, results) -> None:
+        remember(ctx, args, results)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        return gradients(ctx, grad_out, grad_lse, BACKWARD)
+
+
+class AttentionEager(Attention):
+    """Attention with double backward, forward mode and a vmap rule."""
+
+    @staticmethod
+    def setup_context(ctx, args, results) -> None:
+        Attention.setup_context(ctx, args, results)
+        save_for_forward(ctx, args[:FIELDS])
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        return gradients(ctx, grad_out, grad_lse, AttentionBackward.apply)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        inputs = recall_inputs(ctx)
+
+        def composite(*tensors):
+            terms = forward_terms(with_differentiable(inputs, tensors))
+            return terms.out.to(inputs.q.dtype), terms.lse
+
+        return push_forward(composite, inputs, tangents)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        folded, unfold = fold_batch(info, in_dims, args)
+        results = AttentionEager.apply(*folded)
+        return unfold(results), (0,) * len(results)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The gradients of Attention, themselves differentiable through math."""
+
+    @staticmethod
+    def forward(grad_out, grad_lse, out, lse, *rest):
+        return BACKWARD(grad_out, grad_lse, out, lse, *rest)
+
+    @staticmethod
+    def setup_context(ctx, args, results) -> None:
+        grad_out, grad_lse, _, _, *rest = args
+        ctx.bias_grad = rest[FIELDS]
+        tensors = [grad_out, grad_lse, *rest[:FIELDS]]
+        ctx.constants = [None if isinstance(t, Tensor) else t for t in tensors]
+        ctx.is_tensor = [isinstance(t, Tensor) for t in tensors]
+        ctx.save_for_backward(*(t for t in tensors if isinstance(t, Tensor)))
+        ctx.save_for_forward(*(t for t in tensors if isinstance(t, Tensor)))
+        ctx.set_materialize_grads(True)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        function, primals, _ = recompute(ctx)
+        _, pull_back = torch.func.vjp(function, *primals)
+        pulled = iter(pull_back(tuple(grads)))
+        present = [next(pulled) if p else None for p in presence(ctx)]
+        grad_out, grad_lse, *inputs = present
+        return second_order(grad_out, grad_lse, inputs)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        function, primals, _ = recompute(ctx)
+        chosen = [tangents[0], tangents[1], *(tangents[4 + i] for i in DIFFERENTIABLE)]
+        chosen = [t for t, present in zip(chosen, presence(ctx), strict=True) if present]
+        moved = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, chosen, strict=True))
+        return directional(function, primals, moved)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        folded, unfold = fold_batch(info, in_dims, args, leading=4)
+        results = AttentionBackward.apply(*folded)
+        return unfold(results), (0,) * len(results)
+
+
+def remember(ctx, args, results) -> None:
+    """Save tensors and constants of a call for `recall`."""
+    inputs = args[:FIELDS]
+    ctx.kernel = args[FIELDS]
+    ctx.constants = [None if isinstance(t, Tensor) else t for t in inputs]
+    ctx.is_tensor = [isinstance(t, Tensor) for t in inputs]
+    ctx.save_for_backward(*(t for t in inputs if isinstance(t, Tensor)), *results)
+
+
+def save_for_forward(ctx, inputs) -> None:
+    ctx.save_for_forward(*(t for t in inputs if isinstance(t, Tensor)))
+
+
+def recall(ctx) -> tuple[AttentionInputs, Tensor, Tensor]:
+    *_, out, lse = ctx.saved_tensors
+    return recall_inputs(ctx), out, lse
+
+
+def recall_inputs(ctx) -> AttentionInputs:
+    tensors = iter(ctx.saved_tensors)
+    return AttentionInputs(*(next(tensors) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)))
+
+
+def gradients(ctx, grad_out, grad_lse, backward):
+    """The gradients of Attention by `backward`, at the positions of its arguments."""
+    if grad_out is None and grad_lse is None:
+        return (None,) * (FIELDS + 1)
+    inputs, out, lse = recall(ctx)
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    bias_grad = bool(ctx.needs_input_grad[BIAS])
+    return scatter(ctx, backward(grad_out, grad_lse, out, lse, *inputs, bias_grad, ctx.kernel))
+
+
+def scatter(ctx, grads):
+    """The five gradients at the positions of their inputs."""
+    placed = [None] * (FIELDS + 1)
+    for position, grad in zip(DIFFERENTIABLE, grads, strict=True):
+        if ctx.needs_input_grad[position]:
+            placed[position] = grad
+    return tuple(placed)
+
+
+def with_differentiable(inputs: AttentionInputs, tensors) -> AttentionInputs:
+    """`inputs` with its present differentiable tensors replaced in order."""
+    values, replacements = list(inputs), iter(tensors)
+    for position in DIFFERENTIABLE:
+        if values[position] is not None:
+            values[position] = next(replacements)
+    return AttentionInputs(*values)
+
+
+def push_forward(function, inputs: AttentionInputs, tangents):
+    """Forward-mode derivative of `function` of the differentiable inputs."""
+    present = [position for position in DIFFERENTIABLE if inputs[position] is not None]
+    primals = tuple(inputs[p] for p in present)
+    moved = tuple(torch.zeros_like(inputs[p]) if tangents[p] is None else tangents[p] for p in present)
+    return directional(function, primals, moved)
+
+
+def directional(function, primals, tangents):
+    """Jacobian times tangents by two reverse passes: torch cannot nest forward mode inside a jvp rule."""
+    results, pull_back = torch.func.vjp(function, *primals)
+    zeros = tuple(torch.zeros_like(r) for r in results)
+    _, push = torch.func.vjp(lambda *cotangents: pull_back(cotangents), *zeros)
+    return push(tuple(tangents))
+
+
+def presence(ctx) -> list[bool]:
+    """Which of grad_out, grad_lse and the differentiable inputs there are."""
+    return [ctx.is_tensor[0], ctx.is_tensor[1], *(ctx.is_tensor[2 + i] for i in DIFFERENTIABLE)]
+
+
+def recompute(ctx):
+    """The closed formula of the backward as a function of what it depends on, and that."""
+    tensors = iter(ctx.saved_tensors)
+    grad_out, grad_lse, *rest = (next(tensors) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True))
+    inputs, bias_grad = AttentionInputs(*rest), ctx.bias_grad
+
+    def function(grad_out, *others):
+        upstream, others = (others[0], others[1:]) if grad_lse is not None else (None, others)
+        given = with_differentiable(inputs, others)
+        grads = backward_terms(given, Results(grad_out, upstream), bias_grad)
+        missing = torch.zeros(
+            0, dtype=torch.float64 if given.q.dtype == torch.float64 else torch.float32, device=given.q.device
+        )
+        return tuple(missing if g is None else g for g in grads)
+
+    present = [grad_out, grad_lse, *(inputs[i] for i in DIFFERENTIABLE)]
+    return function, tuple(t for t in present if t is not None), inputs
+
+
+def second_order(grad_out, grad_lse, grads):
+    """Gradients at the positions of AttentionBackward's arguments; out and lse are functions of the rest."""
+    placed = [None] * (FIELDS + 2)
+    for position, grad in zip(DIFFERENTIABLE, grads, strict=True):
+        placed[position] = grad
+    return (grad_out, grad_lse, None, None, *placed)

@@ -1,0 +1,18 @@
+"""The command `sdpa`: info, explain, check, bench, tune. click and rich are imported here and nowhere else."""
+
+from __future__ import annotations
+
+import sys
+
+NEEDED = ("click", "rich")
+
+
+def main() -> None:
+    """Entry point; without the packages of the extra, one sentence instead of a traceback."""
+    try:
+        from sdpa.cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in NEEDED:
+            raise
+        sys.exit("The command sdpa needs click and rich: pip install 'sdpa-kernels[cli]'")
+    app(prog_name="sdpa")

@@ -1,0 +1,55 @@
+"""The group of commands; every error is one sentence on standard error."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+import sdpa
+from sdpa.cli.bench import bench
+from sdpa.cli.check import check
+from sdpa.cli.explain import explain
+from sdpa.cli.info import info
+from sdpa.cli.tune import tune
+
+INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
+
+
+class OneSentence(click.Group):
+    """A group whose errors are one line, with click's exit codes: 2 for arguments that do not fit."""
+
+    def main(self, *args, standalone_mode: bool = True, **extra):
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except click.Abort:
+            click.echo("sdpa: interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        except click.ClickException as error:
+            self.tell(error)
+            sys.exit(error.exit_code)
+        except BrokenPipeError:  # `sdpa info | head`: whoever read has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def tell(self, error: click.ClickException) -> None:
+        context = getattr(error, "ctx", None)
+        message = error.format_message()
+        if context is not None and message == context.get_help():  # `sdpa` alone: the help is the message
+            click.echo(message)
+            return
+        click.echo(f"{context.command_path if context is not None else 'sdpa'}: {message}", err=True)
+
+
+@click.group(cls=OneSentence, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(sdpa.__version__, prog_name="sdpa")
+def app() -> None:
+    """Which attention kernel runs here, why, whether it is right, and how fast it is."""
+
+
+for command in (info, explain, check, bench, tune):
+    app.add_command(command)

@@ -1,0 +1,169 @@
+"""sdpa info: the machine, the libraries and every kernel, with each probe guarded so that one failing hides nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Callable
+
+import click
+import torch
+from rich.table import Table
+
+import sdpa
+from sdpa import environment
+from sdpa.cli.common import as_json, console, print_json
+from sdpa.dispatch import device as devices
+from sdpa.dispatch import tuning
+from sdpa.dispatch.catalog import KERNELS
+
+Section = dict[str, object]
+VARIABLES = ("SDPA_KERNEL", "SDPA_CPU_ISA", "SDPA_TUNING_DIR", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+def probe(ask: Callable[[], object]) -> object:
+    """What `ask` returns, or its error in words; warnings count as part of the answer."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = ask()
+        except Exception as error:  # noqa: BLE001  a report about a broken machine must not break
+            return f"error: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    told = "; ".join(str(warning.message) for warning in caught)
+    return f"{found} ({told})" if told else found
+
+
+def machine() -> Section:
+    return {
+        "system": probe(platform.platform),
+        "processor": probe(devices.cpu_model),
+        "logical processors": probe(os.cpu_count),
+        "torch threads": probe(torch.get_num_threads),
+        "memory": probe(memory),
+        "instruction sets (torch)": probe(torch.backends.cpu.get_cpu_capability),
+        "instruction sets (sdpa)": probe(instruction_sets),
+    } | {f"GPU {name}": facts for name, facts in gpus().items()}
+
+
+def memory() -> str:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{total / 2**30:.1f} GiB"
+
+
+def instruction_sets() -> str:
+    from sdpa.kernels.cpu import library
+
+    if (reason := library.load_error()) is not None:
+        return f"unknown: {reason}"
+    return f"{', '.join(library.isas())}; in use: {library.isa()}"
+
+
+def gpus() -> Section:
+    count = probe(torch.cuda.device_count)
+    if not isinstance(count, int) or not count:
+        return {"": count if isinstance(count, str) else "none"}
+    return {f"{index}": probe(lambda index=index: gpu(index)) for index in range(count)}
+
+
+def gpu(index: int) -> str:
+    facts = torch.cuda.get_device_properties(index)
+    return f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.multi_processor_count} multiprocessors, {facts.total_memory / 2**30:.0f} GiB"
+
+
+def libraries() -> Section:
+    return {"sdpa": probe(lambda: os.path.dirname(sdpa.__file__)), "CPU library": probe(cpu_library)}
+
+
+def cpu_library() -> str:
+    from sdpa.kernels.cpu import library
+
+    reason = library.load_error()
+    return f"not loaded: {reason}" if reason else f"loaded: {library.LIBRARY}"
+
+
+def versions() -> Section:
+    from sdpa.bench.record import versions as installed
+
+    return {"sdpa": sdpa.__version__} | installed() | {"torch build": probe(torch_build)}
+
+
+def torch_build() -> str:
+    cuda, hip = torch.version.cuda, torch.version.hip
+    return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
+
+
+def tables() -> Section:
+    """Every file a tuning table is looked for in, the first found first."""
+    names = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    found: Section = {}
+    for name in names:
+        facts = probe(lambda name=name: devices.device_of(name))
+        for table in getattr(facts, "names", ()):
+            for folder in (environment.tuning_dir(), tuning.SHIPPED):
+                path = folder / f"{table}.yaml"
+                found[str(path)] = probe(lambda path=path: table_state(path))
+        if isinstance(facts, str):
+            found[name] = facts
+    return found
+
+
+def table_state(path) -> str:
+    if not path.is_file():
+        return "not there"
+    table = tuning.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
+    return "ignored" if table is None else f"{len(table.buckets)} problems measured"
+
+
+def variables() -> Section:
+    return {name: os.environ.get(name, "not set") for name in VARIABLES}
+
+
+def kernels() -> list[dict]:
+    rows = []
+    for kernel in KERNELS:
+        reason = probe(kernel.unavailable)
+        rows.append({
+            "kernel": kernel.name, "family": kernel.family, "devices": ", ".join(kernel.devices) or "any",
+            "available": reason is None, "reason": reason or "", "summary": kernel.summary,
+        })  # fmt: skip
+    return rows
+
+
+SECTIONS: dict[str, Callable[[], object]] = {
+    "machine": machine,
+    "libraries": libraries,
+    "versions": versions,
+    "tuning tables": tables,
+    "environment": variables,
+    "kernels": kernels,
+}
+
+
+@click.command(short_help="The machine, the libraries and every kernel.")
+@as_json
+def info(json_out: bool) -> None:
+    """The machine, instruction sets, libraries, versions, tuning tables, environment, and every kernel: available, or
+    why not. Paste it into a bug report."""
+    found = {name: probe(section) for name, section in SECTIONS.items()}
+    if json_out:
+        print_json(found)
+        return
+    out = console()
+    for name, section in found.items():
+        out.print(kernel_table(section) if name == "kernels" and isinstance(section, list) else pairs(name, section))
+
+
+def pairs(name: str, section: object) -> Table:
+    table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    for key, value in (section if isinstance(section, dict) else {"": section}).items():
+        table.add_row(key, str(value))
+    return table
+
+
+def kernel_table(rows: list[dict]) -> Table:
+    table = Table("kernel", "family", "devices", "available", "what it is, or why not", title="kernels", title_justify="left", title_style="bold")
+    for row in rows:
+        yes = "[green]yes" if row["available"] else "[red]no"
+        table.add_row(row["kernel"], row["family"], row["devices"], yes, row["reason"] or row["summary"])
+    return table

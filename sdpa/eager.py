@@ -1,0 +1,152 @@
+"""The eager short cut: a plain call whose sizes were seen before skips validation, normalisation and selection.
+
+A plan is made by the ordinary path, so it can never say anything else; it only remembers. Calls under torch.compile,
+functorch, forward mode, autocast, dispatch or function modes, with subclasses or with masks take the ordinary path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.autograd import AttentionBackward
+from sdpa.dispatch import select
+from sdpa.dispatch.context import CURRENT, effective, request_text, torch_toggles
+from sdpa.inputs import Options, build_inputs
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
+
+MAX_PLANS = 4096
+PLANS: dict[tuple, Plan | None] = {}
+select.CACHES.append(PLANS.clear)
+
+
+class Plan:
+    """What a call with given sizes, dtype, device and settings comes to."""
+
+    __slots__ = ("backward_choice", "backward_problem", "choice", "forward", "numbers", "problem", "setting", "tile")
+
+    def __init__(self, inputs: AttentionInputs, needs_lse: bool, setting: str) -> None:
+        self.numbers = inputs[3:7]  # scale, left, right, bottom_right
+        self.setting = setting
+        self.problem = AttentionProblem.of(inputs, extra=frozenset({"lse"} if needs_lse else ()))
+        self.choice = select.select(self.problem, setting)
+        self.forward, self.tile = self.choice.forward, self.choice.tile
+        self.backward_problem = self.problem._replace(direction="backward", features=self.problem.features - {"lse"})
+        self.backward_choice: select.Choice | None = None
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
+        select.LAST.choice = self.choice
+        return self.forward(AttentionInputs(query, key, value, *self.numbers), self.problem, self.tile)
+
+    def run_backward(self, inputs: AttentionInputs, results: Results, upstream: Results):
+        if self.backward_choice is None:
+            self.backward_choice = select.select(self.backward_problem, select.backward_setting(self.setting))
+        choice = select.LAST.choice = self.backward_choice
+        return choice.backward(inputs, results, upstream, self.backward_problem, choice.tile)
+
+
+class PlannedAttention(torch.autograd.Function):
+    """Training through a plan; a second derivative goes the ordinary way."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, plan):
+        out, lse = plan.run(query, key, value)
+        ctx.plan = plan
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, lse = ctx.saved_tensors
+        inputs = AttentionInputs(query, key, value, *ctx.plan.numbers)
+        if torch.is_grad_enabled() or select_by_modes():
+            grads = AttentionBackward.apply(grad_out, None, out, lse, *inputs, False, ctx.plan.setting)
+        else:
+            grads = ctx.plan.run_backward(inputs, Results(out, lse), Results(grad_out, None))
+        return (*grads[:3], None)
+
+
+def plan_key(query: Tensor, key: Tensor, value: Tensor, *arguments: object) -> tuple | None:
+    """Everything a plan depends on, or None where the ordinary path must be taken."""
+    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor) or transformed():
+        return None
+    try:
+        return (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            query.device,
+            key.device,
+            value.device,
+            arguments,
+            CURRENT.get(),
+            torch_toggles(),
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_float32_matmul_precision(),
+        )
+    except RuntimeError:  # a tensor without strides: the ordinary path says what it thinks of it
+        return None
+
+
+def transformed() -> bool:
+    """Whether anything stands between this call and the kernels: compiler, functorch, forward mode, modes, autocast."""
+    return (
+        torch.compiler.is_compiling()
+        or select_by_modes()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._is_any_autocast_enabled()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def select_by_modes() -> bool:
+    """A TorchDispatchMode (FLOP counter, selective checkpointing, fake tensors) must see the operator."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale, enable_gqa: bool, kernel: str | None):
+    """The result of a plain call by its plan, or None where it has to go the ordinary way."""
+    if type(is_causal) is not bool or (scale is not None and type(scale) is not float):
+        return None
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    seen = plan_key(query, key, value, is_causal, scale, enable_gqa, kernel, learns)
+    if seen is None:
+        return None
+    try:
+        plan = PLANS[seen]
+    except KeyError:
+        plan = remember(
+            seen, make_plan(query, key, value, Options(None, 0.0, is_causal, scale, enable_gqa), kernel, learns)
+        )
+    except TypeError:  # an argument that does not hash: the ordinary path says what it thinks of it
+        return None
+    if plan is None:
+        return None
+    if learns:
+        return PlannedAttention.apply(query, key, value, plan)
+    return plan.run(query, key, value).out
+
+
+def make_plan(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, kernel: str | None, learns: bool
+) -> Plan | None:
+    """The plan of a checked call; None when its tensors have to be reshaped or there is nothing to compute."""
+    inputs = build_inputs(query, key, value, options)
+    as_given = inputs.q is query and inputs.k is key and inputs.v is value
+    if not as_given or not (query.numel() and key.numel() and value.numel()):
+        return None
+    return Plan(inputs, learns, effective(request_text(kernel)))
+
+
+def remember(seen: tuple, plan: Plan | None) -> Plan | None:
+    if len(PLANS) >= MAX_PLANS:
+        PLANS.clear()
+    PLANS[seen] = plan
+    return plan

@@ -1,0 +1,25 @@
+"""The only reader of environment variables: SDPA_KERNEL, SDPA_CPU_ISA, SDPA_TUNING_DIR."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def default_kernel() -> str:
+    """SDPA_KERNEL: kernel, family or comma-separated list for the whole process; empty when unset."""
+    return os.environ.get("SDPA_KERNEL", "").strip()
+
+
+def cpu_isa() -> str | None:
+    """SDPA_CPU_ISA: forces one instruction set of the CPU library ("scalar", "avx2", "avx512", ...)."""
+    return os.environ.get("SDPA_CPU_ISA", "").strip() or None
+
+
+def tuning_dir() -> Path:
+    """SDPA_TUNING_DIR, or the user's own folder of tuning tables, which is read before the shipped ones."""
+    chosen = os.environ.get("SDPA_TUNING_DIR", "").strip()
+    if chosen:
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(cache) if cache else Path.home() / ".cache") / "sdpa" / "tuning_tables"

@@ -1,0 +1,25 @@
+"""The memory order of results: heads inside of rows (B, M, H, D) where the source has them so, else (B, H, M, D)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def heads_inside(source: Tensor) -> bool:
+    """Whether (B, H, M, D) `source` is a transposed view of (B, M, H, D) memory."""
+    return source.shape[1] > 1 and source.shape[2] > 1 and 0 < source.stride(1) < source.stride(2)
+
+
+def empty_as(source: Tensor, last: int) -> Tensor:
+    """Uninitialised (B, H, M, last) in the memory order of `source`."""
+    B, H, M, _ = source.shape
+    if heads_inside(source):
+        return source.new_empty(B, M, H, last).transpose(1, 2)
+    return source.new_empty(B, H, M, last)
+
+
+def like_layout(result: Tensor, source: Tensor) -> Tensor:
+    """`result` (B, H, M, .) in the memory order of `source`, itself where it already is."""
+    if heads_inside(source):
+        return result.transpose(1, 2).contiguous().transpose(1, 2)
+    return result.contiguous()

@@ -1,0 +1,153 @@
+"""Mask: what a query may see, as orthogonal fields instead of an M x N tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sdpa import dense
+from sdpa.problem import UNLIMITED, AttentionInputs
+
+ALIGNMENTS = ("top_left", "bottom_right")
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A mask made of any subset of these fields; `a & b` sees what both see, `mask & tensor` adds a dense one.
+
+    Args:
+        causal: query i sees keys up to its own position.
+        align: "top_left" (torch's `is_causal`) puts query 0 at key 0; "bottom_right" puts the last query at the last
+            key, of the lengths where they are given. Applies to causal, window and alibi.
+        window: (left, right) keys visible on each side of the own position; None lifts a side.
+        lengths: (B,) integers, the valid keys of each batch entry.
+        query_lengths: (B,) integers, the valid queries; rows beyond them are 0.
+        segments: document ids, (M,) or (B, M) integers for self-attention, or a pair for queries and keys. A query
+            sees the keys of its own document.
+        cu_seqlens: the same by cumulative lengths (documents + 1,), or a pair for queries and keys.
+        prefix: an integer or (B,) integers: keys that every query sees whatever causal and window say.
+        alibi: slopes (H,) or (B, H); slope * distance is taken off the scores (Press et al., 2022).
+        allowed: bool, True = attend, broadcastable to (B, H, M, N) and read through its strides.
+        bias: float, added to the scaled scores, broadcastable likewise. It may require a gradient.
+
+    Raises:
+        ValueError, TypeError: a field that cannot be meant, in one sentence.
+    """
+
+    causal: bool = False
+    align: str = "top_left"
+    window: Window | None = None
+    lengths: Tensor | None = None
+    query_lengths: Tensor | None = None
+    segments: Tensor | tuple[Tensor, Tensor] | None = None
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None
+    prefix: int | Tensor | None = None
+    alibi: Tensor | None = None
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.align not in ALIGNMENTS:
+            raise ValueError(f"Mask.align must be one of {ALIGNMENTS}, got {self.align!r}")
+        check_window(self.window)
+        check_integers(self)
+        if self.segments is not None and self.cu_seqlens is not None:
+            raise ValueError("Mask takes segments or cu_seqlens, got both")
+        if self.allowed is not None and self.allowed.dtype != torch.bool:
+            raise TypeError(
+                f"Mask.allowed must be a bool tensor, got {self.allowed.dtype}; a float one goes in as bias"
+            )
+        for name in ("bias", "alibi"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Tensor) and value.is_floating_point()):
+                got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"Mask.{name} must be a floating point tensor, got {got}")
+
+    def __and__(self, other: Mask | Tensor) -> Mask:
+        if isinstance(other, Tensor):
+            other = Mask(allowed=other) if other.dtype == torch.bool else Mask(bias=other)
+        if not isinstance(other, Mask):
+            return NotImplemented
+        from sdpa.mask_algebra import combine
+
+        return combine(self, other)
+
+    __rand__ = __and__
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """(left, right) visible keys on each side of the diagonal, UNLIMITED (-1) where a side is open."""
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(0, right)
+        return (UNLIMITED if left is None else left, UNLIMITED if right is None else right)
+
+    @property
+    def has_band(self) -> bool:
+        return self.causal or self.window is not None
+
+    def dense(self, B: int, H: int, M: int, N: int) -> Tensor:
+        """The mask as a tensor (B, H, M, N): bool, or float with -inf where it has a bias or ALiBi slopes."""
+        device = self.device() or torch.device("cpu")
+        q, k = torch.empty(B, H, M, 0, device=device), torch.empty(B, H, N, 0, device=device)
+        from sdpa.inputs import with_mask
+
+        inputs = with_mask(AttentionInputs(q, k, k, 1.0), self)
+        seen, added = dense.visible(inputs), dense.additive(inputs)
+        if added is None:
+            seen = torch.ones((), dtype=torch.bool, device=device) if seen is None else seen
+            return seen.expand(B, H, M, N)
+        if seen is not None:
+            added = torch.where(seen, added, -torch.inf)
+        return added.expand(B, H, M, N)
+
+    def device(self) -> torch.device | None:
+        """The device of the first tensor among the fields."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, Tensor):
+                    return item.device
+        return None
+
+    def replace(self, **changes: object) -> Mask:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_tensor(cls, mask: Tensor, recognise: bool = False) -> Mask:
+        """A dense bool or float tensor as a Mask; with `recognise`, as fields where it is all-True, causal or padding.
+
+        Recognition reads the tensor on the host, which synchronises an accelerator: never done by default.
+        """
+        if mask.dtype != torch.bool:
+            return cls(bias=mask)
+        if recognise:
+            from sdpa.mask_algebra import recognise_bool
+
+            return recognise_bool(mask)
+        return cls(allowed=mask)
+
+
+def check_window(window: Window | None) -> None:
+    if window is None:
+        return
+    sides = isinstance(window, tuple) and len(window) == 2
+    if not sides or any(side is not None and (not isinstance(side, int) or side < 0) for side in window):
+        raise ValueError(f"Mask.window must be (left, right), each an integer >= 0 or None, got {window!r}")
+
+
+def check_integers(mask: Mask) -> None:
+    """Lengths, ids, cumulative lengths and prefixes are integer tensors."""
+    for name in ("lengths", "query_lengths", "segments", "cu_seqlens", "prefix"):
+        value = getattr(mask, name)
+        if value is None or (name == "prefix" and isinstance(value, int) and value >= 0):
+            continue
+        items = value if isinstance(value, tuple) else (value,)
+        for item in items:
+            if not isinstance(item, Tensor) or item.is_floating_point() or item.dtype == torch.bool:
+                got = item.dtype if isinstance(item, Tensor) else repr(item)
+                raise TypeError(f"Mask.{name} must be an integer tensor, got {got}")

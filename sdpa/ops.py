@@ -1,0 +1,108 @@
+"""The operators sdpa::attention_forward and attention_backward: selection happens inside, so a graph sees one node.
+
+Registered by define/impl (a Python custom_op costs three times as much a call). The log-sum-exp is (B, H, M) when asked
+for, else an empty tensor; gradients that nobody asked for are empty tensors, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.dispatch.context import effective
+from sdpa.dispatch.select import backward_setting, select
+from sdpa.layout import empty_as, like_layout
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
+
+# The fields of AttentionInputs after q, k, v, in their order.
+MASK_SCHEMA = (
+    "float scale, SymInt left, SymInt right, bool bottom_right, Tensor? bias, Tensor? allowed, Tensor? q_lengths, "
+    "Tensor? k_lengths, Tensor? q_segments, Tensor? k_segments, Tensor? prefix, Tensor? alibi, Tensor? sinks, "
+    "float softcap, float dropout_p, Tensor? rng"
+)
+LIBRARY = torch.library.Library("sdpa", "DEF")
+LIBRARY.define(
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, bool needs_lse, str kernel) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    f"{MASK_SCHEMA}, bool bias_grad, str kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+FIELDS = len(AttentionInputs._fields)
+WITH_LSE = frozenset({"lse"})
+NO_EXTRA: frozenset[str] = frozenset()
+
+
+def attention_forward(*args) -> tuple[Tensor, Tensor]:
+    """Implementation on every device: select a kernel and run it."""
+    inputs, (needs_lse, kernel) = AttentionInputs(*args[:FIELDS]), args[FIELDS:]
+    if is_empty(inputs):
+        return empty_results(inputs, needs_lse)
+    problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
+    choice = select(problem, effective(kernel))
+    out, lse = choice.forward(inputs, problem, choice.tile)
+    return out, lse if needs_lse else no_tensor(inputs.q)
+
+
+def attention_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *args
+) -> tuple[Tensor, ...]:
+    inputs, (bias_grad, kernel) = AttentionInputs(*args[:FIELDS]), args[FIELDS:]
+    if is_empty(inputs):
+        return zero_gradients(inputs, bias_grad)
+    extra = {"bias_grad": bias_grad, "lse_grad": grad_lse is not None}
+    problem = AttentionProblem.of(inputs, "backward", frozenset(name for name, on in extra.items() if on))
+    choice = select(problem, backward_setting(effective(kernel)))
+    gradients = choice.backward(inputs, Results(out, lse), Results(grad_out, grad_lse), problem, choice.tile)
+    q, k, v = (like_layout(grad, source) for grad, source in zip(gradients[:3], inputs[:3], strict=True))
+    bias, sinks, missing = gradients.bias, gradients.sinks, no_tensor(q)
+    return q, k, v, missing if bias is None else bias, missing if sinks is None else sinks
+
+
+def is_empty(inputs: AttentionInputs) -> bool:
+    return not (inputs.q.numel() and inputs.k.numel() and inputs.v.numel())
+
+
+def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:
+    """No query, no key or no head size: zeros, as torch has it."""
+    out, lse = allocate(inputs, needs_lse)
+    return out.zero_(), lse.fill_(-torch.inf)
+
+
+def zero_gradients(inputs: AttentionInputs, bias_grad: bool) -> tuple[Tensor, ...]:
+    bias = torch.zeros_like(inputs.bias) if bias_grad else no_tensor(inputs.q)
+    sinks = no_tensor(inputs.q) if inputs.sinks is None else torch.zeros_like(inputs.sinks)
+    return (*(empty_as(t, t.shape[3]).zero_() for t in inputs[:3]), bias, sinks)
+
+
+def allocate(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised results in the layout every kernel returns."""
+    q = inputs.q
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse_shape = q.shape[:3] if needs_lse else (0,)
+    return empty_as(q, inputs.v.shape[3]), torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
+
+
+def no_tensor(like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
+
+
+def fake_forward(*args) -> tuple[Tensor, Tensor]:
+    return allocate(AttentionInputs(*args[:FIELDS]), args[FIELDS])
+
+
+def fake_backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *args) -> tuple[Tensor, ...]:
+    inputs, bias_grad = AttentionInputs(*args[:FIELDS]), args[FIELDS]
+    bias = (
+        torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=lse.device) if bias_grad else no_tensor(inputs.q)
+    )
+    sinks = no_tensor(inputs.q) if inputs.sinks is None else torch.empty_like(inputs.sinks)
+    return (*(empty_as(t, t.shape[3]) for t in inputs[:3]), bias, sinks)
+
+
+LIBRARY.impl("attention_forward", attention_forward, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("sdpa::attention_forward", fake_forward, lib=LIBRARY)
+torch.library.register_fake("sdpa::attention_backward", fake_backward, lib=LIBRARY)
+FORWARD = torch.ops.sdpa.attention_forward.default
+BACKWARD = torch.ops.sdpa.attention_backward.default

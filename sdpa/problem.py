@@ -1,0 +1,217 @@
+"""The nouns every layer shares: what is asked (AttentionProblem), its tensors, and what comes back.
+
+Glossary: B batch, H query heads, Hkv key/value heads, M queries, N keys, D head size of q and k, Dv head size of v.
+This file imports nothing of the package, so every kernel may import it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+UNLIMITED = -1
+
+# Every optional thing a call can ask for, and how a refusal names it. A kernel's row in the catalog lists
+# the ones it honours; `why_not` is the difference of two sets.
+FEATURES = {
+    "band": "a causal mask or a window",
+    "bottom_right": "a diagonal aligned to the bottom right corner",
+    "bias": "an additive attention bias",
+    "allowed": "a boolean attention mask",
+    "k_lengths": "key lengths per batch entry",
+    "q_lengths": "query lengths per batch entry",
+    "segments": "segments (packed documents)",
+    "prefix": "a bidirectional prefix",
+    "alibi": "ALiBi slopes",
+    "softcap": "softcap",
+    "sinks": "attention sinks",
+    "dropout": "dropout",
+    "gqa": "fewer key/value heads than query heads",
+    "lse": "the log-sum-exp as a result",
+    "backward": "a backward pass",
+    "bias_grad": "the gradient of the bias",
+    "lse_grad": "a gradient arriving at the log-sum-exp",
+}
+
+
+class AttentionInputs(NamedTuple):
+    """The tensors and numbers of one call, normalised: four dimensions, nothing expanded but by stride 0.
+
+    A key j is visible to query i (both counted inside their batch entry) when all of these hold:
+      - i - left <= j - shift <= i + right, where UNLIMITED (-1) lifts a side and shift is 0, or with
+        `bottom_right` the key length minus the query length; or j < prefix[b];
+      - i < q_lengths[b] and j < k_lengths[b];
+      - q_segments[b, i] == k_segments[b, j];
+      - allowed[b, h, i, j].
+    The score is softcap(scale * q k^T) - alibi[b, h] * |i + shift - j| + bias[b, h, i, j].
+    """
+
+    q: Tensor  # (B, H, M, D)
+    k: Tensor  # (B, Hkv, N, D)
+    v: Tensor  # (B, Hkv, N, Dv)
+    scale: float
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    bottom_right: bool = False
+    bias: Tensor | None = None  # (B|1, H|1, M|1, N|1), float32 or the dtype of q
+    allowed: Tensor | None = None  # (B|1, H|1, M|1, N|1), bool, True = attend
+    q_lengths: Tensor | None = None  # (B,) int32
+    k_lengths: Tensor | None = None  # (B,) int32
+    q_segments: Tensor | None = None  # (B|1, M) int32
+    k_segments: Tensor | None = None  # (B|1, N) int32
+    prefix: Tensor | None = None  # (B,) int32
+    alibi: Tensor | None = None  # (B|1, H) float32, slopes
+    sinks: Tensor | None = None  # (H,) float32 or the dtype of q: one more logit per head in the softmax's denominator
+    softcap: float = 0.0  # 0 = none, else softcap * tanh(score / softcap)
+    dropout_p: float = 0.0
+    rng: Tensor | None = None  # (2,) int64: Philox key and offset
+
+
+class Results(NamedTuple):
+    """What a forward returns; also the gradients that arrive at it (`lse` is None where none arrives)."""
+
+    out: Tensor  # (B, H, M, Dv)
+    lse: Tensor | None  # (B, H, M), natural log, float32 (float64 for float64 inputs); -inf for a row that sees no key
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None  # in the shape of the bias given
+    sinks: Tensor | None = None
+
+
+class Tile(NamedTuple):
+    """Sizes a kernel is built or run with."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+
+
+class AttentionProblem(NamedTuple):
+    """A call without its tensors: immutable, hashable, the key of every dispatch cache."""
+
+    device: str  # "cpu", "cuda:0"
+    dtype: torch.dtype
+    B: int
+    H: int
+    Hkv: int
+    M: int
+    N: int
+    D: int
+    Dv: int
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    bottom_right: bool = False
+    features: frozenset[str] = frozenset()  # of FEATURES
+    unit_stride: bool = True  # the last stride of q, k and v is 1
+    deterministic: bool = False
+    tf32: bool = False  # float32 products may be rounded to TF32
+    bias_dtype: torch.dtype | None = None
+    direction: str = "forward"  # or "backward"
+
+    @classmethod
+    def of(
+        cls, inputs: AttentionInputs, direction: str = "forward", extra: frozenset[str] = frozenset()
+    ) -> AttentionProblem:
+        """Describe `inputs`; `extra` adds what tensors cannot tell ("lse", "backward", "bias_grad", "lse_grad")."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        B, H, M, D = q.shape
+        Hkv, N, Dv = k.shape[1], k.shape[2], v.shape[3]
+        return cls(
+            str(q.device),
+            q.dtype,
+            B,
+            H,
+            Hkv,
+            M,
+            N,
+            D,
+            Dv,
+            inputs.left,
+            inputs.right,
+            inputs.bottom_right and has_band(inputs, M, N),
+            features_of(inputs, H != Hkv) | extra,
+            q.stride(3) == k.stride(3) == v.stride(3) == 1,
+            torch.are_deterministic_algorithms_enabled(),
+            q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
+            None if inputs.bias is None else inputs.bias.dtype,
+            direction,
+        )
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
+
+    @property
+    def G(self) -> int:
+        """Query heads per key/value head."""
+        return self.H // self.Hkv if self.Hkv else 1
+
+    @property
+    def causal(self) -> bool:
+        return self.right == 0
+
+    def visible_share(self) -> float:
+        """The share of the M x N score matrix inside the causal or window band, from 0 to 1."""
+        if not self.M or not self.N:
+            return 0.0
+        if self.left == UNLIMITED and self.right == UNLIMITED:
+            return 1.0
+        return band_area(self) / (self.M * self.N)
+
+    def flops(self) -> float:
+        """Operations of the two (forward) or five (backward) matrix products inside the band."""
+        pairs = self.B * self.H * self.M * self.N * self.visible_share()
+        if self.direction == "backward":
+            return pairs * (6 * self.D + 4 * self.Dv)
+        return pairs * 2 * (self.D + self.Dv)
+
+    def bytes(self) -> float:
+        """Compulsory traffic: inputs read once and outputs written once."""
+        queries = self.B * self.H * self.M * (self.D + self.Dv)
+        keys = self.B * self.Hkv * self.N * (self.D + self.Dv)
+        passes = 2 if self.direction == "backward" else 1
+        return passes * (queries + keys) * self.dtype.itemsize
+
+
+def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:
+    """Whether the corner the diagonal is aligned to matters."""
+    aligned = inputs.left != UNLIMITED or inputs.right != UNLIMITED or inputs.alibi is not None
+    return aligned and (M != N or inputs.k_lengths is not None or inputs.q_lengths is not None)
+
+
+def features_of(inputs: AttentionInputs, gqa: bool) -> frozenset[str]:
+    """The names in FEATURES that the tensors and numbers of a call ask for."""
+    asked = (
+        (inputs.left != UNLIMITED or inputs.right != UNLIMITED, "band"),
+        (inputs.bottom_right and has_band(inputs, inputs.q.shape[2], inputs.k.shape[2]), "bottom_right"),
+        (inputs.bias is not None, "bias"),
+        (inputs.allowed is not None, "allowed"),
+        (inputs.k_lengths is not None, "k_lengths"),
+        (inputs.q_lengths is not None, "q_lengths"),
+        (inputs.q_segments is not None, "segments"),
+        (inputs.prefix is not None, "prefix"),
+        (inputs.alibi is not None, "alibi"),
+        (inputs.softcap != 0.0, "softcap"),
+        (inputs.sinks is not None, "sinks"),
+        (inputs.dropout_p != 0.0, "dropout"),
+        (gqa, "gqa"),
+    )
+    return frozenset(name for present, name in asked if present)
+
+
+def band_area(problem: AttentionProblem) -> float:
+    """Visible pairs of one M x N matrix under the band, summed over at most 256 evenly spaced rows."""
+    M, N = problem.M, problem.N
+    shift = N - M if problem.bottom_right else 0
+    rows = range(0, M, max(1, M // 256))
+    seen = 0
+    for row in rows:
+        first = 0 if problem.left == UNLIMITED else max(0, row + shift - problem.left)
+        last = N - 1 if problem.right == UNLIMITED else min(N - 1, row + shift + problem.right)
+        seen += max(0, last - first + 1)
+    return seen * M / len(rows)

@@ -1,0 +1,253 @@
+"""Cases, inputs and the error budget: shared by the tests, the benchmark and `sdpa check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sdpa.dispatch.catalog import by_name
+from sdpa.inputs import Options, build_inputs
+from sdpa.mask import Mask
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
+from sdpa.reference import attention
+
+# A kernel may be this many times as far from float64 as torch operations in the same precision.
+ERROR_FACTOR = 2.0
+# In float64 the reference is as rounded as the result and "plain" is the reference itself, so the band stands alone:
+# twice for two roundings, twice for sums over rows that cancel (gradients of sinks and of broadcast biases).
+FLOAT64_SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem to try: sizes from the glossary, the kind of mask by name, and how q, k, v lie in memory."""
+
+    B: int = 2
+    H: int = 4
+    Hkv: int = 4
+    M: int = 33
+    N: int = 47
+    D: int = 32
+    Dv: int = 32
+    dtype: torch.dtype = torch.float32
+    mask: str = "none"  # of MASKS
+    layout: str = "bhmd"  # of LAYOUTS
+    device: str = "cpu"
+    dropout_p: float = 0.0
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float | None = None
+    requires_bias_grad: bool = False
+
+    def __str__(self) -> str:
+        sizes = "-".join(f"{n}{getattr(self, n)}" for n in ("B", "H", "Hkv", "M", "N", "D", "Dv"))
+        extras = [self.layout] * (self.layout != "bhmd") + [f"p{self.dropout_p}"] * bool(self.dropout_p)
+        extras += ["softcap"] * bool(self.softcap) + ["sinks"] * self.sinks
+        return "-".join([sizes, str(self.dtype).removeprefix("torch."), self.mask, *extras])
+
+
+class Draw:
+    """Random tensors of one case from one seed, made on the CPU so that every device gets the same."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case = case
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        wide = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return wide.to(dtype or self.case.dtype).to(self.case.device)
+
+    def coins(self, *shape: int, share: float = 0.7) -> Tensor:
+        return (torch.rand(*shape, generator=self.generator) < share).to(self.case.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=self.generator).to(self.case.device)
+
+
+def documents(draw: Draw) -> Mask:
+    """Ascending document ids; queries and keys share them where M == N."""
+    c = draw.case
+    keys = draw.integers(0, 2, c.B, c.N).sort(-1).values
+    return Mask(segments=keys if c.M == c.N else (draw.integers(0, 2, c.B, c.M).sort(-1).values, keys))
+
+
+def scattered(draw: Draw) -> Mask:
+    """A dense mask with some rows that see nothing."""
+    c = draw.case
+    return Mask(allowed=draw.coins(c.B, 1, c.M, c.N) & draw.coins(c.B, 1, c.M, 1, share=0.9))
+
+
+MASKS: dict[str, Callable[[Draw], Mask | None]] = {
+    "none": lambda d: None,
+    "causal": lambda d: Mask(causal=True),
+    "causal_bottom_right": lambda d: Mask(causal=True, align="bottom_right"),
+    "window": lambda d: Mask(window=(7, 3)),
+    "window_bottom_right": lambda d: Mask(window=(5, 0), align="bottom_right"),
+    "lengths": lambda d: Mask(lengths=d.integers(0, d.case.N, d.case.B)),
+    "both_lengths": lambda d: Mask(
+        lengths=d.integers(0, d.case.N, d.case.B),
+        query_lengths=d.integers(0, d.case.M, d.case.B),
+        causal=True,
+        align="bottom_right",
+    ),
+    "segments": documents,
+    "segments_causal": lambda d: documents(d) & Mask(causal=True),
+    "prefix": lambda d: Mask(causal=True, prefix=d.integers(0, d.case.N, d.case.B)),
+    "alibi": lambda d: Mask(alibi=d.normal(d.case.H, dtype=torch.float32).abs() / 8, causal=True),
+    "allowed": scattered,
+    "allowed_heads": lambda d: Mask(allowed=d.coins(1, d.case.H, d.case.M, d.case.N)),
+    "padding": lambda d: Mask(allowed=d.coins(d.case.B, 1, 1, d.case.N)),
+    "bias": lambda d: Mask(bias=d.normal(1, d.case.H, d.case.M, d.case.N)),
+    "bias_rows": lambda d: Mask(bias=d.normal(d.case.B, 1, 1, d.case.N)),
+    "bias_float32": lambda d: Mask(bias=d.normal(d.case.M, d.case.N, dtype=torch.float32), causal=True),
+    "bias_causal": lambda d: Mask(bias=d.normal(d.case.B, d.case.H, d.case.M, d.case.N)) & Mask(causal=True),
+}
+LAYOUTS = ("bhmd", "bmhd", "strided", "expanded")
+
+
+def lay_out(draw: Draw, heads: int, length: int, size: int) -> Tensor:
+    """(B, heads, length, size) in the memory order the case asks for."""
+    c = draw.case
+    if c.layout == "bmhd":
+        return draw.normal(c.B, length, heads, size).transpose(1, 2)
+    if c.layout == "strided":
+        return draw.normal(c.B, heads, length, 2 * size)[..., ::2]
+    if c.layout == "expanded":
+        return draw.normal(1, heads, length, size).expand(c.B, -1, -1, -1)
+    return draw.normal(c.B, heads, length, size)
+
+
+def make_inputs(case: Case, seed: int = 0) -> AttentionInputs:
+    """Checked and normalised inputs of a case, as kernels take them."""
+    draw = Draw(case, seed)
+    q = lay_out(draw, case.H, case.M, case.D)
+    k, v = lay_out(draw, case.Hkv, case.N, case.D), lay_out(draw, case.Hkv, case.N, case.Dv)
+    sinks = draw.normal(case.H) if case.sinks else None
+    mask = MASKS[case.mask](draw)
+    torch.manual_seed(seed)
+    options = Options(mask, case.dropout_p, scale=case.scale, enable_gqa=True, softcap=case.softcap, sinks=sinks)
+    return build_inputs(q, k, v, options)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result against float64: its largest error, and what it may be."""
+
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.budget  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.3g}, budget {self.budget:.3g}"
+
+
+def problem_of(inputs: AttentionInputs, direction: str, bias_grad: bool = False) -> AttentionProblem:
+    extra = {"lse"} if direction == "forward" else {"bias_grad"} if bias_grad else set()
+    return AttentionProblem.of(inputs, direction, frozenset(extra))
+
+
+def run_kernel(name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias_grad: bool = False):
+    """(Results, Gradients | None) of one kernel of the catalog, forward and backward by itself."""
+    module = by_name()[name].load()
+    tile = (getattr(module, "TILES", ()) or (None,))[0]
+    results = module.forward(inputs, problem_of(inputs, "forward"), tile)
+    if grad_out is None:
+        return results, None
+    problem = problem_of(inputs, "backward", bias_grad)
+    return results, module.backward(inputs, results, Results(grad_out, None), problem, tile)
+
+
+def differentiate(inputs: AttentionInputs, grad_out: Tensor, dtype: torch.dtype) -> tuple[Results, Gradients]:
+    """Reference results and gradients by autograd, computed in `dtype`."""
+    learned = [t if t is None else t.detach().to(dtype).requires_grad_() for t in learnable(inputs)]
+    q, k, v, bias, sinks = learned
+    results = attention(inputs._replace(q=q, k=k, v=v, bias=bias, sinks=sinks), dtype)
+    present = [t for t in learned if t is not None]
+    found = iter(torch.autograd.grad(results.out, present, grad_out.to(dtype), allow_unused=True))
+    grads = [None if t is None else next(found) for t in learned]
+    grads = [torch.zeros_like(t) if g is None and t is not None else g for g, t in zip(grads, learned, strict=True)]
+    return Results(*(t.detach() for t in results)), Gradients(*grads)
+
+
+def learnable(inputs: AttentionInputs) -> list[Tensor | None]:
+    return [inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks]
+
+
+def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, cancelled: float = 0.0) -> Comparison:
+    """Largest error of `got` against float64 `wanted`, within ERROR_FACTOR times that of `plain` plus a rounding band.
+
+    The band is one rounding to the result's dtype and a random walk of `terms` roundings in the accumulator;
+    `cancelled` is the size of terms that may cancel in it. Positions of non-finite values must agree exactly: one that
+    differs makes the error infinite.
+    """
+    dtype, got, plain = got.dtype, got.double(), plain.double()
+    if got.shape != wanted.shape or not torch.equal(nature(got), nature(wanted)):
+        return Comparison(name, float("inf"), 0.0)
+    finite = torch.isfinite(wanted)
+    error = (got - wanted)[finite].abs()
+    plain_error = (plain - wanted)[finite & torch.isfinite(plain)].abs()
+    accumulator = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    band = (torch.finfo(dtype).eps + accumulator * terms**0.5) * largest(wanted[finite].abs()) + accumulator * cancelled
+    if dtype == torch.float64:
+        band *= FLOAT64_SLACK
+    return Comparison(name, largest(error), ERROR_FACTOR * largest(plain_error) + band)
+
+
+def cancelling(inputs: AttentionInputs, grad_out: Tensor) -> dict[str, float]:
+    """How large the terms of grad_q and grad_k are before dS = P * (dP - delta) cancels, as for a row with one key."""
+    q, k, v, grad_out = (t.double() for t in (*inputs[:3], grad_out))
+    products = abs(inputs.scale) * longest(grad_out) * longest(v)
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    return {"q": products * largest(k.abs()), "k": products * largest(q.abs()) * rows**0.5}
+
+
+def longest(rows: Tensor) -> float:
+    return largest(torch.linalg.vector_norm(rows, dim=-1))
+
+
+def nature(values: Tensor) -> Tensor:
+    """0 finite, 1 NaN, 2 +inf, 3 -inf."""
+    return torch.isnan(values) + 2 * (values == torch.inf) + 3 * (values == -torch.inf)
+
+
+def largest(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def check_kernel(name: str, case: Case, seed: int = 0) -> list[Comparison]:
+    """Forward and, where the kernel has one, backward of one kernel on one case against the float64 reference."""
+    inputs = make_inputs(case, seed)
+    if case.requires_bias_grad and inputs.bias is None:
+        raise ValueError(f"case {case} asks for the gradient of a bias it does not have")
+    grad_out = Draw(case, seed + 1).normal(case.B, case.H, case.M, case.Dv)
+    with_backward = "backward" in by_name()[name].directions
+    results, grads = run_kernel(name, inputs, grad_out if with_backward else None, case.requires_bias_grad)
+    wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
+    plain, plain_grads = differentiate(inputs, grad_out, case.dtype)
+    terms = case.M * (case.H // case.Hkv) + case.N
+    found = [compare("out", results.out, wanted.out, plain.out, terms)]
+    if results.lse is not None:
+        found.append(compare("lse", results.lse, wanted.lse, plain.lse, terms))
+    if grads is None:
+        return found
+    cancelled = cancelling(inputs, grad_out)
+    for field, got, want, rough in zip(Gradients._fields, grads, wanted_grads, plain_grads, strict=True):
+        if got is not None and got.numel() and want is not None:
+            found.append(compare(f"grad_{field}", got, want, rough, terms, cancelled.get(field, 0.0)))
+    return found
+
+
+def able(name: str, case: Case) -> list[str]:
+    """The reasons of `why_not` for both directions of a case; empty when the kernel takes it."""
+    inputs, kernel = make_inputs(case), by_name()[name]
+    reasons = kernel.why_not(problem_of(inputs, "forward") if "lse" in kernel.features else AttentionProblem.of(inputs))
+    if "backward" in kernel.directions:
+        reasons += kernel.why_not(problem_of(inputs, "backward", case.requires_bias_grad))
+    return reasons

@@ -1,0 +1,138 @@
+"""Every check of the public functions: one sentence with what was expected and what was got, before any kernel runs."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MIN_RANK = 2
+
+# torch prints C++ type names in its messages; somebody may match on them.
+DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "c10::BFloat16",
+    torch.float16: "c10::Half",
+    torch.bool: "bool",
+    torch.int64: "long int",
+    torch.int32: "int",
+    torch.int16: "short int",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype))
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Types, dtypes, devices and ranks of the three inputs agree."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"scaled_dot_product_attention(): argument '{name}' must be Tensor, not {type(tensor).__name__}"
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{dtype_name(query.dtype)} key.dtype: {dtype_name(key.dtype)} and value.dtype: {dtype_name(value.dtype)} "
+            "instead."
+        )
+    if not query.device == key.device == value.device:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+        )
+    if min(query.dim(), key.dim(), value.dim()) < MIN_RANK:
+        raise RuntimeError(
+            f"Expected query, key, and value to all be  at least {MIN_RANK} dimensional, but got query.dim: "
+            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if query.dtype not in FLOATING:
+        raise RuntimeError(
+            "Expected query, key, and value to be float32, float64, bfloat16 or float16, but got "
+            f"{dtype_name(query.dtype)} instead."
+        )
+
+
+def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Head size of query and key, and length of key and value, agree."""
+    if query.shape[-1] != key.shape[-1]:
+        raise RuntimeError(
+            "Expected query and key to have the same head size (last dimension), but got "
+            f"{shapes(query=query, key=key)} instead."
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise RuntimeError(
+            "Expected key and value to have the same length (second to last dimension), but got "
+            f"{shapes(key=key, value=value)} instead."
+        )
+
+
+def check_numbers(dropout_p: float, scale: object, softcap: object, is_causal: object) -> None:
+    if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)) or isinstance(dropout_p, bool):
+        raise TypeError(f"dropout_p must be a number between 0 and 1, but got {dropout_p!r}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    if not isinstance(is_causal, (bool, torch.SymBool)):
+        raise TypeError(
+            f"scaled_dot_product_attention(): argument 'is_causal' must be bool, not {type(is_causal).__name__}"
+        )
+    if isinstance(scale, Tensor) and scale.dim() != 0:
+        raise TypeError(
+            f"scale must be a number or a 0-dimensional tensor, but got a tensor of shape {tuple(scale.shape)}"
+        )
+    if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type(scale).__name__}")
+    if softcap is not None and not (isinstance(softcap, numbers.Real) and softcap >= 0):
+        raise RuntimeError(f"softcap must be None or a number >= 0 (0 means none), but got {softcap!r}")
+
+
+def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:
+    """Equal heads, or one head that broadcasts, or with enable_gqa a divisor of the query's heads."""
+    if enable_gqa:
+        if any(h == 0 or H % h for h in (heads_k, heads_v)) and H:
+            raise RuntimeError(
+                "Number of heads in key and value must divide the number of heads in query, but got "
+                f"{H} query heads, {heads_k} key heads and {heads_v} value heads."
+            )
+        return
+    several = {h for h in (H, heads_k, heads_v) if h != 1}
+    if len(several) > 1:
+        raise RuntimeError(
+            "Expected query, key and value to have equal numbers of heads, or one that broadcasts, but got "
+            f"{H}, {heads_k} and {heads_v}; enable_gqa=True allows fewer key and value heads."
+        )
+
+
+def check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{dtype_name(mask.dtype)} and  query.dtype: {dtype_name(query.dtype)} instead."
+        )
+
+
+def check_same_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        raise RuntimeError(
+            f"Expected {name} to be on the query's device {query.device}, but got {tensor.device} instead."
+        )
+
+
+def check_shape(name: str, tensor: Tensor, accepted: tuple[tuple[int, ...], ...]) -> None:
+    """`tensor` has one of the accepted shapes."""
+    if tuple(tensor.shape) not in accepted:
+        wanted = " or ".join(str(shape) for shape in accepted)
+        raise RuntimeError(f"Expected {name} to have shape {wanted}, but got {tuple(tensor.shape)} instead.")
+
+
+def shapes(**tensors: Tensor) -> str:
+    return " and ".join(f"{name}.shape: {tuple(tensor.shape)}" for name, tensor in tensors.items())

@@ -1,0 +1,358 @@
+"""The native CPU kernel on every instruction set of this machine, against the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from sdpa import philox
+from sdpa.dense import visible
+from sdpa.kernels.cpu import flash, library
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.reference import attention
+
+if library.load_error() is not None:
+    pytest.skip(library.load_error(), allow_module_level=True)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ISAS = library.isas()
+# Roundings of the result's size that are nobody's fault: in a half precision that of the result itself, in a wide one
+# those of the sums, whose order differs from torch's.
+ROUNDINGS = {torch.float32: 32, torch.float64: 32, torch.bfloat16: 2, torch.float16: 2}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    before = library.isa()
+    library.set_isa(request.param)
+    yield request.param
+    library.set_isa(before)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    B: int = 2
+    H: int = 4
+    Hkv: int = 2
+    M: int = 37
+    N: int = 83
+    D: int = 24
+    Dv: int = 24
+
+
+@dataclass
+class Case:
+    """Sizes, and the features of AttentionInputs by name."""
+
+    sizes: Sizes = Sizes()
+    features: dict[str, object] = field(default_factory=dict)
+
+
+def lengths(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+def coins(*shape: int) -> Tensor:
+    return torch.rand(*shape) < 0.6
+
+
+def documents(B: int, length: int) -> Tensor:
+    return torch.randint(0, 3, (B, length), dtype=torch.int32).sort(-1).values
+
+
+S = Sizes()
+FEATURES = {
+    "plain": lambda: {},
+    "causal": lambda: {"right": 0},
+    "causal_bottom_right": lambda: {"right": 0, "bottom_right": True},
+    "window": lambda: {"left": 9, "right": 4},
+    "window_bottom_right": lambda: {"left": 70, "right": 0, "bottom_right": True},
+    "lengths": lambda: {"k_lengths": lengths(0, 71)},
+    "both_lengths": lambda: {
+        "k_lengths": lengths(50, 66), "q_lengths": lengths(31, 0), "right": 0, "bottom_right": True,
+    },
+    "more_queries_than_keys": lambda: {"k_lengths": lengths(5, 20), "right": 0, "bottom_right": True},
+    "segments": lambda: {"q_segments": documents(S.B, S.M), "k_segments": documents(S.B, S.N)},
+    "one_row_of_segments": lambda: {"q_segments": documents(1, S.M), "k_segments": documents(1, S.N), "right": 8},
+    "prefix": lambda: {"right": 0, "prefix": lengths(19, 65)},
+    "prefix_window": lambda: {"left": 5, "right": 0, "prefix": lengths(0, 11), "k_lengths": lengths(83, 9)},
+    "alibi": lambda: {"alibi": torch.rand(1, S.H), "right": 0},
+    "alibi_bottom_right": lambda: {"alibi": torch.rand(S.B, S.H), "bottom_right": True},
+    "bias": lambda: {"bias": random(S.B, S.H, S.M, S.N)},
+    "bias_of_heads": lambda: {"bias": random(1, S.H, S.M, S.N)},
+    "bias_of_keys": lambda: {"bias": random(S.B, 1, 1, S.N), "right": 0},
+    "bias_of_rows": lambda: {"bias": random(1, S.H, S.M, 1)},
+    "bias_single": lambda: {"bias": random(1, 1, 1, 1)},
+    "bias_minus_infinity": lambda: {"bias": random(1, 1, S.M, S.N).masked_fill(~coins(S.M, 1), -torch.inf)},
+    "allowed": lambda: {"allowed": coins(S.B, S.H, S.M, S.N)},
+    "allowed_empty_rows": lambda: {"allowed": coins(S.B, 1, S.M, S.N) & coins(1, 1, S.M, 1)},
+    "allowed_padding": lambda: {"allowed": coins(S.B, 1, 1, S.N)},
+    "allowed_strided": lambda: {"allowed": coins(S.H, S.B, S.N, S.M).permute(1, 0, 3, 2), "left": 20},
+    "softcap": lambda: {"softcap": 2.5},
+    "softcap_bias_causal": lambda: {"softcap": 30.0, "bias": random(1, S.H, S.M, S.N), "right": 0},
+    "sinks": lambda: {"sinks": random(S.H), "right": 0},
+    "sinks_nothing_seen": lambda: {"sinks": random(S.H), "k_lengths": lengths(0, 3)},
+    "dropout": lambda: {"dropout_p": 0.3, "rng": torch.tensor([0x123456789ABCDEF, 77])},
+    "dropout_softcap_bias": lambda: {
+        "dropout_p": 0.5, "rng": torch.tensor([5, 2**40 + 3]), "softcap": 5.0, "bias": random(S.B, 1, S.M, S.N),
+    },
+}  # fmt: skip
+
+SHAPES = [
+    Sizes(1, 1, 1, 1, 1, 1, 1),
+    Sizes(1, 4, 4, 1, 301, 64, 64),
+    Sizes(2, 8, 1, 1, 131, 40, 16),
+    Sizes(1, 6, 2, 3, 67, 33, 7),
+    Sizes(2, 3, 3, 5, 29, 128, 129),
+    Sizes(1, 2, 1, 257, 193, 16, 48),
+    Sizes(1, 4, 2, 97, 65, 80, 80),
+    Sizes(1, 1, 1, 7, 1, 256, 3),
+]  # fmt: skip
+
+
+def make(case: Case, dtype: torch.dtype, seed: int = 0) -> AttentionInputs:
+    torch.manual_seed(seed)
+    s = case.sizes
+    q, k, v = random(s.B, s.H, s.M, s.D), random(s.B, s.Hkv, s.N, s.D), random(s.B, s.Hkv, s.N, s.Dv)
+    return AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), s.D**-0.5, **case.features)
+
+
+def run_forward(inputs: AttentionInputs, tile: Tile | None = None) -> Results:
+    return flash.forward(inputs, AttentionProblem.of(inputs), tile)
+
+
+def gradients(inputs: AttentionInputs, upstream: Results) -> dict[str, Tensor]:
+    extra = frozenset() if inputs.bias is None else frozenset({"bias_grad"})
+    problem = AttentionProblem.of(inputs, "backward", extra)
+    found = flash.backward(inputs, run_forward(inputs), upstream, problem, None)
+    return {name: grad for name, grad in found._asdict().items() if grad is not None}
+
+
+def expected_gradients(inputs: AttentionInputs, upstream: Results, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The reference's, by autograd, every operation in `dtype`."""
+    names = ["q", "k", "v"] + [n for n in ("bias", "sinks") if getattr(inputs, n) is not None]
+    leaves = {n: getattr(inputs, n).to(dtype).requires_grad_() for n in names}
+    out, lse = attention(inputs._replace(**leaves), dtype)
+    loss = (out * upstream.out.to(dtype)).sum()
+    if upstream.lse is not None:
+        loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * upstream.lse.to(dtype)).sum()
+    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def compare_forward(inputs: AttentionInputs, tile: Tile | None = None) -> None:
+    out, lse = run_forward(inputs, tile)
+    exact, rough = attention(inputs), attention(inputs, inputs.q.dtype)
+    assert_close("out", out, exact.out, rough.out)
+    assert_close("lse", lse, exact.lse, rough.lse)
+
+
+def assert_close(name: str, found: Tensor, exact: Tensor, rough: Tensor, summed: float = 1.0) -> None:
+    """At most twice the error of torch's operations in the same precision, and ROUNDINGS.
+
+    Roundings of `summed` terms that a broadcast gradient adds up grow with the square root of their number.
+    """
+    assert found.shape == exact.shape, name
+    if found.numel() == 0:
+        return
+    hidden = exact == -torch.inf
+    assert torch.equal(found == -torch.inf, hidden), name
+    found_wide, exact, rough = (t.double().masked_fill(hidden, 0.0) for t in (found, exact, rough))
+    error = (found_wide - exact).abs().max().item()
+    rounding = ROUNDINGS[found.dtype] * torch.finfo(found.dtype).eps * max(1.0, exact.abs().max().item()) * summed**0.5
+    budget = 2 * (rough - exact).abs().max().item() + rounding
+    assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}"
+
+
+def compare_backward(inputs: AttentionInputs) -> None:
+    s = inputs.q.shape
+    upstream = Results(random(*s[:3], inputs.v.shape[3], dtype=inputs.q.dtype), None)
+    wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    if inputs.bias is None:
+        upstream = upstream._replace(lse=random(*s[:3], dtype=wide))
+    found = gradients(inputs, upstream)
+    exact = expected_gradients(inputs, upstream, torch.float64)
+    rough = expected_gradients(inputs, upstream, inputs.q.dtype)
+    assert found.keys() == exact.keys()
+    for name, gradient in found.items():
+        assert gradient.dtype == getattr(inputs, name).dtype
+        pairs = s[0] * s[1] * s[2] * inputs.k.shape[2]
+        summed = pairs / gradient.numel() if name in ("bias", "sinks") and pairs else 1.0
+        assert_close(name, gradient, exact[name], rough[name], summed)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_features(isa, name, dtype):
+    torch.manual_seed(1)
+    inputs = make(Case(features=FEATURES[name]()), dtype)
+    compare_forward(inputs)
+    compare_backward(inputs)
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes(isa, sizes, right, dtype):
+    inputs = make(Case(sizes, {"right": right, "bottom_right": True}), dtype)
+    compare_forward(inputs)
+    compare_backward(inputs)
+
+
+@pytest.mark.parametrize("tile", [*flash.TILES, Tile(7, 16), Tile(1, 1)], ids=str)
+def test_tiles(isa, tile):
+    compare_forward(make(Case(Sizes(M=211, N=150), {"left": 100, "right": 30}), torch.float32), tile)
+
+
+def lay_out(tensor: Tensor, kind: str) -> Tensor:
+    """The same values in other memory."""
+    if kind == "bmhd":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "strided":
+        return tensor.repeat_interleave(3, dim=-1)[..., ::3]
+    if kind == "transposed":
+        return tensor.mT.contiguous().mT
+    if kind == "unaligned":
+        return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+    return tensor[:1].expand_as(tensor)
+
+
+@pytest.mark.parametrize("kind", ["bmhd", "strided", "transposed", "unaligned", "expanded"])
+@pytest.mark.parametrize("M", [1, 37])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_layouts(isa, kind, M, dtype):
+    inputs = make(Case(Sizes(M=M), {"right": 3}), dtype)
+    inputs = inputs._replace(**{n: lay_out(getattr(inputs, n), kind) for n in "qkv"})
+    compare_forward(inputs)
+    compare_backward(inputs)
+    out = run_forward(inputs).out
+    assert (out.transpose(1, 2) if kind == "bmhd" else out).is_contiguous()
+
+
+@pytest.mark.parametrize("sizes", [Sizes(M=0), Sizes(N=0), Sizes(B=0), Sizes(H=0, Hkv=0)], ids=str)
+def test_empty(isa, sizes):
+    inputs = make(Case(sizes), torch.float32)
+    out, lse = run_forward(inputs)
+    assert out.shape == (sizes.B, sizes.H, sizes.M, sizes.Dv)
+    assert not out.any() and (lse == -torch.inf).all()
+    found = gradients(inputs, Results(torch.ones_like(out), None))
+    assert all(not grad.any() and grad.shape == getattr(inputs, n).shape for n, grad in found.items())
+
+
+STRUCTURED = {
+    "k_lengths": {"k_lengths": lengths(40, 65)},
+    "causal": {"right": 0},
+    "window": {"left": 3, "right": 5},
+    "prefix": {"right": 0, "prefix": lengths(10, 20)},
+    "segments": {"q_segments": torch.arange(2 * 37).view(2, 37) // 30, "k_segments": torch.arange(2 * 83).view(2, 83) // 30},
+    "both_lengths": {"k_lengths": lengths(40, 65), "q_lengths": lengths(20, 30)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("M", [1, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_values_do_not_leak(isa, name, poison, M, dtype):
+    features = {n: t.int() if isinstance(t, Tensor) else t for n, t in STRUCTURED[name].items()}
+    if name == "segments":
+        features["q_segments"] = features["q_segments"][:, :M].contiguous()
+    clean = make(Case(Sizes(M=M), features), dtype)
+    seen_by = attention_pattern(clean)
+    key_hidden, query_hidden = ~seen_by.any(2), ~seen_by.any(3)  # [B, 1, N], [B, 1, M]
+    k, v = (t.masked_fill(key_hidden.unsqueeze(-1), poison) for t in clean[1:3])
+    q = clean.q.masked_fill(query_hidden.unsqueeze(-1), poison)
+    dirty = clean._replace(q=q, k=k, v=v)
+    ones = torch.ones(*clean.q.shape[:3], clean.v.shape[3], dtype=dtype)
+    upstream = Results(ones.masked_fill(query_hidden.unsqueeze(-1), poison), None)
+    before, after = run_forward(clean), run_forward(dirty)
+    assert torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)
+    expected, found = gradients(clean, Results(ones, None)), gradients(dirty, upstream)
+    for n in "qkv":
+        torch.testing.assert_close(found[n], expected[n], msg=lambda text, n=n: f"{n}: {text}")
+
+
+def attention_pattern(inputs: AttentionInputs) -> Tensor:
+    return visible(inputs).expand(inputs.q.shape[0], 1, inputs.q.shape[2], inputs.k.shape[2])
+
+
+def test_rows_keep_their_own_values(isa):
+    """A key that is not finite reaches the queries that see it, and no other query of the same block."""
+    inputs = make(Case(Sizes(M=83), {"right": 0}), torch.float32)
+    clean = run_forward(inputs).out
+    for name in "kv":
+        poisoned = getattr(inputs, name).clone()
+        poisoned[:, :, 45] = torch.nan
+        out = run_forward(inputs._replace(**{name: poisoned})).out
+        assert torch.equal(out[:, :, :45], clean[:, :, :45])
+        assert out[:, :, 45:].isnan().all()
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "bias"])
+@pytest.mark.parametrize("position", [0, 5, 36])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_visible_nan_arrives(isa, where, position, dtype):
+    inputs = make(Case(features={"bias": random(1, 1, S.M, S.N)}), dtype)
+    poisoned = getattr(inputs, where).clone()
+    poisoned[:, :, position] = torch.nan
+    out, lse = run_forward(inputs._replace(**{where: poisoned}))
+    rows = out[:, :, position] if where in ("q", "bias") else out
+    assert rows.isnan().all()
+    assert where == "v" or lse[:, :, position].isnan().all()
+
+
+def test_large_scores_do_not_overflow(isa):
+    inputs = make(Case(), torch.float32)
+    compare_forward(inputs._replace(q=inputs.q * 1e4, k=inputs.k * 1e3))
+
+
+def test_the_same_bits_twice(isa):
+    inputs = make(Case(features={"right": 0, "bias": random(1, 1, S.M, S.N)}), torch.float32)
+    upstream = Results(random(S.B, S.H, S.M, S.Dv), None)
+    first, second = gradients(inputs, upstream), gradients(inputs, upstream)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert torch.equal(run_forward(inputs).out, run_forward(inputs).out)
+
+
+def test_threads_change_nothing_in_the_forward(isa):
+    inputs = make(Case(Sizes(M=300, N=300, D=64, Dv=64), {"right": 0}), torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = run_forward(inputs)
+        torch.set_num_threads(2)
+        together = run_forward(inputs)
+        compare_backward(inputs)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone.out, together.out) and torch.equal(alone.lse, together.lse)
+
+
+def test_dropout_is_philox():
+    """Values are the identity, so that the output is the dropped probabilities; p_ij is 1 / N."""
+    N = 32
+    zeros = torch.zeros(2, 3, 9, N)
+    rng = torch.tensor([0x0123456789ABCDEF, 42])
+    inputs = AttentionInputs(zeros, torch.zeros(2, 3, N, N), torch.eye(N).expand(2, 3, N, N), 1.0, dropout_p=0.4, rng=rng)
+    kept = philox.keep_mask(rng, 0.4, (2, 3, 9, N))
+    torch.testing.assert_close(run_forward(inputs).out, kept / (0.6 * N))
+
+
+def test_philox_known_answer():
+    """The published vectors of Philox4x32-10, for the generator that the kernels are compared with."""
+    ones, words = 0xFFFFFFFF, lambda *values: tuple(torch.tensor(v) for v in values)
+    zero = philox.philox(words(0, 0, 0, 0), words(0, 0))
+    full = philox.philox(words(ones, ones, ones, ones), words(ones, ones))
+    assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in full] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_unknown_instruction_set():
+    with pytest.raises(RuntimeError, match=f"'sse9' is not available on this machine, which has {','.join(ISAS)}"):
+        library.set_isa("sse9")

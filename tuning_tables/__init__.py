@@ -1,0 +1,1 @@
+"""Measured times, one YAML file per device."""
