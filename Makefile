@@ -1,42 +1,53 @@
-# Two commands from a fresh clone: `make demo` and `make test`. Each makes .venv, installs torch and builds what is missing.
+# From a fresh clone: `make demo` and `make test`. Each makes .venv, installs and builds only what is missing or changed.
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) setup.py pyproject.toml
+CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
+NATIVE := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+SUITES := cpu-forward cpu-backward cpu-decode overhead
+READY := $(VENV)/built
 
 .PHONY: demo test lint bench gpu-test wheel clean
 
-demo: $(VENV)/installed
+demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
 
-test: $(VENV)/installed lint
+test: lint
 	$(BIN)/python -m pytest -q -m "not gpu" --durations=10
 
-lint: $(VENV)/installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: $(READY)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
-bench: $(VENV)/installed
-	for suite in cpu-forward cpu-backward cpu-decode overhead; do $(BIN)/sdpa bench --suite $$suite || exit 1; done
+bench: $(READY)
+	for suite in $(SUITES); do $(BIN)/sdpa bench --suite $$suite || exit 1; done
 
-# On a machine with a GPU, where torch and the package are installed already.
-gpu-test:
-	$(PYTHON) -m pytest -q -m gpu
+gpu-test: $(READY)
+	$(BIN)/python -m pytest -q -m gpu
 
-wheel: $(VENV)/installed
+wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kernels/cpu/*.so
 
-$(VENV)/torch:
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip "setuptools>=77" wheel ninja
-	$(PIP) torch==$(TORCH)
+
+$(VENV)/torch-$(TORCH): | $(BIN)/python
+	@echo "installing torch $(TORCH) into $(VENV)"
+	$(PIP) torch==$(TORCH) "setuptools>=77" wheel ninja
 	touch $@
 
-$(VENV)/installed: $(VENV)/torch $(SOURCES)
-	$(PIP) --no-build-isolation --editable ".[cli,test]"
+$(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
+	@echo "installing sdpa-kernels and what its tests and tables need"
+	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test]"
+	touch $@
+
+$(READY): $(VENV)/installed $(NATIVE)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

@@ -82,7 +82,7 @@ def isa_flags(source: Path) -> str:
 
 
 def ninja_text(torch: Path) -> str:
-    """One object per source with its own flags, and one library; paths are relative, so that a moved tree stays built."""
+    """One object per source with its own flags, one library; paths are relative, so that a moved tree stays built."""
     cxx = compiler()
     lines = [
         f"builddir = {OBJECTS}",

@@ -57,20 +57,28 @@ class Problem:
     @property
     def label(self) -> str:
         """Short enough for a column: what distinguishes the cells of a suite."""
-        notes = [self.direction] + ["grad"] * (self.grad and self.direction == "forward") + [self.layout] * (self.layout != "bhmd")
+        recorded = self.grad and self.direction == "forward"
+        notes = [self.direction] + ["grad"] * recorded + [self.layout] * (self.layout != "bhmd")
         return f"{self.dtype} {self.shape} {self.mask} {'+'.join(notes)}"
+
+    def key_lengths(self) -> tuple[int, ...]:
+        """Valid keys per batch entry under "padding" and "lengths": from half of N to all."""
+        half = self.N // 2
+        return tuple(max(1, half + (self.N - half) * b // max(1, self.B - 1)) for b in range(self.B))
 
     def flops(self) -> float:
         """Operations of the matrix products over what the mask lets a query see."""
         passes = 6 * self.D + 4 * self.Dv if self.direction == "backward" else 2 * (self.D + self.Dv)
-        return self.B * self.H * self.visible_pairs() * passes
+        return self.H * self.visible_pairs() * passes
 
     def visible_pairs(self) -> int:
-        """Pairs of the M x N matrix inside the causal or window band; lengths and dense masks count as open."""
+        """Pairs of query and key that the mask leaves, of one head in the whole batch."""
+        if self.mask in ("padding", "lengths"):
+            return self.M * sum(self.key_lengths())
         if self.mask not in ("causal", "window"):
-            return self.M * self.N
+            return self.B * self.M * self.N
         reach = WINDOW if self.mask == "window" else self.M  # M: no row reaches further back
-        return sum(max(0, min(i, self.N - 1) - max(0, i - reach) + 1) for i in range(self.M))
+        return self.B * sum(max(0, min(i, self.N - 1) - max(0, i - reach) + 1) for i in range(self.M))
 
 
 DTYPES = ("float32", "bfloat16", "float16")

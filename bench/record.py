@@ -32,8 +32,9 @@ def versions() -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line as a user would type it."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command line as a user would type it; `python -m sdpa.cli` is the command sdpa."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["sdpa" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def header(device: str) -> dict:

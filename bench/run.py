@@ -71,7 +71,7 @@ def run_problem(problem: Problem, options: Options) -> Row:
         return Row(problem, skipped="; ".join(reasons) or str(error).splitlines()[0])
     except WrongResult as error:
         return Row(problem, kernel=kernel_of(problem), error=f"wrong result: {error}")
-    except Exception as error:  # noqa: BLE001  a suite goes on: the row says what happened
+    except Exception as error:
         return Row(problem, error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 

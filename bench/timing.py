@@ -1,7 +1,7 @@
-"""Times callables that compete: rounds alternate between them in one run, so that noise of the machine hits all alike.
+"""Times callables that compete: rounds alternate between them in one run, so that noise hits all alike.
 
-A sample is the mean of as many calls as fill MIN_SAMPLE seconds. The minimum is the figure to compare (whatever else runs
-on the machine only adds time); the median and the spread say how quiet the machine was.
+A sample is the mean of as many calls as fill MIN_SAMPLE seconds. The minimum is the figure to compare (whatever else
+runs on the machine only adds time); the median and the spread say how quiet the machine was.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-# A few milliseconds: a thousand times the clock's resolution and of the loop around a call.
-MIN_SAMPLE = 5e-3
+# A thousand times the clock's resolution, and short beside the slices in which a busy system shares a core: among many
+# short samples some run undisturbed.
+MIN_SAMPLE = 2e-3
 MIN_ROUNDS = 5
-MAX_ROUNDS = 200
+MAX_ROUNDS = 400
+# A least time that no other sample came this near is not trusted yet; up to so many times the rounds wait for one.
+NEAR = 1.03
+PATIENCE = 4
 # A sample is never longer than this many calls, so that one fast call does not take a second to calibrate.
 MAX_REPEATS = 10_000
 # Larger than the last-level caches of the machines in question.
@@ -96,20 +100,30 @@ def interleave(
 ) -> list[Timing]:  # fmt: skip
     """One Timing per call. Rounds go forth and back through the calls until `rounds` are done or the time is up.
 
-    Without `rounds`, at least MIN_ROUNDS are run and at most MAX_ROUNDS, however short `time_limit` seconds are. With
-    `flush` every sample is a single call on cold caches.
+    Without `rounds`, at least MIN_ROUNDS are run and at most MAX_ROUNDS, however short `time_limit` seconds are; then
+    up to PATIENCE times as many, until the least time of each call was met twice. With `flush` every sample is a single
+    call on cold caches.
     """
     repeats = [1 if flush else calibrate(call, stopwatch) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8) if flush else None
-    spent, done = 0.0, 0
-    while done < rounds if rounds else done < MIN_ROUNDS or (spent < time_limit and done < MAX_ROUNDS):
-        order = range(len(calls)) if done % 2 == 0 else reversed(range(len(calls)))
-        for number in order:
+    spent, done, most = 0.0, 0, rounds or 0
+    while not most or done < most:
+        for number in range(len(calls)) if done % 2 == 0 else reversed(range(len(calls))):
             if scratch is not None:
                 scratch.fill_(done & 1)
             seconds = stopwatch(calls[number], repeats[number])
             samples[number].append(seconds / repeats[number])
             spent += seconds
         done += 1
+        if not rounds and done >= MIN_ROUNDS and (spent >= time_limit or done >= MAX_ROUNDS):
+            most = most or PATIENCE * done
+            if all(settled(s) for s in samples):
+                break
     return [Timing(tuple(s), n) for s, n in zip(samples, repeats, strict=True)]
+
+
+def settled(samples: Sequence[float]) -> bool:
+    """Whether the least time is no accident: another sample came near it."""
+    least, second = sorted(samples)[:2]
+    return second <= least * NEAR

@@ -81,7 +81,7 @@ def masks(p: Problem, generator: torch.Generator) -> tuple[sdpa.Mask | Tensor | 
     if p.mask == "window":
         distance = torch.arange(p.M, device=p.device)[:, None] - torch.arange(p.N, device=p.device)
         return sdpa.Mask(window=(WINDOW, 0)), (distance >= 0) & (distance <= WINDOW)
-    lengths = torch.linspace(p.N // 2, p.N, p.B, device=p.device).round().to(torch.int32).clamp(1, p.N)
+    lengths = torch.tensor(p.key_lengths(), dtype=torch.int32, device=p.device)
     padding = (torch.arange(p.N, device=p.device) < lengths[:, None])[:, None, None, :]  # [B, 1, 1, N]
     if p.mask == "padding":
         return padding, padding
@@ -113,5 +113,6 @@ def check_agreement(names: tuple[str, ...], ours: tuple[Tensor, ...], peer: tupl
         distance = torch.linalg.vector_norm(a - b, dim=dims)
         allowed = TOLERANCE[ours[0].dtype] * torch.linalg.vector_norm(b, dim=dims) + torch.finfo(torch.float32).tiny
         if not bool((distance <= allowed).all()):
-            worst = float((distance / allowed).nan_to_num(torch.inf).max()) * TOLERANCE[ours[0].dtype]
-            raise WrongResult(f"{name}: relative distance to the peer {worst:.2g}, tolerance {TOLERANCE[ours[0].dtype]:.2g}")
+            tolerance = TOLERANCE[ours[0].dtype]
+            worst = float((distance / allowed).nan_to_num(torch.inf).max()) * tolerance
+            raise WrongResult(f"{name}: relative distance to the peer {worst:.2g}, tolerance {tolerance:.2g}")

@@ -6,6 +6,7 @@ from sdpa.dispatch.select import Choice, NoKernelError, last_choice
 from sdpa.explain import explain
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
+from sdpa.patch import install, patch, uninstall
 from sdpa.problem import AttentionProblem
 
 __version__ = "0.1.0"
@@ -16,7 +17,10 @@ __all__ = [
     "Mask",
     "NoKernelError",
     "explain",
+    "install",
     "last_choice",
+    "patch",
     "scaled_dot_product_attention",
     "sdpa_kernel",
+    "uninstall",
 ]

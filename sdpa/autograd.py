@@ -52,7 +52,7 @@ class AttentionEager(Attention):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        inputs = recall_inputs(ctx)
+        inputs = rebuild(ctx, ctx.saved_tensors)
 
         def composite(*tensors):
             terms = forward_terms(with_differentiable(inputs, tensors))
@@ -123,13 +123,15 @@ def save_for_forward(ctx, inputs) -> None:
 
 
 def recall(ctx) -> tuple[AttentionInputs, Tensor, Tensor]:
-    *_, out, lse = ctx.saved_tensors
-    return recall_inputs(ctx), out, lse
+    """The inputs and results of a call; checkpointing lets saved_tensors be read only once."""
+    *tensors, out, lse = ctx.saved_tensors
+    return rebuild(ctx, tensors), out, lse
 
 
-def recall_inputs(ctx) -> AttentionInputs:
-    tensors = iter(ctx.saved_tensors)
-    return AttentionInputs(*(next(tensors) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)))
+def rebuild(ctx, tensors) -> AttentionInputs:
+    """AttentionInputs of the saved tensors and constants of a call."""
+    present = iter(tensors)
+    return AttentionInputs(*(next(present) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)))
 
 
 def gradients(ctx, grad_out, grad_lse, backward):

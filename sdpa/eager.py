@@ -68,8 +68,6 @@ class PlannedAttention(torch.autograd.Function):
 
 def plan_key(query: Tensor, key: Tensor, value: Tensor, *arguments: object) -> tuple | None:
     """Everything a plan depends on, or None where the ordinary path must be taken."""
-    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor) or transformed():
-        return None
     try:
         return (
             query.shape,
@@ -113,6 +111,8 @@ def select_by_modes() -> bool:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale, enable_gqa: bool, kernel: str | None):
     """The result of a plain call by its plan, or None where it has to go the ordinary way."""
+    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor) or transformed():
+        return None
     if type(is_causal) is not bool or (scale is not None and type(scale) is not float):
         return None
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)

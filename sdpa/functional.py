@@ -96,7 +96,7 @@ def scaled_dot_product_attention(
     if is_nested(query, key, value):
         return nested_attention(query, key, value, options, request, attend)
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         query, key, value, options = cast_for_autocast(query, key, value, options, device_type)
         with torch.autocast(device_type, enabled=False):
             results = attend(query, key, value, options, return_lse, request)

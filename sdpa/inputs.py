@@ -240,13 +240,13 @@ def fit_dense(mask: Tensor | None, lead: torch.Size | None, shape: tuple[int, in
     if mask is None:
         return None
     lead = torch.Size([shape[0]]) if lead is None else lead
-    full = (*lead, *shape[1:])
+    full, given = (*lead, *shape[1:]), tuple(mask.shape)
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
     sizes = (1,) * (len(full) - mask.dim()) + tuple(mask.shape)
     if len(sizes) != len(full) or any(s not in (1, f) for s, f in zip(sizes, full, strict=True)):
         raise RuntimeError(
-            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (..., H, M, N) = {full}: "
+            f"attn_mask of shape {given} does not broadcast to (..., H, M, N) = {full}: "
             "output with shape of the scores doesn't match the broadcast shape"
         )
     if len(lead) == 1:

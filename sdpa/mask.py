@@ -57,15 +57,14 @@ class Mask:
         check_integers(self)
         if self.segments is not None and self.cu_seqlens is not None:
             raise ValueError("Mask takes segments or cu_seqlens, got both")
-        if self.allowed is not None and self.allowed.dtype != torch.bool:
+        if self.allowed is not None and kind_of(self.allowed) != torch.bool:
             raise TypeError(
-                f"Mask.allowed must be a bool tensor, got {self.allowed.dtype}; a float one goes in as bias"
+                f"Mask.allowed must be a bool tensor, got {kind_of(self.allowed)}; a float one goes in as bias"
             )
         for name in ("bias", "alibi"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Tensor) and value.is_floating_point()):
-                got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"Mask.{name} must be a floating point tensor, got {got}")
+                raise TypeError(f"Mask.{name} must be a floating point tensor, got {kind_of(value)}")
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         if isinstance(other, Tensor):
@@ -93,7 +92,8 @@ class Mask:
     def dense(self, B: int, H: int, M: int, N: int) -> Tensor:
         """The mask as a tensor (B, H, M, N): bool, or float with -inf where it has a bias or ALiBi slopes."""
         device = self.device() or torch.device("cpu")
-        q, k = torch.empty(B, H, M, 0, device=device), torch.empty(B, H, N, 0, device=device)
+        like = torch.empty(0, dtype=None if self.bias is None else self.bias.dtype, device=device)
+        q, k = like.new_empty(B, H, M, 0), like.new_empty(B, H, N, 0)
         from sdpa.inputs import with_mask
 
         inputs = with_mask(AttentionInputs(q, k, k, 1.0), self)
@@ -130,6 +130,11 @@ class Mask:
 
             return recognise_bool(mask)
         return cls(allowed=mask)
+
+
+def kind_of(value: object) -> torch.dtype | str:
+    """A tensor's dtype, or the type of what should have been one."""
+    return value.dtype if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_window(window: Window | None) -> None:

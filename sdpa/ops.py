@@ -60,11 +60,13 @@ def attention_backward(
 
 
 def is_empty(inputs: AttentionInputs) -> bool:
-    return not (inputs.q.numel() and inputs.k.numel() and inputs.v.numel())
+    """Whether no query meets a key; without a head size scores are 0 and the softmax is still one."""
+    B, H, M, _ = inputs.q.shape
+    return not (B and H and M and (inputs.k.shape[2] or inputs.sinks is not None))
 
 
 def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:
-    """No query, no key or no head size: zeros, as torch has it."""
+    """No query or no key: zeros, as torch has it."""
     out, lse = allocate(inputs, needs_lse)
     return out.zero_(), lse.fill_(-torch.inf)
 

@@ -28,6 +28,7 @@ FEATURES = {
     "softcap": "softcap",
     "sinks": "attention sinks",
     "dropout": "dropout",
+    "nonpositive_scale": "a scale of zero or less",
     "gqa": "fewer key/value heads than query heads",
     "lse": "the log-sum-exp as a result",
     "backward": "a backward pass",
@@ -199,6 +200,7 @@ def features_of(inputs: AttentionInputs, gqa: bool) -> frozenset[str]:
         (inputs.softcap != 0.0, "softcap"),
         (inputs.sinks is not None, "sinks"),
         (inputs.dropout_p != 0.0, "dropout"),
+        (inputs.scale <= 0, "nonpositive_scale"),
         (gqa, "gqa"),
     )
     return frozenset(name for present, name in asked if present)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from sdpa.reference import attention
 # A kernel may be this many times as far from float64 as torch operations in the same precision.
 ERROR_FACTOR = 2.0
 # In float64 the reference is as rounded as the result and "plain" is the reference itself, so the band stands alone:
-# twice for two roundings, twice for sums over rows that cancel (gradients of sinks and of broadcast biases).
+# twice for two roundings, twice for sums over rows that cancel (gradients of broadcast biases).
 FLOAT64_SLACK = 4.0
 
 
@@ -45,7 +46,8 @@ class Case:
     def __str__(self) -> str:
         sizes = "-".join(f"{n}{getattr(self, n)}" for n in ("B", "H", "Hkv", "M", "N", "D", "Dv"))
         extras = [self.layout] * (self.layout != "bhmd") + [f"p{self.dropout_p}"] * bool(self.dropout_p)
-        extras += ["softcap"] * bool(self.softcap) + ["sinks"] * self.sinks
+        extras += ["softcap"] * bool(self.softcap) + ["sinks"] * self.sinks + ["biasgrad"] * self.requires_bias_grad
+        extras += [f"scale{self.scale}"] * (self.scale is not None)
         return "-".join([sizes, str(self.dtype).removeprefix("torch."), self.mask, *extras])
 
 
@@ -184,7 +186,7 @@ def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, c
     """Largest error of `got` against float64 `wanted`, within ERROR_FACTOR times that of `plain` plus a rounding band.
 
     The band is one rounding to the result's dtype and a random walk of `terms` roundings in the accumulator;
-    `cancelled` is the size of terms that may cancel in it. Positions of non-finite values must agree exactly: one that
+    `cancelled` is the size of terms that may cancel in it, or of roundings made before it. Positions of non-finite values must agree exactly: one that
     differs makes the error infinite.
     """
     dtype, got, plain = got.dtype, got.double(), plain.double()
@@ -206,6 +208,20 @@ def cancelling(inputs: AttentionInputs, grad_out: Tensor) -> dict[str, float]:
     products = abs(inputs.scale) * longest(grad_out) * longest(v)
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     return {"q": products * largest(k.abs()), "k": products * largest(q.abs()) * rows**0.5}
+
+
+def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor) -> dict[str, float]:
+    """The same for grad_sinks, the sum over rows of -P_sink * delta with either sign: a random walk of its terms."""
+    if inputs.sinks is None:
+        return {}
+    weight = torch.exp(inputs.sinks.double()[:, None] - wanted.lse.double())  # [B, H, M]
+    norms = (torch.linalg.vector_norm(t.double(), dim=-1) for t in (wanted.out, grad_out))
+    return {"sinks": largest(torch.linalg.vector_norm(weight * math.prod(norms), dim=(0, 2)))}
+
+
+def backward_rounding(lse: Tensor, gradient: Tensor) -> float:
+    """A backward recomputes probabilities as exp(score - lse) from a rounded lse: each is off by |lse| roundings."""
+    return largest(lse[torch.isfinite(lse)].abs()) * largest(gradient[torch.isfinite(gradient)].abs())
 
 
 def longest(rows: Tensor) -> float:
@@ -237,10 +253,11 @@ def check_kernel(name: str, case: Case, seed: int = 0) -> list[Comparison]:
         found.append(compare("lse", results.lse, wanted.lse, plain.lse, terms))
     if grads is None:
         return found
-    cancelled = cancelling(inputs, grad_out)
+    cancelled = cancelling(inputs, grad_out) | cancelling_sinks(inputs, wanted, grad_out)
     for field, got, want, rough in zip(Gradients._fields, grads, wanted_grads, plain_grads, strict=True):
         if got is not None and got.numel() and want is not None:
-            found.append(compare(f"grad_{field}", got, want, rough, terms, cancelled.get(field, 0.0)))
+            roundings = cancelled.get(field, 0.0) + backward_rounding(wanted.lse, want)
+            found.append(compare(f"grad_{field}", got, want, rough, terms, roundings))
     return found
 
 

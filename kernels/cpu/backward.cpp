@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "pairs.h"
 #include "tasks.h"
 #include "terms.h"
 
@@ -30,14 +31,18 @@ struct Block {
   bool exact;  // something that a structured mask hides is not finite: 0 * NaN must not happen
 };
 
-template <typename T>
+template <typename T, typename Operand>
 class Backward {
  public:
-  Backward(const AttentionParams& params, const Primitives<T>& prim, const BackwardTensors& tensors)
-      : p_(params), t_(tensors), prim_(prim), terms_(params, prim), sink_parts_(params.sinks ? p_.B * p_.H : 0) {
+  Backward(const AttentionParams& params, const Primitives<T, Operand>& prim, const BackwardTensors& tensors)
+      : p_(params),
+        t_(tensors),
+        prim_(prim),
+        terms_(params, prim.softcap),
+        sink_parts_(params.sinks ? p_.B * p_.H : 0) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
-    block_m_ = p_.block_m > 0 ? p_.block_m : kBlockM;
+    block_m_ = p_.block_m > 0 ? round_up(p_.block_m, kPack) : kBlockM;
     block_n_ = p_.block_n > 0 ? round_up(p_.block_n, kMaxLanes) : kBlockN;
   }
 
@@ -60,37 +65,52 @@ class Backward {
   }
 
  private:
+  static constexpr int64_t kPack = kDepth<Operand>;
+
   struct Buffers {
-    T *q, *grad_out, *dq, *dk, *dv;            // all queries and keys of a head
-    T *lse, *delta, *scales;                   // [M], [M], [max(M, N)]
-    T *key_columns, *key_rows, *value_columns;  // of a block of keys
-    T *s, *dp, *extra, *out;                   // of a pair of blocks
+    Operand *q, *grad_out;                             // all queries of a head, as left operands
+    Operand *q_steps, *grad_out_steps;                 // and as right ones
+    T *dq, *dk, *dv;                                   // all queries and keys of a head
+    T *lse, *delta, *scales;                           // [M], [M], [max(M, N)]
+    Operand *key_columns, *key_steps, *value_columns;  // of a block of keys
+    T *s, *dp, *extra;                                 // of a pair of blocks
+    T *out, *grad_out_row;                             // of a query
   };
 
   Buffers carve(Carver& carver) const {
     Buffers b;
-    b.q = carver.take<T>(p_.M * q_ld_);
-    b.grad_out = carver.take<T>(p_.M * v_ld_);
+    const int64_t steps = (p_.M + kPack - 1) / kPack;
+    b.q = carver.take<Operand>(p_.M * q_ld_ / kPack);
+    b.grad_out = carver.take<Operand>(p_.M * v_ld_ / kPack);
+    // Where operands are single values, left and right are the same.
+    b.q_steps = kPack == 1 ? b.q : carver.take<Operand>(steps * q_ld_);
+    b.grad_out_steps = kPack == 1 ? b.grad_out : carver.take<Operand>(steps * v_ld_);
     b.dq = carver.take<T>(p_.M * q_ld_);
     b.dk = carver.take<T>(p_.N * q_ld_);
     b.dv = carver.take<T>(p_.N * v_ld_);
     b.lse = carver.take<T>(p_.M);
     b.delta = carver.take<T>(p_.M);
     b.scales = carver.take<T>(std::max(p_.M, p_.N));
-    b.key_columns = carver.take<T>(p_.D * block_n_);
-    b.key_rows = carver.take<T>(block_n_ * q_ld_);
-    b.value_columns = carver.take<T>(p_.Dv * block_n_);
+    b.key_columns = carver.take<Operand>((p_.D + kPack - 1) / kPack * block_n_);
+    b.key_steps = carver.take<Operand>(block_n_ / kPack * q_ld_);
+    b.value_columns = carver.take<Operand>((p_.Dv + kPack - 1) / kPack * block_n_);
     b.s = carver.take<T>(block_m_ * block_n_);
     b.dp = carver.take<T>(block_m_ * block_n_);
     b.extra = carver.take<T>(p_.softcap != 0.0 || p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
     b.out = carver.take<T>(v_ld_);
+    b.grad_out_row = carver.take<T>(v_ld_);
     return b;
   }
 
   class Task {
    public:
     Task(const Backward& backward, const Buffers& buffers, int64_t batch, int64_t kv_head)
-        : f_(backward), p_(backward.p_), b_(buffers), prim_(backward.prim_), batch_(batch), kv_head_(kv_head),
+        : f_(backward),
+          p_(backward.p_),
+          b_(buffers),
+          prim_(backward.prim_),
+          batch_(batch),
+          kv_head_(kv_head),
           mask_(p_, batch) {}
 
     void run() {
@@ -113,8 +133,13 @@ class Backward {
     }
 
     void load_head(int64_t head) const {
-      prim_.load_rows(p_.q.rows(batch_, head, 0), p_.M, p_.D, b_.q, f_.q_ld_);
-      prim_.load_rows(f_.t_.grad_out.rows(batch_, head, 0), p_.M, p_.Dv, b_.grad_out, f_.v_ld_);
+      const Source q = p_.q.rows(batch_, head, 0), grad_out = f_.t_.grad_out.rows(batch_, head, 0);
+      prim_.load_left(q, p_.M, p_.D, b_.q, f_.q_ld_);
+      prim_.load_left(grad_out, p_.M, p_.Dv, b_.grad_out, f_.v_ld_);
+      if (kPack > 1) {
+        prim_.load_steps(q, p_.M, p_.D, b_.q_steps, f_.q_ld_);
+        prim_.load_steps(grad_out, p_.M, p_.Dv, b_.grad_out_steps, f_.v_ld_);
+      }
       std::fill_n(b_.dq, p_.M * f_.q_ld_, T(0));
       for (int64_t i = 0; i < p_.M; ++i) load_row(head, i);
       if (p_.sinks) f_.sink_parts_[batch_ * p_.H + head] = sink_gradient(head);
@@ -125,11 +150,11 @@ class Backward {
     void load_row(int64_t head, int64_t i) const {
       const T lse = *reinterpret_cast<const T*>(f_.t_.lse.at(batch_, head, i));
       const bool empty = lse == -std::numeric_limits<T>::infinity();
-      b_.lse[i] = empty ? -lse : lse * static_cast<T>(kLog2E);
+      b_.lse[i] = empty ? -lse : static_cast<T>(lse * kLog2E);
       prim_.load_rows(f_.t_.out.rows(batch_, head, i), 1, p_.Dv, b_.out, f_.v_ld_);
+      prim_.load_rows(f_.t_.grad_out.rows(batch_, head, i), 1, p_.Dv, b_.grad_out_row, f_.v_ld_);
       T parts[4] = {};
-      const T* grad_out = b_.grad_out + i * f_.v_ld_;
-      for (int64_t c = 0; c < f_.v_ld_; ++c) parts[c % 4] += b_.out[c] * grad_out[c];
+      for (int64_t c = 0; c < f_.v_ld_; ++c) parts[c % 4] += b_.out[c] * b_.grad_out_row[c];
       b_.delta[i] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
       if (f_.t_.grad_lse && !empty) b_.delta[i] -= *reinterpret_cast<const T*>(f_.t_.grad_lse.at(batch_, head, i));
     }
@@ -154,7 +179,10 @@ class Backward {
         if (dense == Cover::kNone) continue;
         if (!loaded) load_keys(begin, count);
         loaded = true;
-        if (block.structured == Cover::kCut) narrow(&block);
+        if (block.structured == Cover::kCut) {
+          block.count = std::min(count, mask_.keys(query, block.rows.last_query()).end - begin);
+          if constexpr (kPack == 1) block.exact = !finite(block);
+        }
         visit(block, dense);
       }
     }
@@ -162,54 +190,56 @@ class Backward {
     void load_keys(int64_t begin, int64_t count) const {
       const Source k = p_.k.rows(batch_, kv_head_, begin), v = p_.v.rows(batch_, kv_head_, begin);
       prim_.load_columns(k, count, p_.D, b_.key_columns, f_.block_n_);
-      prim_.load_rows(k, count, p_.D, b_.key_rows, f_.q_ld_);
+      prim_.load_steps(k, count, p_.D, b_.key_steps, f_.q_ld_);
       prim_.load_columns(v, count, p_.Dv, b_.value_columns, f_.block_n_);
     }
 
-    // Leave out the keys behind the last one seen, and find out whether the hidden ones may be multiplied by 0.
-    void narrow(Block* block) const {
-      const RowGroup& rows = block->rows;
-      block->count = std::min(block->count, mask_.keys(rows.query, rows.last_query()).end - block->begin);
-      const int64_t first = rows.query;
-      block->exact = !prim_.finite(b_.q + first * f_.q_ld_, rows.count, p_.D, f_.q_ld_) ||
-                     !prim_.finite(b_.grad_out + first * f_.v_ld_, rows.count, p_.Dv, f_.v_ld_) ||
-                     !prim_.finite(b_.delta + first, 1, rows.count, rows.count) ||
-                     !prim_.finite(b_.key_rows, block->count, p_.D, f_.q_ld_) ||
-                     !prim_.finite(b_.value_columns, p_.Dv, block->count, f_.block_n_);
+    bool finite(const Block& block) const {
+      const int64_t first = block.rows.query, rows = block.rows.count;
+      return prim_.finite(b_.q + first * f_.q_ld_, rows, p_.D, f_.q_ld_) &&
+             prim_.finite(b_.grad_out + first * f_.v_ld_, rows, p_.Dv, f_.v_ld_) &&
+             prim_.finite(b_.delta + first, 1, rows, rows) && prim_.finite(b_.key_steps, block.count, p_.D, f_.q_ld_) &&
+             prim_.finite(b_.value_columns, p_.Dv, block.count, f_.block_n_);
     }
 
     void visit(const Block& block, Cover dense) const {
       const RowGroup& rows = block.rows;
       const int64_t ld = f_.block_n_, first = rows.query, count = block.count;
-      const T* grad_out = b_.grad_out + first * f_.v_ld_;
       T* slope = p_.softcap != 0.0 ? b_.extra : nullptr;
-      prim_.scores(rows.count, count, p_.D, b_.q + first * f_.q_ld_, f_.q_ld_, b_.key_columns, ld, f_.terms_.factor(),
-                   b_.s, ld);
+      prim_.scores(rows.count, count, p_.D, b_.q + first * f_.q_ld_ / kPack, f_.q_ld_ / kPack, b_.key_columns, ld,
+                   f_.terms_.factor(), b_.s, ld);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, rows, block.begin, count, b_.s, slope, ld);
       if (block.structured == Cover::kCut || dense == Cover::kCut) mask_.apply(rows, block.begin, count, b_.s, ld);
       prim_.probabilities(rows.count, count, b_.s, ld, b_.lse + first);
-      prim_.scores(rows.count, count, p_.Dv, grad_out, f_.v_ld_, b_.value_columns, ld, T(1), b_.dp, ld);
+      prim_.scores(rows.count, count, p_.Dv, b_.grad_out + first * f_.v_ld_ / kPack, f_.v_ld_ / kPack, b_.value_columns,
+                   ld, T(1), b_.dp, ld);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.dp, ld);
       prim_.score_gradient(rows.count, count, b_.s, b_.dp, ld, b_.delta + first);
       if (block.exact) hide(block);
       if (f_.t_.dbias) add_bias_gradient(block);
       if (slope) multiply(b_.dp, slope, rows.count, count);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.s, ld);
-      if (block.exact)
-        add_visible(block);
-      else
-        add(block);
+      add(block);
     }
 
-    Source matrix(const T* data, int64_t ld) const { return {data, dtype_of<T>(), ld, 1}; }
+    Source matrix(const Operand* data, int64_t ld) const { return {data, dtype_of<T>(), ld, 1}; }
 
+    // The scores' room is free once dv is done, and serves dp on its way to dq.
     void add(const Block& block) const {
+      if constexpr (kPack == 1) {
+        if (block.exact) return add_visible(block);
+      }
       const int64_t ld = f_.block_n_, first = block.rows.query, rows = block.rows.count, count = block.count;
-      prim_.accumulate(count, f_.v_ld_, rows, b_.s, 1, ld, matrix(b_.grad_out + first * f_.v_ld_, f_.v_ld_),
-                       b_.dv + block.begin * f_.v_ld_, f_.v_ld_, nullptr);
-      prim_.accumulate(count, f_.q_ld_, rows, b_.dp, 1, ld, matrix(b_.q + first * f_.q_ld_, f_.q_ld_),
-                       b_.dk + block.begin * f_.q_ld_, f_.q_ld_, nullptr);
-      prim_.accumulate(rows, f_.q_ld_, count, b_.dp, ld, 1, matrix(b_.key_rows, f_.q_ld_), b_.dq + first * f_.q_ld_,
+      const Operand* left = prim_.as_left_transposed(rows, count, b_.s, ld);
+      prim_.accumulate(count, f_.v_ld_, rows, left, 1, ld * kPack,
+                       matrix(b_.grad_out_steps + first / kPack * f_.v_ld_, f_.v_ld_), b_.dv + block.begin * f_.v_ld_,
+                       f_.v_ld_, nullptr);
+      left = prim_.as_left(rows, count, b_.dp, reinterpret_cast<Operand*>(b_.s), ld);
+      prim_.accumulate(rows, f_.q_ld_, count, left, ld, 1, matrix(b_.key_steps, f_.q_ld_), b_.dq + first * f_.q_ld_,
+                       f_.q_ld_, nullptr);
+      left = prim_.as_left_transposed(rows, count, b_.dp, ld);
+      prim_.accumulate(count, f_.q_ld_, rows, left, 1, ld * kPack,
+                       matrix(b_.q_steps + first / kPack * f_.q_ld_, f_.q_ld_), b_.dk + block.begin * f_.q_ld_,
                        f_.q_ld_, nullptr);
     }
 
@@ -226,7 +256,7 @@ class Backward {
                        b_.dv + key * f_.v_ld_, f_.v_ld_, nullptr);
       prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.q + query * f_.q_ld_, f_.q_ld_),
                        b_.dk + key * f_.q_ld_, f_.q_ld_, nullptr);
-      prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.key_rows + j * f_.q_ld_, f_.q_ld_),
+      prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.key_steps + j * f_.q_ld_, f_.q_ld_),
                        b_.dq + query * f_.q_ld_, f_.q_ld_, nullptr);
     }
 
@@ -266,7 +296,7 @@ class Backward {
     const Backward& f_;
     const AttentionParams& p_;
     const Buffers& b_;
-    const Primitives<T>& prim_;
+    const Primitives<T, Operand>& prim_;
     const int64_t batch_, kv_head_;
     const Mask mask_;
   };
@@ -282,7 +312,7 @@ class Backward {
 
   const AttentionParams& p_;
   const BackwardTensors& t_;
-  const Primitives<T>& prim_;
+  const Primitives<T, Operand>& prim_;
   const ScoreTerms<T> terms_;
   mutable std::vector<double> sink_parts_;
   int64_t q_ld_, v_ld_, block_m_, block_n_;
@@ -291,11 +321,15 @@ class Backward {
 }  // namespace
 
 template <typename T>
-void attention_backward(const AttentionParams& params, const Primitives<T>& prim, const BackwardTensors& tensors) {
-  Backward<T>(params, prim, tensors).run();
+void attention_backward(const AttentionParams& params, const Toolbox<T>& tools, const BackwardTensors& tensors) {
+  const auto operands = {&params.q, &params.k, &params.v, &tensors.grad_out, &tensors.out};
+  if (tools.pairs && pairs_are_exact(params, tools.plain, operands))
+    Backward<T, Pair>(params, *tools.pairs, tensors).run();
+  else
+    Backward<T, T>(params, tools.plain, tensors).run();
 }
 
-template void attention_backward(const AttentionParams&, const Primitives<float>&, const BackwardTensors&);
-template void attention_backward(const AttentionParams&, const Primitives<double>&, const BackwardTensors&);
+template void attention_backward(const AttentionParams&, const Toolbox<float>&, const BackwardTensors&);
+template void attention_backward(const AttentionParams&, const Toolbox<double>&, const BackwardTensors&);
 
 }  // namespace sdpa_cpu

@@ -54,9 +54,7 @@ def _operator(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
 def _options(inputs: AttentionInputs, tile: Tile | None) -> dict[str, Tensor | float | int]:
     """The optional arguments that are there, by name."""
-    given = {
-        name: value for name, value, plain in zip(OPTIONS, inputs[FIRST_OPTION:], PLAIN, strict=True) if value is not plain
-    }
+    given = {name: value for name, value in zip(OPTIONS, inputs[FIRST_OPTION:], strict=True) if value is not None}
     if tile is not None:
         given.update(block_m=tile.BLOCK_M, block_n=tile.BLOCK_N)
     return given

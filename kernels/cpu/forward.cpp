@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "pairs.h"
 #include "tasks.h"
 #include "terms.h"
 
@@ -12,10 +13,10 @@ namespace {
 constexpr int64_t kRowsPerStep = 6;      // rows of the widest register tile: their scores stay in the first cache
 constexpr int64_t kDefaultBlockM = 192;  // packing a key costs about 3 % of using it for so many queries
 constexpr int64_t kSmallestBlockM = 48;
-constexpr int64_t kDefaultBlockN = 64;        // one register tile wide
-constexpr int64_t kDirectRows = 8;            // up to here reading keys in place beats packing them
-constexpr int64_t kDirectBlockN = 256;        // nothing is packed then, so only the scores need room
-constexpr double kParallelFlops = 1e6;        // about what waking the other threads costs
+constexpr int64_t kDefaultBlockN = 64;  // one register tile wide
+constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
+constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
+constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
@@ -50,18 +51,18 @@ Plan make_plan(const AttentionParams& p) {
 struct KeyBlock {
   int64_t begin, count;
   Source keys, values;
-  Cover cover;          // for the whole task
-  bool exact = false;   // values that a structured mask hides are not finite: 0 * NaN must not happen
+  bool exact = false;  // values that a structured mask hides are not finite: 0 * NaN must not happen
 };
 
-template <typename T>
+template <typename T, typename Operand>
 class Forward {
  public:
-  Forward(const AttentionParams& params, const Primitives<T>& prim, const ForwardResults& results)
-      : p_(params), prim_(prim), results_(results), plan_(make_plan(params)), terms_(params, prim) {
+  Forward(const AttentionParams& params, const Plan& plan, const Primitives<T, Operand>& prim,
+          const ForwardResults& results)
+      : p_(params), prim_(prim), results_(results), plan_(plan), terms_(params, prim.softcap) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
-    const bool own_type = p_.v.element == static_cast<int64_t>(sizeof(T));
+    const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
     values_in_place_ = unit_stride(p_.v) && v_ld_ == p_.Dv && (own_type || plan_.direct);
   }
 
@@ -76,16 +77,20 @@ class Forward {
   }
 
  private:
+  static constexpr int64_t kPack = kDepth<Operand>;
+
   struct Buffers {
-    T *q, *keys, *values, *s, *acc, *row_max, *row_sum, *keep;
+    Operand *q, *keys, *values, *left;
+    T *s, *acc, *row_max, *row_sum, *keep;
   };
 
   Buffers carve(Carver& carver) const {
     const int64_t rows = plan_.heads * plan_.block_m;
     Buffers b;
-    b.q = carver.take<T>(rows * q_ld_);
-    b.keys = carver.take<T>(plan_.direct ? 0 : p_.D * plan_.block_n);
-    b.values = carver.take<T>(values_in_place_ ? 0 : plan_.block_n * v_ld_);
+    b.q = carver.take<Operand>(rows * q_ld_ / kPack);
+    b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.block_n);
+    b.values = carver.take<Operand>(values_in_place_ ? 0 : plan_.block_n / kPack * v_ld_);
+    b.left = carver.take<Operand>(kPack == 1 ? 0 : kRowsPerStep * plan_.block_n);
     b.s = carver.take<T>(kRowsPerStep * plan_.block_n);
     b.acc = carver.take<T>(rows * v_ld_);
     b.row_max = carver.take<T>(rows);
@@ -132,8 +137,7 @@ class Forward {
     // Queries in the type computed in; an empty state, or with a sink the state after having seen it.
     void start() {
       for (int64_t h = 0; h < heads_; ++h) {
-        f_.prim_.load_rows(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, b_.q + h * queries_ * f_.q_ld_,
-                           f_.q_ld_);
+        f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * queries_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
         if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype) * kLog2E);
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
@@ -146,6 +150,8 @@ class Forward {
       std::fill_n(b_.acc, heads_ * queries_ * f_.v_ld_, T(0));
     }
 
+    Operand* queries_of(int64_t row) const { return b_.q + row * f_.q_ld_ / kPack; }
+
     void visit(int64_t begin, int64_t count, Cover cover) {
       KeyBlock block;
       bool loaded = false;
@@ -154,8 +160,8 @@ class Forward {
       for (int64_t h = 0; h < (across ? 1 : heads_); ++h)
         for (int64_t first = 0; first < groups_of; first += kRowsPerStep) {
           const int64_t rows = std::min(kRowsPerStep, groups_of - first);
-          const RowGroup group = across ? RowGroup{head_ + first, query_, rows, true}
-                                        : RowGroup{head_ + h, query_ + first, rows, false};
+          const RowGroup group =
+              across ? RowGroup{head_ + first, query_, rows, true} : RowGroup{head_ + h, query_ + first, rows, false};
           const Cover structured =
               cover == Cover::kWhole ? cover : mask_.structured(group.query, group.last_query(), begin, count);
           if (structured == Cover::kNone) continue;
@@ -168,13 +174,13 @@ class Forward {
     }
 
     KeyBlock load(int64_t begin, int64_t count, Cover cover) const {
-      KeyBlock block{begin, count, p_.k.rows(batch_, kv_head_, begin), p_.v.rows(batch_, kv_head_, begin), cover};
+      KeyBlock block{begin, count, p_.k.rows(batch_, kv_head_, begin), p_.v.rows(batch_, kv_head_, begin)};
       if (!f_.plan_.direct) f_.prim_.load_columns(block.keys, count, p_.D, b_.keys, f_.plan_.block_n);
       if (!f_.values_in_place_) {
-        f_.prim_.load_rows(block.values, count, p_.Dv, b_.values, f_.v_ld_);
+        f_.prim_.load_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
         block.values = {b_.values, p_.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32, f_.v_ld_, 1};
       }
-      if (cover == Cover::kCut) block.exact = !finite_values(block);
+      if (kPack == 1 && cover == Cover::kCut) block.exact = !finite_values(block);
       return block;
     }
 
@@ -195,11 +201,7 @@ class Forward {
       int64_t count = block.count;
       if (structured == Cover::kCut)
         count = std::min(count, mask_.keys(group.query, group.last_query()).end - block.begin);
-      const T* q = b_.q + row * f_.q_ld_;
-      if (f_.plan_.direct)
-        f_.prim_.scores_direct(group.count, count, p_.D, q, f_.q_ld_, block.keys, f_.terms_.factor(), b_.s, ld);
-      else
-        f_.prim_.scores(group.count, count, p_.D, q, f_.q_ld_, b_.keys, ld, f_.terms_.factor(), b_.s, ld);
+      score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
       if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(group, block.begin, count, b_.s, ld);
       f_.prim_.softmax_step(group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes, b_.keep);
@@ -208,20 +210,35 @@ class Forward {
       if (block.exact && structured == Cover::kCut)
         accumulate_visible(group, block, count, acc);
       else
-        f_.prim_.accumulate(group.count, f_.v_ld_, count, b_.s, ld, 1, block.values, acc, f_.v_ld_, b_.keep);
+        f_.prim_.accumulate(group.count, f_.v_ld_, count, f_.prim_.as_left(group.count, count, b_.s, b_.left, ld), ld,
+                            1, block.values, acc, f_.v_ld_, b_.keep);
+    }
+
+    void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
+      const int64_t ld = f_.plan_.block_n;
+      const T factor = f_.terms_.factor();
+      if constexpr (kPack == 1) {
+        if (f_.plan_.direct) {
+          f_.prim_.scores_direct(group.count, count, p_.D, queries_of(row), f_.q_ld_, block.keys, factor, b_.s, ld);
+          return;
+        }
+      }
+      f_.prim_.scores(group.count, count, p_.D, queries_of(row), f_.q_ld_ / kPack, b_.keys, ld, factor, b_.s, ld);
     }
 
     // Key by key, without touching the values of keys that a structured mask hides.
     void accumulate_visible(const RowGroup& group, const KeyBlock& block, int64_t count, T* acc) const {
-      const int64_t ld = f_.plan_.block_n;
-      f_.prim_.accumulate(group.count, f_.v_ld_, 0, b_.s, ld, 1, block.values, acc, f_.v_ld_, b_.keep);
-      for (int64_t r = 0; r < group.count; ++r)
-        for (int64_t j = 0; j < count; ++j) {
-          if (!mask_.visible(group.query_of(r), block.begin + j)) continue;
-          Source value = block.values;
-          value.data = static_cast<const char*>(value.data) + j * value.row_stride * size_of(value.dtype);
-          f_.prim_.accumulate(1, f_.v_ld_, 1, b_.s + r * ld + j, ld, 1, value, acc + r * f_.v_ld_, f_.v_ld_, nullptr);
-        }
+      if constexpr (kPack == 1) {
+        const int64_t ld = f_.plan_.block_n;
+        f_.prim_.accumulate(group.count, f_.v_ld_, 0, b_.s, ld, 1, block.values, acc, f_.v_ld_, b_.keep);
+        for (int64_t r = 0; r < group.count; ++r)
+          for (int64_t j = 0; j < count; ++j) {
+            if (!mask_.visible(group.query_of(r), block.begin + j)) continue;
+            Source value = block.values;
+            value.data = static_cast<const char*>(value.data) + j * value.row_stride * size_of(value.dtype);
+            f_.prim_.accumulate(1, f_.v_ld_, 1, b_.s + r * ld + j, ld, 1, value, acc + r * f_.v_ld_, f_.v_ld_, nullptr);
+          }
+      }
     }
 
     void finish() const {
@@ -236,14 +253,16 @@ class Forward {
 
     // The factor that makes an output of a row's sums, and its log-sum-exp.
     T close_row(int64_t row, T* lse) const {
-      T sum = 0;
-      for (int64_t lane = 0; lane < kMaxLanes; ++lane) sum += b_.row_sum[row * kMaxLanes + lane];
+      const T* lanes = b_.row_sum + row * kMaxLanes;
+      T parts[4] = {};  // short chains: this is felt in small calls
+      for (int64_t lane = 0; lane < kMaxLanes; ++lane) parts[lane % 4] += lanes[lane];
+      const T sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
       if (sum == T(0)) {
         *lse = -std::numeric_limits<T>::infinity();
         std::fill_n(b_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
         return T(0);
       }
-      *lse = static_cast<T>(kLn2) * (b_.row_max[row] + std::log2(sum));
+      *lse = static_cast<T>(kLn2 * (static_cast<double>(b_.row_max[row]) + std::log2(sum)));
       return T(1) / sum;
     }
 
@@ -256,7 +275,7 @@ class Forward {
   };
 
   const AttentionParams& p_;
-  const Primitives<T>& prim_;
+  const Primitives<T, Operand>& prim_;
   const ForwardResults& results_;
   const Plan plan_;
   const ScoreTerms<T> terms_;
@@ -267,12 +286,16 @@ class Forward {
 }  // namespace
 
 template <typename T>
-void attention_forward(const AttentionParams& params, const Primitives<T>& prim, const ForwardResults& results) {
+void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
-  Forward<T>(params, prim, results).run();
+  const Plan plan = make_plan(params);
+  if (tools.pairs && !plan.direct && pairs_are_exact(params, tools.plain, {&params.v}))
+    Forward<T, Pair>(params, plan, *tools.pairs, results).run();
+  else
+    Forward<T, T>(params, plan, tools.plain, results).run();
 }
 
-template void attention_forward(const AttentionParams&, const Primitives<float>&, const ForwardResults&);
-template void attention_forward(const AttentionParams&, const Primitives<double>&, const ForwardResults&);
+template void attention_forward(const AttentionParams&, const Toolbox<float>&, const ForwardResults&);
+template void attention_forward(const AttentionParams&, const Toolbox<double>&, const ForwardResults&);
 
 }  // namespace sdpa_cpu

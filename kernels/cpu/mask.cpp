@@ -29,6 +29,10 @@ IdRange ids(const View& segments, int64_t batch, int64_t first, int64_t count) {
 
 }  // namespace
 
+bool has_structure(const AttentionParams& p) {
+  return p.left != kUnlimited || p.right != kUnlimited || p.q_lengths || p.k_lengths || p.q_segments;
+}
+
 Mask::Mask(const AttentionParams& params, int64_t batch) : params_(params), batch_(batch) {
   queries_ = read_length(params.q_lengths, batch, params.M);
   keys_ = read_length(params.k_lengths, batch, params.N);

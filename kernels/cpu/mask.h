@@ -23,6 +23,9 @@ struct KeyRange {
   int64_t begin, end;
 };
 
+// Whether anything but a dense mask hides keys.
+bool has_structure(const AttentionParams& params);
+
 enum class Cover { kNone, kWhole, kCut };  // what part of a block is visible
 
 class Mask {

@@ -155,9 +155,6 @@ void store_rows(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t
 // Rows that are fetched ahead of their use where keys are read once, from memory and not from a cache.
 constexpr int kKeysAhead = 16;
 
-// Rows that are fetched ahead of their use where keys are read once, from memory and not from a cache.
-constexpr int kKeysAhead = 16;
-
 template <typename T>
 inline void add_product(Vec<T>& sum, T a, Vec<T> b) {
   sum += a * b;
@@ -209,7 +206,7 @@ template <typename T, typename A, typename S, bool kAdd>
 Tile<T, A, S> tile_of(int64_t rows, int64_t vectors) {
   if (vectors == 1) return tile_of_rows<T, A, S, kAdd, 1>(rows);
   if (vectors == 2 || kPanel < 3) return tile_of_rows<T, A, S, kAdd, 2>(rows);
-  if (vectors == 3) return tile_of_rows<T, A, S, kAdd, kPanel < 3 ? 2 : 3>(rows);
+  if (vectors == 3) return tile_of_rows < T, A, S, kAdd, kPanel<3 ? 2 : 3>(rows);
   return tile_of_rows<T, A, S, kAdd, kPanel>(rows);
 }
 
@@ -295,13 +292,13 @@ void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)
       dot_rows<T, typename Pointee<decltype(type)>::type, 4>(columns, depth, a + r * lda, lda, data, keys.row_stride,
-                                                           factor, c + r * ldc, ldc);
+                                                             factor, c + r * ldc, ldc);
     for (; r + 2 <= rows; r += 2)
       dot_rows<T, typename Pointee<decltype(type)>::type, 2>(columns, depth, a + r * lda, lda, data, keys.row_stride,
-                                                           factor, c + r * ldc, ldc);
+                                                             factor, c + r * ldc, ldc);
     for (; r < rows; ++r)
       dot_rows<T, typename Pointee<decltype(type)>::type, 1>(columns, depth, a + r * lda, lda, data, keys.row_stride,
-                                                           factor, c + r * ldc, ldc);
+                                                             factor, c + r * ldc, ldc);
   });
 }
 
@@ -314,8 +311,8 @@ struct Exp2Float {
   static constexpr int shift = 23;
   static constexpr int terms = 6;
   // Minimax of (2^f - 1) / f on [-1/2, 1/2], relative error of 2^f below 2e-9.
-  static constexpr float series[terms] = {0.6931471824645996f,   0.24022647738456726f,  0.055503323674201965f,
-                                          0.00961843691766262f,  0.0013398875016719103f, 0.00015353360504377633f};
+  static constexpr float series[terms] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
+                                          0.00961843691766262f, 0.0013398875016719103f, 0.00015353360504377633f};
 };
 struct Exp2Double {
   typedef int64_t Int;
@@ -387,8 +384,7 @@ void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T
 template <typename T>
 void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += kLanes<T>)
-      store(s + r * ld + c, exp2<T>(load(s + r * ld + c) - lse[r]));
+    for (int64_t c = 0; c < columns; c += kLanes<T>) store(s + r * ld + c, exp2<T>(load(s + r * ld + c) - lse[r]));
 }
 
 template <typename T>
@@ -428,8 +424,7 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
 }
 
 template <typename T>
-constexpr Primitives<T> kPrimitives = {
-    kLanes<T>,          load_rows<T>,      load_rows<T>,    load_columns<T>,   load_rows<T>,
-    store_rows<T>,      as_left<T>,        as_left_transposed<T>, scores<T, T>, scores_direct<T>,
-    accumulate<T>,      softmax_step<T>,   probabilities<T>, score_gradient<T>, softcap<T>,
-    finite<T>};
+constexpr Primitives<T> kPrimitives = {kLanes<T>,        load_rows<T>,      load_rows<T>,  load_columns<T>,
+                                       load_rows<T>,     store_rows<T>,     as_left<T>,    as_left_transposed<T>,
+                                       scores<T, T>,     scores_direct<T>,  accumulate<T>, softmax_step<T>,
+                                       probabilities<T>, score_gradient<T>, softcap<T>,    finite<T>};

@@ -175,6 +175,15 @@ struct Call {
   const std::optional<Tensor>& sinks() const { return kept[8]; }
 };
 
+template <typename T>
+Toolbox<T> toolbox(Dtype dtype) {
+  const InstructionSet& set = instruction_set();
+  if constexpr (sizeof(T) == sizeof(double))
+    return {*set.f64, nullptr};
+  else
+    return {*set.f32, dtype == Dtype::kBFloat16 ? set.bf16 : nullptr};
+}
+
 void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
   Call call;
@@ -186,9 +195,9 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor lse = new_tensor({p.B, p.H, p.M}, {p.H * p.M, p.M, 1}, compute_code(p.q.dtype));
   const ForwardResults results = {view_of(out), lse.data_ptr()};
   if (p.q.dtype == Dtype::kFloat64)
-    attention_forward(p, primitives<double>(), results);
+    attention_forward(p, toolbox<double>(p.q.dtype), results);
   else
-    attention_forward(p, primitives<float>(), results);
+    attention_forward(p, toolbox<float>(p.q.dtype), results);
   put(stack, out, lse);
 }
 
@@ -244,8 +253,9 @@ void backward_in(StableIValue* stack, const Call& call, BackwardTensors tensors,
   tensors.dbias = dbias.view();
   tensors.dsinks = dsinks.values.data();
   if (!call.sinks()) tensors.dsinks = nullptr;
-  attention_backward(p, primitives<T>(), tensors);
-  put(stack, dq, dk, dv, dbias.finish(primitives<T>()), dsinks.finish(primitives<T>()));
+  const Toolbox<T> tools = toolbox<T>(p.q.dtype);
+  attention_backward(p, tools, tensors);
+  put(stack, dq, dk, dv, dbias.finish(tools.plain), dsinks.finish(tools.plain));
 }
 
 void flash_backward(StableIValue* stack, uint64_t, uint64_t) {

@@ -65,16 +65,24 @@ struct ForwardResults {
 
 // What a backward reads beside the inputs and where it writes; gradients have unit stride in their last dimension.
 struct BackwardTensors {
-  View out, grad_out;     // [B, H, M, Dv]
-  View lse, grad_lse;     // [B, H, M] in the type computed in
-  View dq, dk, dv;        // like q, k, v
-  View dbias;             // like bias, in the type computed in, zero at the start; absent when not wanted
+  View out, grad_out;      // [B, H, M, Dv]
+  View lse, grad_lse;      // [B, H, M] in the type computed in
+  View dq, dk, dv;         // like q, k, v
+  View dbias;              // like bias, in the type computed in, zero at the start; absent when not wanted
   void* dsinks = nullptr;  // [H] in the type computed in; null when not wanted
 };
 
+// What computes a call: the primitives of an instruction set in the type the call computes in, and where they pay
+// and mean the same, those that multiply pairs.
 template <typename T>
-void attention_forward(const AttentionParams& params, const Primitives<T>& prim, const ForwardResults& results);
+struct Toolbox {
+  const Primitives<T>& plain;
+  const Primitives<T, Pair>* pairs;
+};
+
 template <typename T>
-void attention_backward(const AttentionParams& params, const Primitives<T>& prim, const BackwardTensors& tensors);
+void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results);
+template <typename T>
+void attention_backward(const AttentionParams& params, const Toolbox<T>& tools, const BackwardTensors& tensors);
 
 }  // namespace sdpa_cpu

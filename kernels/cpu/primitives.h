@@ -31,15 +31,16 @@ template <>
 constexpr int64_t kDepth<Pair> = 2;
 
 // T is the type computed in: float for everything but float64. Products take operands of another type where the
-// instruction set multiplies it faster: a left operand is [rows, depth / kDepth], a right one [depth / kDepth, columns],
-// both padded with zeros to whole vectors and to a whole operand. Depths are counted in values.
+// instruction set multiplies it faster: a left operand is [rows, depth / kDepth], a right one [depth / kDepth,
+// columns], both padded with zeros to whole vectors and to a whole operand. Depths are counted in values.
 template <typename T, typename Operand = T>
 struct Primitives {
   int64_t lanes;  // elements of a vector; leading dimensions are multiples of it
 
   // dst[row][column] = src, columns beyond width up to ld are zero.                            dst [rows, ld]
   void (*load_rows)(Source src, int64_t rows, int64_t width, T* dst, int64_t ld);
-  // The same as a left operand whose depth is the width.                                       ld / kDepth operands a row
+  // The same as a left operand whose depth is the width.                                       ld / kDepth operands a
+  // row
   void (*load_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
   // A right operand whose depth is the width and whose columns are the rows of src.
   void (*load_columns)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);

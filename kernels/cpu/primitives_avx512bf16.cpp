@@ -118,7 +118,8 @@ inline __m256i values_of(Source src, int64_t row, int64_t rows, int64_t column, 
   constexpr int64_t kValues = 16;
   if (row >= rows) return _mm256_setzero_si256();
   const BFloat16* p = bf16_row(src, row) + column * src.column_stride;
-  if (src.column_stride == 1 && column + kValues <= width) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  if (src.column_stride == 1 && column + kValues <= width)
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   uint16_t part[kValues] = {};
   for (int64_t i = 0; i < kValues && column + i < width; ++i) part[i] = p[i * src.column_stride].bits;
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(part));
@@ -157,11 +158,22 @@ void accumulate_pairs(int64_t rows, int64_t width, int64_t depth, const Pair* a,
                                     static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c, ldc, keep);
 }
 
-constexpr Primitives<float, Pair> kPairs = {
-    kLanes<float>,     load_rows<float>, load_left,           load_pair_columns,
-    load_steps,        store_rows<float>, as_left_pairs,      as_left_transposed_pairs,
-    scores<float, Pair>, nullptr,        accumulate_pairs,    softmax_step<float>,
-    probabilities<float>, score_gradient<float>, softcap<float>, finite<float>};
+constexpr Primitives<float, Pair> kPairs = {kLanes<float>,
+                                            load_rows<float>,
+                                            load_left,
+                                            load_pair_columns,
+                                            load_steps,
+                                            store_rows<float>,
+                                            as_left_pairs,
+                                            as_left_transposed_pairs,
+                                            scores<float, Pair>,
+                                            nullptr,
+                                            accumulate_pairs,
+                                            softmax_step<float>,
+                                            probabilities<float>,
+                                            score_gradient<float>,
+                                            softcap<float>,
+                                            finite<float>};
 
 }  // namespace
 

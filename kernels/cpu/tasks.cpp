@@ -18,8 +18,8 @@ Scratch::Scratch(int64_t threads, int64_t bytes_per_thread) {
   void* memory = nullptr;
   const size_t bytes = static_cast<size_t>(threads * stride_ + kAlignment);
   if (posix_memalign(&memory, kAlignment, bytes) != 0)
-    throw std::runtime_error("cpu_flash: could not allocate " + std::to_string(bytes) + " bytes of scratch memory for " +
-                             std::to_string(threads) + " threads");
+    throw std::runtime_error("cpu_flash: could not allocate " + std::to_string(bytes) +
+                             " bytes of scratch memory for " + std::to_string(threads) + " threads");
   memory_.reset(static_cast<char*>(memory));
 }
 

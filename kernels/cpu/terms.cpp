@@ -46,10 +46,10 @@ void philox(uint32_t counter[kWords], uint64_t key) {
 
 float half_to_float(uint16_t h) {
   const int exponent = h >> 10 & 0x1f, mantissa = h & 0x3ff;
-  float x = exponent == 0    ? std::ldexp(static_cast<float>(mantissa), -24)
-            : exponent < 31  ? std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25)
+  float x = exponent == 0   ? std::ldexp(static_cast<float>(mantissa), -24)
+            : exponent < 31 ? std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25)
             : mantissa == 0 ? INFINITY
-                             : NAN;
+                            : NAN;
   return h & 0x8000 ? -x : x;
 }
 
@@ -67,7 +67,7 @@ double read_number(const char* p, Dtype dtype) {
 }
 
 template <typename T>
-ScoreTerms<T>::ScoreTerms(const AttentionParams& params, const Primitives<T>& prim) : params_(params), prim_(prim) {
+ScoreTerms<T>::ScoreTerms(const AttentionParams& params, Softcap softcap) : params_(params), softcap_(softcap) {
   factor_ = static_cast<T>(params.softcap != 0.0 ? params.scale : params.scale * kLog2E);
   present_ = params.softcap != 0.0 || params.alibi || params.bias;
 }
@@ -76,7 +76,7 @@ template <typename T>
 void ScoreTerms<T>::apply(const Mask& mask, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count, T* s,
                           T* slope, int64_t ld) const {
   if (params_.softcap != 0.0) {
-    prim_.softcap(rows.count, count, s, slope, ld, static_cast<T>(params_.softcap));
+    softcap_(rows.count, count, s, slope, ld, static_cast<T>(params_.softcap));
     for (int64_t r = 0; r < rows.count; ++r)
       for (int64_t j = 0; j < count; ++j) s[r * ld + j] *= static_cast<T>(kLog2E);
   }
@@ -86,7 +86,8 @@ void ScoreTerms<T>::apply(const Mask& mask, int64_t batch, const RowGroup& rows,
     if (params_.alibi) {
       const T penalty = static_cast<T>(read_number(params_.alibi.at(batch, head), params_.alibi.dtype) * kLog2E);
       const int64_t diagonal = query + mask.shift() - begin;
-      for (int64_t j = 0; j < count; ++j) line[j] -= penalty * static_cast<T>(diagonal < j ? j - diagonal : diagonal - j);
+      for (int64_t j = 0; j < count; ++j)
+        line[j] -= penalty * static_cast<T>(diagonal < j ? j - diagonal : diagonal - j);
     }
     if (params_.bias) add_bias(params_.bias, params_.bias.at(batch, head, query, begin), count, line);
   }

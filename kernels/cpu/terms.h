@@ -12,7 +12,9 @@ constexpr double kLn2 = 0.69314718055994530942;
 template <typename T>
 class ScoreTerms {
  public:
-  ScoreTerms(const AttentionParams& params, const Primitives<T>& prim);
+  using Softcap = void (*)(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap);  // of Primitives
+
+  ScoreTerms(const AttentionParams& params, Softcap softcap);
 
   // What the product is to be multiplied with before `apply`.
   T factor() const { return factor_; }
@@ -24,7 +26,7 @@ class ScoreTerms {
 
  private:
   const AttentionParams& params_;
-  const Primitives<T>& prim_;
+  Softcap softcap_;
   T factor_;
   bool present_;
 };

@@ -45,7 +45,9 @@ class OneSentence(click.Group):
         click.echo(f"{context.command_path if context is not None else 'sdpa'}: {message}", err=True)
 
 
-@click.group(cls=OneSentence, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    "sdpa", cls=OneSentence, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(sdpa.__version__, prog_name="sdpa")
 def app() -> None:
     """Which attention kernel runs here, why, whether it is right, and how fast it is."""

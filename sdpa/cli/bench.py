@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,27 +17,28 @@ from sdpa.bench.run import PEERS, Options, Row, run_suite
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
 from sdpa.dispatch.context import backend_name
 
+FILE = click.Path(dir_okay=False, path_type=Path)
 SLOWER = 0.9  # below this share of the peer's speed a cell is red
-LINE = "{:<44} {:>9} {:>9} {:>7}  {:>4}/{:<4}  {:<17} {}"
+LINE = "{:<44} {:>9} {:>9} {:>7} {:>10}  {:<17} {}"
 
 
 @click.command(short_help="Times a suite of problems beside torch.")
 @click.option("--suite", metavar="NAME", help=f"One of {', '.join(SUITES)}.")
 @click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
 @click.option("--only", default="", metavar="TEXT", help="Only problems whose line contains TEXT, e.g. 'bfloat16'.")
-@click.option("--peer", type=click.Choice(PEERS), default="torch", show_default=True, help="torch's default choice of kernel.")
+@click.option("--peer", type=click.Choice(PEERS), default="torch", show_default=True, help="In its default choice.")
 @click.option("--kernel", help="Force ours; problems it cannot do are listed and not counted.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
 @click.option("--time-limit", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Seconds per problem.")
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @click.option("--flush", is_flag=True, help="Cold caches before every call.")
 @click.option("--device", metavar="DEVICE", help="Run the suite on another device than it names.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write rows and header.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw GFLOP/s; needs matplotlib.")
+@click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write rows and header.")
+@click.option("--plot", type=FILE, metavar="FILE", help="Draw GFLOP/s; needs matplotlib.")
 def bench(suite, list_suites, only, peer, kernel, repeat, time_limit, threads, flush, device, json_path, plot) -> None:
     """Times our default choice beside torch's default choice, alternating in one run, after checking that both give the
-    same result. ratio = peer / ours by the least time of each, above 1 means ours is faster; spread is the interquartile
-    range over the median, ours/peer.
+    same result. ratio = peer / ours by the least time of each, above 1 means ours is faster; spread is the
+    interquartile range over the median, ours/peer.
 
     Exit code 1 when a result is wrong or a problem raises.
     """
@@ -46,13 +48,12 @@ def bench(suite, list_suites, only, peer, kernel, repeat, time_limit, threads, f
     problems = chosen_problems(suite, only, device)
     if kernel is not None:
         check_name(kernel)
-    for path in (json_path, plot):
-        if path is not None and not path.parent.is_dir():
-            raise click.UsageError(f"expected a file in a folder that exists, got {str(path)!r}")
+    require_outputs(json_path, plot)
     set_threads(threads)
     out = console()
     out.print(describe_run(suite, problems[0].device), soft_wrap=True)
-    out.print(LINE.format("problem", "ours", peer, "ratio", "", "", "kernel", "peer's backend"), style="bold", soft_wrap=True)
+    titles = LINE.format("problem", "ours", peer, "ratio", "spread", "kernel", "peer's backend")
+    out.print(titles, style="bold", soft_wrap=True)
     rows = run_and_show(problems, Options(peer, kernel, repeat, time_limit, flush), out)
     if json_path is not None:
         record.write_json(json_path, suite, problems[0].device, rows)
@@ -84,6 +85,15 @@ def check_name(kernel: str) -> None:
         raise click.UsageError(str(error)) from None
 
 
+def require_outputs(json_path: Path | None, plot: Path | None) -> None:
+    """Told before minutes are spent and not after."""
+    for path in (json_path, plot):
+        if path is not None and not path.parent.is_dir():
+            raise click.UsageError(f"expected a file in a folder that exists, got {str(path)!r}")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("--plot needs matplotlib: pip install 'sdpa-kernels[cli]'")
+
+
 def run_and_show(problems: list[Problem], options: Options, out: Console) -> list[Row]:
     rows = []
     with progress() as bar:
@@ -101,16 +111,16 @@ def line(row: Row) -> str:
         return f"[red]{escape(f'{label:<44} {row.kernel} {row.error}')}"
     if row.skipped:
         return f"[yellow]{escape(f'{label:<44} cannot: {row.skipped}')}"
-    spreads = (f"{row.ours.spread * 100:.0f}%", f"{row.peer.spread * 100:.0f}%")
+    spread = f"{row.ours.spread:.0%}/{row.peer.spread:.0%}"
     times = (duration(row.ours.minimum), duration(row.peer.minimum), f"{row.ratio:.3f}")
-    text = escape(LINE.format(label, *times, *spreads, row.kernel, row.backend))
+    text = escape(LINE.format(label, *times, spread, row.kernel, row.backend))
     return f"[red]{text}" if row.ratio < SLOWER else f"[green]{text}" if row.ratio > 1 / SLOWER else text
 
 
 def describe_run(suite: str, device: str) -> str:
     facts = record.header(device)
     versions = " ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return f"suite {suite} on {facts['description']}, {facts['threads']} threads, {versions}"
+    return f"suite {suite} on {facts['description']}, threads {facts['threads']}, {versions}"
 
 
 def show_suites(out: Console) -> None:
@@ -122,11 +132,9 @@ def show_suites(out: Console) -> None:
 
 
 def draw(path: Path, suite: str, rows: list[Row]) -> None:
-    try:
-        from sdpa.bench.plots import plot
+    from sdpa.bench.plots import plot
 
+    try:
         plot(path, suite, rows)
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"--plot needs {error.name}: pip install 'sdpa-kernels[cli]'") from None
     except ValueError as error:
         raise click.ClickException(str(error)) from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import click
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sdpa.cli.cases import cases
@@ -40,7 +41,7 @@ class Verdict:
         self.cases += 1
         try:
             found = check_kernel(self.kernel, case, seed)
-        except Exception as error:  # noqa: BLE001  the check goes on and says so
+        except Exception as error:
             told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             self.failures.append({"case": str(case), "seed": seed, "what": told})
             return
@@ -59,7 +60,9 @@ def share(error: float, budget: float) -> float:
     return error / budget if budget > 0 else float("inf")
 
 
-def run_check(names: Iterable[str], chosen: Iterable[Case], seed: int, step: Callable[[], object] = lambda: None) -> list[Verdict]:
+def run_check(
+    names: Iterable[str], chosen: Iterable[Case], seed: int, step: Callable[[], object] = lambda: None
+) -> list[Verdict]:
     """One verdict per kernel; `step` is called after every case."""
     verdicts = [Verdict(name, by_name()[name].unavailable()) for name in names]
     threads = torch.get_num_threads()
@@ -106,7 +109,9 @@ def check(quick: bool, kernels: tuple[str, ...], only: str, seed: int, device: s
         task = bar.add_task("checking", total=len(chosen))
         verdicts = run_check(names, chosen, seed, step=lambda: bar.advance(task))
     if json_out:
-        print_json({"device": device, "seed": seed, "summary": summary(verdicts), "kernels": [vars(v) for v in verdicts]})
+        print_json(
+            {"device": device, "seed": seed, "summary": summary(verdicts), "kernels": [vars(v) for v in verdicts]}
+        )
     else:
         show(verdicts, console())
     good = any(v.cases for v in verdicts) and not any(v.failures for v in verdicts)
@@ -119,15 +124,16 @@ def show(verdicts: list[Verdict], out: Console) -> None:
         column.justify = "right"
     for v in verdicts:
         if v.unavailable is not None:
-            table.add_row(v.kernel, "[yellow]not here", "", "", "", v.unavailable)
+            table.add_row(v.kernel, "[yellow]not here", "", "", "", escape(v.unavailable))
             continue
         verdict = f"[red]{len(v.failures)} failed" if v.failures else "[green]ok" if v.cases else "[yellow]no case"
-        table.add_row(v.kernel, verdict, str(v.cases), str(v.refused), f"{v.worst:.2f}", v.worst_case)
+        table.add_row(v.kernel, verdict, str(v.cases), str(v.refused), f"{v.worst:.2f}", escape(v.worst_case))
     out.print(table)
     for v in verdicts:
         for failure in v.failures[:FAILURES_SHOWN]:
-            out.print(f"[red]failed[/] {v.kernel} {failure['case']}: {failure['what']}", soft_wrap=True)
-            out.print(f"       again: sdpa check --kernel {v.kernel} --only {failure['case']} --seed {failure['seed']}", soft_wrap=True)
+            case, again = failure["case"], f"--kernel {v.kernel} --only {failure['case']} --seed {failure['seed']}"
+            out.print(f"[red]failed[/] {v.kernel} {case}: {escape(failure['what'])}", soft_wrap=True)
+            out.print(f"       again: sdpa check {again}", soft_wrap=True)
         if len(v.failures) > FAILURES_SHOWN:
             out.print(f"[red]{v.kernel}: {len(v.failures) - FAILURES_SHOWN} more failures, listed by --json")
     out.print(summary(verdicts))

@@ -18,7 +18,9 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 PIPED_WIDTH = 160
 
 as_json = click.option("--json", "json_out", is_flag=True, help="Print JSON instead of tables.")
-device_option = click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda or cuda:N.")
+device_option = click.option(
+    "--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda or cuda:N."
+)
 
 
 def console() -> Console:
@@ -34,7 +36,10 @@ def progress() -> Progress:
     """A bar on standard error, so that standard output stays clean; silent where that is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+    # Redirected, what is printed meanwhile would go to standard error: right only where both are the same terminal.
+    redirect = sys.stdout.isatty()
+    hidden = not errors.is_terminal
+    return Progress(*columns, console=errors, transient=True, disable=hidden, redirect_stdout=redirect)
 
 
 def require_device(name: str) -> str:

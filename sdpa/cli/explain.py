@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from sdpa.cli.common import DTYPES, as_json, console, device_option, duration, print_json
@@ -11,6 +12,7 @@ from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, Row, explain_problem
 from sdpa.dispatch.select import describe
+from sdpa.mask import ALIGNMENTS
 from sdpa.problem import UNLIMITED, AttentionProblem
 
 # What a mask of each name asks for, in the words of sdpa.problem.FEATURES.
@@ -54,14 +56,16 @@ class Sizes(click.ParamType):
 
 
 @click.command(short_help="Which kernel would run, and why not the others.")
-@click.option("--shape", required=True, type=Sizes("B,H,M,N,D", 1), metavar="B,H,M,N,D", help="Batch, heads, queries, keys, head size.")
+@click.option("--shape", required=True, type=Sizes("B,H,M,N,D", 1), metavar="B,H,M,N,D")
 @click.option("--dv", type=click.IntRange(1), help="Head size of the values, if not D.")
 @click.option("--kv-heads", type=click.IntRange(1), help="Key/value heads, if fewer than H.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--causal", is_flag=True, help="The same as --mask causal.")
-@click.option("--align", type=click.Choice(("top_left", "bottom_right")), default="top_left", show_default=True, help="Of the diagonal.")
-@click.option("--window", type=Sizes("L,R", 0, optional=True), metavar="L,R", help="Keys seen on each side; 'none' lifts a side.")
-@click.option("--mask", "masks", multiple=True, type=click.Choice(tuple(MASK_FEATURES)), help="May be given several times.")
+@click.option(
+    "--align", type=click.Choice(ALIGNMENTS), default=ALIGNMENTS[0], show_default=True, help="Of the diagonal."
+)
+@click.option("--window", type=Sizes("L,R", 0, optional=True), metavar="L,R", help="Keys seen on each side, or 'none'.")
+@click.option("--mask", "masks", multiple=True, type=click.Choice(tuple(MASK_FEATURES)), help="Several combine.")
 @click.option("--softcap", is_flag=True, help="With a softcap.")
 @click.option("--sinks", is_flag=True, help="With attention sinks.")
 @click.option("--dropout", is_flag=True, help="With dropout.")
@@ -72,7 +76,7 @@ class Sizes(click.ParamType):
 @as_json
 def explain(json_out: bool, kernel: str | None, **asked) -> None:
     """Which kernel would run for a problem given by its sizes alone, its time and where that figure comes from, and why
-    not each of the others.
+    not each of the others. Sizes: B batch, H query heads, M queries, N keys, D head size.
 
     Exit code 1 when no kernel can. Example: sdpa explain --shape 1,32,1,4096,128 --kv-heads 8 --dtype bfloat16
     """
@@ -129,7 +133,8 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
     rows = []
     for kernel in KERNELS:
         reasons = [reason for reason in kernel.why_not(problem) if reason != absent]
-        rows.append(Row(kernel.name, "refused", (*reasons, absent) if kernel.serves(problem.device_type) else tuple(reasons), None, ""))
+        reasons += [absent] if kernel.serves(problem.device_type) else []
+        rows.append(Row(kernel.name, "refused", tuple(reasons), None, ""))
     return Explanation(problem, tuple(rows), None, absent)
 
 
@@ -149,10 +154,12 @@ def absence(device: str) -> str | None:
 def show(explanation: Explanation) -> None:
     out = console()
     out.print(describe(explanation.problem), style="bold")
-    out.print(f"chosen: {explanation.chosen or 'none'} ({explanation.reason})")
+    out.print(escape(f"chosen: {explanation.chosen or 'none'} ({explanation.reason})"))
     table = Table("kernel", "status", "time", "source or reasons")
     table.columns[2].justify = "right"
     for row in explanation.rows:
         time = "" if row.seconds is None else duration(row.seconds)
-        table.add_row(row.kernel, f"[{COLOURS[row.status]}]{row.status}", time, "; ".join(row.reasons) or row.source)
+        table.add_row(
+            row.kernel, f"[{COLOURS[row.status]}]{row.status}", time, escape("; ".join(row.reasons) or row.source)
+        )
     out.print(table)

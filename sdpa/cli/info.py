@@ -6,9 +6,11 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 import sdpa
@@ -19,7 +21,8 @@ from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS
 
 Section = dict[str, object]
-VARIABLES = ("SDPA_KERNEL", "SDPA_CPU_ISA", "SDPA_TUNING_DIR", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+OURS = ("SDPA_KERNEL", "SDPA_CPU_ISA", "SDPA_TUNING_DIR")
+VARIABLES = (*OURS, "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 def probe(ask: Callable[[], object]) -> object:
@@ -28,7 +31,7 @@ def probe(ask: Callable[[], object]) -> object:
         warnings.simplefilter("always")
         try:
             found = ask()
-        except Exception as error:  # noqa: BLE001  a report about a broken machine must not break
+        except Exception as error:
             return f"error: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     told = "; ".join(str(warning.message) for warning in caught)
     return f"{found} ({told})" if told else found
@@ -43,7 +46,7 @@ def machine() -> Section:
         "memory": probe(memory),
         "instruction sets (torch)": probe(torch.backends.cpu.get_cpu_capability),
         "instruction sets (sdpa)": probe(instruction_sets),
-    } | {f"GPU {name}": facts for name, facts in gpus().items()}
+    } | {f"GPU {name}".strip(): facts for name, facts in gpus().items()}
 
 
 def memory() -> str:
@@ -68,11 +71,12 @@ def gpus() -> Section:
 
 def gpu(index: int) -> str:
     facts = torch.cuda.get_device_properties(index)
-    return f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.multi_processor_count} multiprocessors, {facts.total_memory / 2**30:.0f} GiB"
+    size = f"{facts.multi_processor_count} multiprocessors, {facts.total_memory / 2**30:.0f} GiB"
+    return f"{facts.name}, sm_{facts.major}{facts.minor}, {size}"
 
 
 def libraries() -> Section:
-    return {"sdpa": probe(lambda: os.path.dirname(sdpa.__file__)), "CPU library": probe(cpu_library)}
+    return {"sdpa": probe(lambda: Path(sdpa.__file__).parent), "CPU library": probe(cpu_library)}
 
 
 def cpu_library() -> str:
@@ -157,13 +161,14 @@ def info(json_out: bool) -> None:
 def pairs(name: str, section: object) -> Table:
     table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     for key, value in (section if isinstance(section, dict) else {"": section}).items():
-        table.add_row(key, str(value))
+        table.add_row(escape(key), escape(str(value)))
     return table
 
 
 def kernel_table(rows: list[dict]) -> Table:
-    table = Table("kernel", "family", "devices", "available", "what it is, or why not", title="kernels", title_justify="left", title_style="bold")
+    columns = ("kernel", "family", "devices", "available", "what it is, or why not")
+    table = Table(*columns, title="kernels", title_justify="left", title_style="bold")
     for row in rows:
         yes = "[green]yes" if row["available"] else "[red]no"
-        table.add_row(row["kernel"], row["family"], row["devices"], yes, row["reason"] or row["summary"])
+        table.add_row(row["kernel"], row["family"], row["devices"], yes, escape(row["reason"] or row["summary"]))
     return table

@@ -19,19 +19,23 @@ from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.select import clear_caches
 
+FOLDER = click.Path(file_okay=False, path_type=Path)
 # Seconds of alternating rounds per problem, beside calibration.
 SECONDS_PER_PROBLEM = 0.5
 
 
 @click.command(short_help="Measures this machine and writes its tuning table.")
-@click.option("--time-limit", type=click.FloatRange(0.0), default=10.0, show_default=True, metavar="MIN", help="Minutes for the grid.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="The user's table folder by default.")
+@click.option(
+    "--time-limit", type=click.FloatRange(0.0), default=10.0, show_default=True, metavar="MIN", help="Minutes."
+)
+@click.option("--out", type=FOLDER, metavar="DIR", help="The user's table folder by default.")
 @click.option("--resume", is_flag=True, help="Keep what the table has and measure the rest.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be measured.")
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @device_option
 def tune(device: str, time_limit: float, out: Path | None, resume: bool, dry_run: bool, threads: int | None) -> None:
-    """Times every able kernel, torch's own included, over a grid of problems, and writes the table the dispatcher reads.
+    """Times every able kernel, torch's own included, over a grid of problems, and writes the table the dispatcher
+    reads.
 
     First a quick check: with a wrong kernel nothing is measured. What the time limit leaves out is measured by
     --resume. The table is replaced at the end and as a whole; interrupted, the old one stays.
@@ -44,7 +48,9 @@ def tune(device: str, time_limit: float, out: Path | None, resume: bool, dry_run
     known = {tuner.entry_key_of(entry) for entry in kept}
     todo = [problem for problem in tuner.grid(device) if tuner.entry_key(problem) not in known]
     screen = console()
-    screen.print(f"{facts.description}: {len(todo)} problems to measure, {len(kept)} kept, table {path}", soft_wrap=True)
+    screen.print(
+        f"{facts.description}: {len(todo)} problems to measure, {len(kept)} kept, table {path}", soft_wrap=True
+    )
     if dry_run:
         for problem in todo:
             screen.print(problem.label, soft_wrap=True)
@@ -70,7 +76,7 @@ def entries_of(path: Path) -> list[dict]:
         raise click.ClickException(f"cannot resume {path}: {error}") from None
     measured, here = data["versions"].get("torch"), record.versions()["torch"]
     if measured != here:
-        raise click.ClickException(f"cannot resume {path}: measured with torch {measured}, this is {here}; leave out --resume")
+        raise click.ClickException(f"cannot resume {path}: expected torch {here}, measured with {measured}")
     return data["entries"]
 
 

@@ -1,0 +1,201 @@
+"""Trains one small GPT three times, attention written out, torch's and sdpa's, and compares speed and losses.
+
+The text is the source of Python's standard library. The three models start equal, see the same batches and take turns
+step by step, so that whatever else the machine does falls on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import sysconfig
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from gpt import GPT, Attend, Config, fused, written_out
+from report import Report, show
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+import sdpa
+from sdpa.dispatch.device import device_of
+
+SEED = 1337
+LEARNING_RATE = 2e-3
+CLIP = 1.0
+TEXT_BYTES = 4_000_000
+WARM_UP = 2  # steps left out of the speeds: they allocate, choose kernels and load libraries
+ATTENTION_REPEATS = 5
+
+# The CPU's model is narrow, so that attention at this context is most of the work, and trains in float32, where three
+# ways to round differ least; the GPU's is closer to what people train.
+CONFIGS = {"cpu": Config(), "cuda": Config(layers=6, heads=6, head_size=64, batch=16)}
+STEPS = {"cpu": 120, "cuda": 300}
+
+
+@dataclass
+class Run:
+    """One way to compute attention, the model that trains with it, and what was seen."""
+
+    name: str
+    attend: Attend
+    patched: bool = False
+    model: GPT | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    attention_seconds: float = 0.0  # forward and backward of all layers
+
+    def context(self) -> AbstractContextManager:
+        return sdpa.patch() if self.patched else nullcontext()
+
+    def start(self, config: Config, device: torch.device) -> None:
+        torch.manual_seed(SEED)
+        self.model = GPT(config, self.attend).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
+
+    def step(self, text: Tensor, targets: Tensor) -> None:
+        start = now(text.device)
+        with self.context(), autocast(text.device):
+            loss = self.model(text, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.seconds.append(now(text.device) - start)
+        self.losses.append(loss.item())
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def autocast(device: torch.device) -> AbstractContextManager:
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def standard_library() -> Tensor:
+    """The .py files of Python's standard library as one tensor of bytes, the same on every run."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts or "dist-packages" in path.parts:
+            continue
+        text += path.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
+
+
+def batches(text: Tensor, config: Config, steps: int, device: torch.device):
+    """Yields (text, targets), both (batch, context): random places, the targets one byte further on."""
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - config.context - 1, (config.batch,), generator=generator)
+        rows = torch.stack([text[s : s + config.context + 1] for s in starts.tolist()]).long().to(device)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def train(runs: list[Run], config: Config, steps: int, device: torch.device) -> None:
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    text = standard_library()
+    with Progress(*columns) as progress:
+        task = progress.add_task("training", total=steps * len(runs), loss="")
+        for batch in batches(text, config, steps, device):
+            for run in runs:
+                run.step(*batch)
+                progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.3f}")
+
+
+def attention_inputs(config: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the shape, dtype and layout that the model makes."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    packed = torch.randn(config.batch, config.context, 3, config.heads, config.head_size, device=device, dtype=dtype)
+    q, k, v = (t.transpose(1, 2) for t in packed.unbind(2))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def measure_attention(runs: list[Run], config: Config, device: torch.device) -> None:
+    """The seconds a training step spends in attention, taking turns as the steps did."""
+    inputs = attention_inputs(config, device)
+    seen: dict[str, list[float]] = {run.name: [] for run in runs}
+    for _ in range(ATTENTION_REPEATS + 1):
+        for run in runs:
+            start = now(device)
+            with run.context():
+                out = run.attend(*inputs)
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
+            seen[run.name].append(now(device) - start)
+    for run in runs:
+        run.attention_seconds = config.layers * statistics.median(seen[run.name][1:])
+
+
+def explain(config: Config, device: torch.device) -> str:
+    inputs = attention_inputs(config, device)
+    tables = [sdpa.explain(*inputs, is_causal=True, direction=direction) for direction in ("forward", "backward")]
+    return "\n\n".join(map(str, tables))
+
+
+def describe(config: Config, device: torch.device, model: GPT) -> str:
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    precision = "bfloat16 autocast" if device.type == "cuda" else "float32"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, sdpa {sdpa.__version__}"
+    return (
+        f"{device_of(str(device)).description}, {torch.get_num_threads()} threads; {versions}\n"
+        f"GPT of {parameters:.2f} M parameters on bytes, context {config.context}, {config.layers} layers of "
+        f"{config.heads} heads of {config.head_size}, batch {config.batch}, {precision}"
+    )
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return value
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=positive, help=f"of each of the three runs; default {STEPS}")
+    parser.add_argument("--device", choices=sorted(CONFIGS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture; default demo.png")
+    chosen = parser.parse_args()
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected a device that torch can use, got --device cuda, and torch sees no CUDA device")
+    return chosen
+
+
+def main() -> None:
+    chosen = arguments()
+    device, config = torch.device(chosen.device), CONFIGS[chosen.device]
+    steps = chosen.steps or STEPS[chosen.device]
+    runs = [Run("written out", written_out), Run("torch", fused), Run("sdpa", fused, patched=True)]
+    for run in runs:
+        run.start(config, device)
+    title = describe(config, device, runs[0].model)
+    print(title)
+    train(runs, config, steps, device)
+    measure_attention(runs, config, device)
+    tokens = config.batch * config.context
+    reports = [
+        Report(r.name, r.losses, [tokens / s for s in r.seconds[WARM_UP:] or r.seconds], r.attention_seconds)
+        for r in runs
+    ]
+    show(reports, tokens, explain(config, device), title, chosen.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Fixtures of all tests: one thread, poisoned memory, seeds from the command line, and the comparison with torch."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel as torch_kernel
+
+import sdpa
+from sdpa.inputs import Options, build_inputs
+from sdpa.reference import attention as reference
+from sdpa.testing import backward_rounding, cancelling, compare
+
+FUZZ_SEED = 20260131
+FUZZ_CASES = 2000
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz-seed", type=int, default=FUZZ_SEED, help="first seed of tests/test_fuzz.py")
+    parser.addoption("--fuzz-cases", type=int, default=FUZZ_CASES, help="cases of tests/test_fuzz.py")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Waiting threads cost more than such small problems."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """NaN, or the largest integer, in everything that torch.empty gives to Python and to native code."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def plain_torch():
+    with torch_kernel(SDPBackend.MATH):
+        yield
+
+
+def learn(tensors, dtype):
+    """Leaves in `dtype`, in the memory order of `tensors`."""
+    return [t.detach().to(dtype).requires_grad_() for t in tensors]
+
+
+def with_gradients(function, leaves, grad_out):
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, grad_out.to(out.dtype), allow_unused=True)
+    return [out.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True))]
+
+
+def roundings(q, k, v, grad_out, wanted, options):
+    """What the budget of each gradient grants beside its own size (sdpa.testing), and the terms of its sums."""
+    inputs = build_inputs(q.detach(), k.detach(), v.detach(), options)
+    terms = inputs.q.shape[2] * inputs.q.shape[1] // max(1, inputs.k.shape[1]) + inputs.k.shape[2]
+    cancelled, lse = cancelling(inputs, grad_out), reference(inputs).lse
+    sizes = [cancelled.get(name, 0.0) + backward_rounding(lse, g) for name, g in zip("qkv", wanted[1:], strict=True)]
+    return [0.0, *sizes], terms
+
+
+def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options):
+    """Ours against torch's math in float64, result and gradients, within the budget of rule 11; returns our result.
+
+    `ours` is what we are given instead of `attn_mask`, such as a Mask.
+    """
+    mask64 = attn_mask.double() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    same = attn_mask.to(q.dtype) if mask64 is not attn_mask else attn_mask
+    given = attn_mask if ours is None else ours
+    tensors = (q, k, v)
+    call = lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, given, kernel=kernel, **options)  # noqa: E731
+    with plain_torch():
+        example = F.scaled_dot_product_attention(*(t.detach().double() for t in tensors), mask64, **options)
+        grad_out = torch.randn(example.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+        wanted, plain = (
+            with_gradients(
+                lambda q, k, v, mask=mask: F.scaled_dot_product_attention(q, k, v, mask, **options),
+                learn(tensors, dtype),
+                grad_out,
+            )
+            for dtype, mask in ((torch.float64, mask64), (q.dtype, same))
+        )
+    got = with_gradients(call, learn(tensors, q.dtype), grad_out)
+    asked = Options(given, 0.0, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
+    sizes, terms = roundings(*tensors, grad_out, wanted, asked)
+    names = ("out", "grad_q", "grad_k", "grad_v")
+    found = [
+        compare(name, g, w, p, terms, size)
+        for name, g, w, p, size in zip(names, got, wanted, plain, sizes, strict=True)
+    ]
+    assert all(c.ok for c in found), "; ".join(str(c) for c in found if not c.ok)
+    return got[0]
+
+
+@pytest.fixture(name="matches_torch")
+def matches_torch_fixture():
+    return matches_torch

@@ -1,0 +1,456 @@
+"""Every command through click's runner: what it prints, its JSON, its exit code, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner
+
+from sdpa.bench import tuner
+from sdpa.bench.problems import SUITES, Problem
+from sdpa.cli.app import app
+from sdpa.cli.cases import cases
+from sdpa.cli.check import Verdict, chosen_cases
+from sdpa.dispatch import tuning
+from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.device import device_of
+from sdpa.dispatch.explain import STATUSES
+from sdpa.dispatch.select import clear_caches
+from sdpa.kernels.cpu import library
+from sdpa.testing import Case
+
+NAMES = [kernel.name for kernel in KERNELS]
+SHAPE = ("explain", "--shape", "1,8,64,64,32")
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(tmp_path, monkeypatch):
+    """An empty folder of tuning tables, no forced kernel, and the number of threads put back."""
+    for name in ("SDPA_KERNEL", "SDPA_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path / "tables"))
+    threads = torch.get_num_threads()
+    clear_caches()
+    yield
+    torch.set_num_threads(threads)
+    clear_caches()
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    """Standard output of a command that must end with `code`."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    return result.stdout
+
+
+def complaint(*arguments: str, code: int = 2) -> str:
+    """The one line on standard error of a command that must refuse."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("sdpa"), result.stderr
+    return lines[0]
+
+
+def test_alone_it_prints_its_commands():
+    result = CliRunner().invoke(app, [])
+    for command in ("info", "explain", "check", "bench", "tune"):
+        assert command in result.output
+        assert "Usage" in call(command, "--help")
+    assert re.search(r"\d+\.\d+\.\d+", call("--version"))
+
+
+# info
+
+
+def test_info_names_everything():
+    text = call("info")
+    for word in (*NAMES, "processor", "torch threads", "CPU library", "python", "SDPA_TUNING_DIR", torch.__version__):
+        assert word in text
+
+
+def test_info_as_json():
+    found = json.loads(call("info", "--json"))
+    assert set(found) == {"machine", "libraries", "versions", "tuning tables", "environment", "kernels"}
+    rows = {row["kernel"]: row for row in found["kernels"]}
+    assert list(rows) == NAMES
+    for name, row in rows.items():
+        assert row["available"] == (by_name()[name].unavailable() is None)
+        assert row["available"] == (row["reason"] == "")
+    assert set(found["tuning tables"].values()) <= {"not there"} | {
+        t for t in found["tuning tables"].values() if "measured" in t
+    }
+
+
+def test_info_with_a_library_that_does_not_load(tmp_path, monkeypatch):
+    broken = tmp_path / "libsdpa_cpu.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(library, "LIBRARY", broken)
+    monkeypatch.setattr(library, "_outcome", [])
+    found = json.loads(call("info", "--json"))
+    row = next(row for row in found["kernels"] if row["kernel"] == "cpu_flash")
+    assert not row["available"] and "did not load" in row["reason"] and str(broken) in row["reason"]
+    assert (
+        "not loaded" in found["libraries"]["CPU library"] and "unknown" in found["machine"]["instruction sets (sdpa)"]
+    )
+    assert "no " in call("info")
+
+
+def test_info_with_probes_that_raise(monkeypatch):
+    def broken(*_):
+        raise OSError("no such\nthing [here]")
+
+    monkeypatch.setattr("sdpa.dispatch.device.cpu_model", broken)
+    monkeypatch.setattr("sdpa.dispatch.kernel.Kernel.unavailable", broken)
+    monkeypatch.setattr("torch.cuda.device_count", broken)
+    found = json.loads(call("info", "--json"))
+    assert found["machine"]["processor"] == found["tuning tables"] == "error: OSError: no such"
+    assert all(row["reason"] == "error: OSError: no such" for row in found["kernels"])
+    assert "error: OSError: no such" in call("info")
+
+
+def test_info_names_a_broken_table(tmp_path):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    path = folder / f"{device_of('cpu').names[0]}.yaml"
+    path.write_text("schema: 7\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = json.loads(call("info", "--json"))["tuning tables"][str(path)]
+    assert state.startswith("ignored") and "device" in state
+
+
+# explain
+
+
+def test_explain_prints_every_kernel():
+    text = call(*SHAPE, "--causal", "--dtype", "bfloat16")
+    assert all(name in text for name in NAMES) and "chosen: " in text and "runs on cuda, got cpu" in text
+
+
+def test_explain_as_json():
+    found = json.loads(
+        call(*SHAPE, "--dv", "16", "--kv-heads", "2", "--window", "5,none", "--mask", "padding", "--json")
+    )
+    problem = found["problem"]
+    assert (problem["Dv"], problem["Hkv"], problem["left"], problem["right"]) == (16, 2, 5, -1)
+    assert problem["features"] == ["allowed", "band", "gqa"]
+    assert [row["kernel"] for row in found["kernels"]] == NAMES
+    assert {row["status"] for row in found["kernels"]} <= set(STATUSES)
+    assert [row["kernel"] for row in found["kernels"] if row["status"] == "chosen"] == [found["chosen"]]
+
+
+@pytest.mark.parametrize(
+    "mask", ["none", "causal", "padding", "bias", "lengths", "both-lengths", "segments", "prefix", "alibi"]
+)
+@pytest.mark.parametrize("direction", [(), ("--training",), ("--backward",)])
+def test_explain_asks_what_a_call_would_ask(mask, direction):
+    """The problem made from options is the one that tensors of the same call make."""
+    from sdpa.testing import make_inputs, problem_of
+
+    case = {"both-lengths": "both_lengths"}.get(mask, mask)
+    inputs = make_inputs(Case(B=1, H=8, Hkv=8, M=48, N=64, D=32, Dv=32, mask=case))
+    wanted = problem_of(inputs, "backward" if "--backward" in direction else "forward")
+    if not direction:
+        wanted = wanted._replace(features=wanted.features - {"lse"})
+    extra = (
+        ("--causal", "--align", "bottom_right") if mask == "both-lengths" else ("--causal",) if mask == "alibi" else ()
+    )
+    found = json.loads(call("explain", "--shape", "1,8,48,64,32", "--mask", mask, *extra, *direction, "--json"))[
+        "problem"
+    ]
+    assert found["features"] == sorted(wanted.features)
+    assert [found[name] for name in ("left", "right", "bottom_right", "direction")] == [
+        wanted.left,
+        wanted.right,
+        wanted.bottom_right,
+        wanted.direction,
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_explain_for_a_gpu_that_is_not_there():
+    found = json.loads(call(*SHAPE, "--device", "cuda", "--dtype", "float16", "--json", code=1))
+    assert found["chosen"] is None and found["reason"] == "torch sees no CUDA device"
+    reasons = {row["kernel"]: row["reasons"] for row in found["kernels"]}
+    assert list(reasons) == NAMES and all(reasons.values())
+    assert reasons["cpu_flash"] == ["runs on cpu, got cuda"] and reasons["math"] == ["torch sees no CUDA device"]
+    assert "torch sees no CUDA device" in call(*SHAPE, "--device", "cuda", code=1)
+    assert json.loads(call(*SHAPE, "--device", "mps", "--json", code=1))["reason"]
+
+
+def test_explain_a_kernel_that_cannot():
+    text = call(*SHAPE, "--dv", "16", "--kernel", "vendor_cpu_flash", code=1)
+    assert "chosen: none" in text and "needs D == Dv" in text
+    assert "asked for by name" in call(*SHAPE, "--kernel", "vendor_cpu_flash")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--shape", "1,2,3"), "expected B,H,M,N,D as 5 integers >= 1, got '1,2,3'"),
+        (("--shape", "1,2,3,4,x"), "expected B,H,M,N,D"),
+        (("--shape", "0,2,3,4,5"), "got '0,2,3,4,5'"),
+        (("--shape", "1,8,4,4,8", "--kv-heads", "3"), "expected --kv-heads to divide the 8 heads, got 3"),
+        (("--shape", "1,8,4,4,8", "--kernel", "flsh"), "unknown kernel or backend 'flsh'; known families: flash"),
+        (("--shape", "1,8,4,4,8", "--device", "gpu"), "expected a device such as cpu or cuda:0, got 'gpu'"),
+        (("--shape", "1,8,4,4,8", "--dtype", "int8"), "'int8' is not one of"),
+        (("--shape", "1,8,4,4,8", "--window", "-3,0"), "expected L,R as 2 integers >= 0, got '-3,0'"),
+        ((), "Missing option '--shape'"),
+    ],
+)
+def test_explain_complains_in_one_sentence(arguments, said):
+    assert said in complaint("explain", *arguments)
+
+
+# check
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    few = [Case(M=5, N=7, D=8, Dv=8), Case(M=3, N=4, D=8, Dv=8, mask="causal", dtype=torch.bfloat16)]
+    monkeypatch.setattr("sdpa.cli.check.cases", lambda device, quick: iter(few))
+    return few
+
+
+def test_check_passes_and_counts(few_cases):
+    text = call("check", "--quick")
+    assert text.splitlines()[-1] == f"check: {able_pairs(few_cases)} cases, 0 failed"
+    assert "ok" in text
+
+
+def able_pairs(few: list[Case]) -> int:
+    from sdpa.testing import able
+
+    return sum(not able(name, case) for name in NAMES for case in few)
+
+
+def test_check_as_json(few_cases):
+    found = json.loads(call("check", "--json", "--kernel", "math", "--seed", "3"))
+    assert found["summary"] == "check: 2 cases, 0 failed" and found["seed"] == 3
+    (row,) = found["kernels"]
+    assert row["kernel"] == "math" and row["cases"] == 2 and 0 < row["worst"] <= 1 and not row["failures"]
+
+
+def test_check_finds_a_wrong_kernel(few_cases, monkeypatch):
+    module = by_name()["math"].load()
+    honest = module.forward
+    monkeypatch.setattr(module, "forward", lambda *a: (r := honest(*a))._replace(out=r.out * 1.1))
+    text = call("check", "--kernel", "math", code=1)
+    assert text.splitlines()[-1] == "check: 2 cases, 2 failed"
+    again = re.search(r"sdpa check --kernel math --only (\S+) --seed 0", text)
+    assert again and "out: error" in text
+    assert "1 failed" in call("check", "--kernel", "math", "--only", again[1], code=1).splitlines()[-1]
+
+
+def test_check_takes_an_exception_as_a_failure(few_cases, monkeypatch):
+    def broken(*_):
+        raise MemoryError("no room [at all]")
+
+    monkeypatch.setattr(by_name()["math"].load(), "forward", broken)
+    text = call("check", "--kernel", "math", code=1)
+    assert "MemoryError: no room [at all]" in text and text.splitlines()[-1] == "check: 2 cases, 2 failed"
+
+
+def test_check_says_what_is_not_here(few_cases):
+    missing = next((name for name in NAMES if by_name()[name].unavailable()), None)
+    if missing is None:
+        pytest.skip("every kernel is available here")
+    assert by_name()[missing].unavailable() in call("check", "--kernel", missing, code=1)
+
+
+def test_check_complains_in_one_sentence(few_cases):
+    assert "unknown kernel 'x'; known kernels: cpu_flash" in complaint("check", "--kernel", "x")
+    assert "no case's name contains 'zzz'" in complaint("check", "--only", "zzz")
+    assert "expected a device of this machine, got 'cuda:99'" in complaint("check", "--device", "cuda:99")
+
+
+def test_check_grids_hold_every_mask_dtype_and_layout():
+    from sdpa.testing import LAYOUTS, MASKS
+
+    quick, full = chosen_cases("cpu", True), chosen_cases("cpu", False)
+    for grid in (quick, full):
+        assert {case.mask for case in grid} == set(MASKS) and {case.layout for case in grid} == set(LAYOUTS)
+        assert len({case.dtype for case in grid}) == 4
+        assert any(c.sinks for c in grid) and any(c.softcap for c in grid) and any(c.dropout_p for c in grid)
+        assert any(c.Dv != c.D for c in grid) and any(c.Hkv != c.H for c in grid) and any(c.M == 1 for c in grid)
+    assert len(full) > 4 * len(quick) and len(list(cases("cpu", True))) >= len(quick)
+
+
+def test_quick_check_of_one_kernel_for_real():
+    """Every case of the quick grid in float32, by the kernel of last resort."""
+    verdict = Verdict("math")
+    for case in chosen_cases("cpu", True, "float32"):
+        torch.set_num_threads(1)
+        verdict.judge(case, 0)
+    assert verdict.cases >= 35 and not verdict.failures, verdict.failures
+
+
+# bench
+
+
+@pytest.fixture
+def tiny_suite(monkeypatch):
+    problems = (Problem(1, 2, 9, 9, 8), Problem(1, 2, 9, 9, 8, mask="causal", direction="backward"))
+    monkeypatch.setitem(SUITES, "tiny", problems)
+
+
+def test_bench_prints_rows_and_the_last_line(tiny_suite, tmp_path):
+    path = tmp_path / "rows.json"
+    text = call("bench", "--suite", "tiny", "--repeat", "2", "--threads", "1", "--json", str(path))
+    last = text.splitlines()[-1]
+    assert re.fullmatch(r"suite=tiny cells=2 geomean=\d+\.\d{3} worst=\d+\.\d{3}", last)
+    assert "float32 1,2,9,8 causal backward" in text and "flash" in text
+    data = json.loads(path.read_text())
+    assert data["summary"] == last and data["threads"] == 1 and len(data["rows"]) == 2
+
+
+def test_bench_lists_its_suites():
+    text = call("bench", "--list")
+    assert all(name in text for name in ("cpu-forward", "cpu-backward", "cpu-decode", "overhead"))
+
+
+def test_bench_without_matplotlib(tiny_suite, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = complaint("bench", "--suite", "tiny", "--plot", str(tmp_path / "p.png"), code=1)
+    assert said == "sdpa: --plot needs matplotlib: pip install 'sdpa-kernels[cli]'"
+
+
+def test_bench_draws(tiny_suite, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "p.png"
+    text = call("bench", "--suite", "tiny", "--repeat", "1", "--plot", str(path))
+    assert path.stat().st_size > 5000 and text.splitlines()[-1].startswith("suite=tiny cells=2 ")
+
+
+def test_bench_with_a_forced_kernel(tiny_suite):
+    text = call("bench", "--suite", "tiny", "--repeat", "1", "--kernel", "vendor_math")
+    assert "cannot: " in text and text.splitlines()[-1].startswith("suite=tiny cells=1 ")
+
+
+def test_bench_with_a_wrong_result(tiny_suite, monkeypatch):
+    monkeypatch.setattr("sdpa.bench.workload.Workload.peer", lambda self: self.v.new_zeros(1, 2, 9, 8))
+    text = call("bench", "--suite", "tiny", "--repeat", "1", "--only", "forward", code=1)
+    assert "wrong result: out" in text and text.splitlines()[-1] == "suite=tiny cells=0 geomean=nan worst=nan"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "expected --suite NAME, one of cpu-forward"),
+        (("--suite", "nope"), "unknown suite 'nope'; known suites: cpu-forward"),
+        (("--suite", "tiny", "--only", "zzz"), "no problem of suite tiny contains 'zzz'"),
+        (("--suite", "tiny", "--kernel", "x"), "unknown kernel or backend 'x'"),
+        (("--suite", "tiny", "--peer", "x"), "'x' is not 'torch'"),
+        (("--suite", "tiny", "--json", "/no/such/folder/f.json"), "expected a file in a folder that exists"),
+        (("--suite", "tiny", "--threads", "0"), "0 is not in the range"),
+        (("--suite", "tiny", "--device", "cuda:99"), "expected a device of this machine, got 'cuda:99'"),
+    ],
+)
+def test_bench_complains_in_one_sentence(tiny_suite, arguments, said):
+    assert said in complaint("bench", *arguments)
+
+
+# tune
+
+
+@pytest.fixture
+def tiny_grid(monkeypatch, few_cases):
+    problems = (Problem(1, 2, 9, 9, 8), Problem(1, 2, 9, 9, 8, direction="backward"), Problem(1, 2, 1, 32, 8, Hkv=1))
+    monkeypatch.setattr(tuner, "grid", lambda device: problems)
+    monkeypatch.setattr("sdpa.cli.tune.SECONDS_PER_PROBLEM", 0.0)
+    return problems
+
+
+def table_in(folder):
+    return folder / f"{device_of('cpu').names[0]}.yaml"
+
+
+def test_tune_writes_a_table_that_explain_reads(tiny_grid, tmp_path):
+    text = call("tune", "--threads", "1")
+    path = table_in(tmp_path / "tables")
+    assert "3 problems measured" in text and str(path) in text
+    table = tuning.read(str(path))
+    assert len(table.buckets) == 3 and all("math" in bucket.ms for bucket in table.buckets)
+    assert "measured at" in call("explain", "--shape", "1,2,9,9,8")
+    assert "3 problems measured" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
+
+
+def test_tune_resumes(tiny_grid, tmp_path, monkeypatch):
+    call("tune", "--out", str(tmp_path))
+    before = table_in(tmp_path).read_text()
+    monkeypatch.setattr(tuner, "measure", lambda *_: pytest.fail("measured again"))
+    text = call("tune", "--out", str(tmp_path), "--resume")
+    assert "0 problems to measure, 3 kept" in text
+    assert table_in(tmp_path).read_text().split("entries:")[1] == before.split("entries:")[1]
+
+
+def test_tune_stops_at_its_time_limit(tiny_grid, tmp_path, monkeypatch):
+    ticks = iter([0.0, 1.0, 59.0, 61.0])
+    monkeypatch.setattr("sdpa.cli.tune.time.monotonic", lambda: next(ticks, 99.0))
+    text = call("tune", "--out", str(tmp_path), "--time-limit", "1")
+    assert "1 left: run again with --resume" in text and len(tuning.read(str(table_in(tmp_path))).buckets) == 2
+
+
+def test_tune_refuses_a_wrong_kernel(tiny_grid, tmp_path, monkeypatch):
+    module = by_name()["math"].load()
+    honest = module.forward
+    monkeypatch.setattr(module, "forward", lambda *a: (r := honest(*a))._replace(out=r.out * 1.1))
+    assert "failed, in math; nothing was measured" in complaint("tune", "--out", str(tmp_path), code=1)
+    assert not table_in(tmp_path).exists()
+
+
+def test_tune_interrupted_leaves_the_old_table(tiny_grid, tmp_path, monkeypatch):
+    call("tune", "--out", str(tmp_path))
+    before = table_in(tmp_path).read_text()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "measure", interrupted)
+    assert complaint("tune", "--out", str(tmp_path), code=130) == "sdpa: interrupted"
+    assert table_in(tmp_path).read_text() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_tune_does_not_mix_torch_versions(tiny_grid, tmp_path):
+    call("tune", "--out", str(tmp_path))
+    path = table_in(tmp_path)
+    path.write_text(re.sub(r"torch: [^,}]+", "torch: 1.0.0", path.read_text()))
+    assert "measured with 1.0.0" in complaint("tune", "--out", str(tmp_path), "--resume", code=1)
+    path.write_text("nonsense")
+    assert "cannot resume" in complaint("tune", "--out", str(tmp_path), "--resume", code=1)
+
+
+def test_tune_dry_run_writes_nothing(tiny_grid, tmp_path):
+    text = call("tune", "--out", str(tmp_path), "--dry-run")
+    assert tiny_grid[0].label in text and not table_in(tmp_path).exists()
+
+
+# what importing costs, and what is missing
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_import_sdpa_imports_no_cli():
+    names = ("click", "rich", "matplotlib", "sdpa.cli", "sdpa.bench")
+    code = f"import sys, sdpa; print([name for name in {names} if name in sys.modules])"
+    assert python(code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_its_packages_one_sentence(missing):
+    done = python(f"import sys; sys.modules[{missing!r}] = None\nfrom sdpa.cli import main\nmain()")
+    assert done.returncode == 1 and done.stderr.strip().count("\n") == 0
+    assert "pip install 'sdpa-kernels[cli]'" in done.stderr

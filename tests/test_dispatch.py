@@ -1,0 +1,306 @@
+"""Who answers: reasons, invariants of the catalog, cached choices, estimates, the warning, explain, SDPA_KERNEL."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+import sdpa
+from sdpa.dispatch import cost, device, explain, select
+from sdpa.dispatch.catalog import ALL_DTYPES, EVERYTHING, KERNELS, by_name, kernels_for
+from sdpa.dispatch.context import ALL_TOGGLES, Setting
+from sdpa.dispatch.kernel import FAMILIES, Kernel
+from sdpa.problem import FEATURES, AttentionProblem
+
+attention = sdpa.scaled_dot_product_attention
+PLAIN = AttentionProblem("cpu", torch.float32, 2, 4, 4, 128, 128, 64, 64)
+GPU = device.Device("cuda", "A GPU", ("nvidia_test",), 132, 9e14, 6e13, 3e13, 3e12, 4e-6)
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches():
+    select.clear_caches()
+    yield
+    select.clear_caches()
+
+
+def problem(**changes):
+    return PLAIN._replace(**changes)
+
+
+def qkv(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*(shape or (1, 2, 16, 8)), generator=generator) for _ in range(3)]
+
+
+SENTENCES = {
+    "device": ("vendor_flash", {}, "runs on cuda, got cpu"),
+    "dtype": ("vendor_flash", {}, "takes bfloat16, float16, got float32"),
+    "head_size": ("vendor_flash", {"D": 320}, "takes head sizes up to 256, got D = 320, Dv = 64"),
+    "direction": ("vendor_math", {"direction": "backward"}, "has no backward pass"),
+    "feature": ("vendor_cpu_flash", {"features": frozenset({"bias"})}, "does not support an additive attention bias"),
+    "features_in_order": (
+        "vendor_cpu_flash",
+        {"features": frozenset({"sinks", "alibi", "segments"})},
+        "does not support segments (packed documents), ALiBi slopes, attention sinks",
+    ),
+    "deterministic": (
+        "vendor_cudnn",
+        {"deterministic": True},
+        "is not deterministic, and torch.use_deterministic_algorithms(True) is set",
+    ),
+    "window": (
+        "vendor_cpu_flash",
+        {"left": 4, "right": 0, "features": frozenset({"band"})},
+        "knows no window but causal, got left = 4, right = 0",
+    ),
+    "two_masks": (
+        "vendor_math",
+        {"right": 0, "features": frozenset({"band", "allowed"})},
+        "takes a causal mask or a dense one, got both (causal and allowed)",
+    ),
+    "square": (
+        "vendor_flash",
+        {"M": 5, "right": 0, "features": frozenset({"band"})},
+        "aligns causal masks to the bottom right, so M must equal N, got M = 5, N = 128",
+    ),
+    "head_sizes": ("vendor_cpu_flash", {"Dv": 32}, "needs D == Dv, got D = 64, Dv = 32"),
+    "stride": ("vendor_cpu_flash", {"unit_stride": False}, "needs the last stride of q, k and v to be 1, and would cop"),
+    "bias_dtype": (
+        "vendor_math",
+        {"bias_dtype": torch.float32, "dtype": torch.bfloat16, "features": frozenset({"bias"})},
+        "needs the bias in the query's dtype torch.bfloat16, got torch.float32",
+    ),
+    "grid": ("vendor_flash", {"B": 70000}, "takes at most 65535 batch entries and heads, got B = 70000, H = 4"),
+    "cudnn_multiple": ("vendor_cudnn", {"D": 20}, "needs a head size that is a multiple of 8, got D = 20"),
+    "cudnn_one_key": ("vendor_cudnn", {"N": 1}, "needs more than one key, got N = 1"),
+    "alignment": ("vendor_efficient", {"D": 30}, "needs head sizes that are multiples of 4, got D = 30, Dv = 64"),
+    "mask_width": (
+        "vendor_efficient",
+        {"N": 126, "features": frozenset({"allowed"})},
+        "needs a mask of a width that is a multiple of 4, got N = 126",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_why_not_says_what_it_got(name):
+    kernel, changes, sentence = SENTENCES[name]
+    reasons = by_name()[kernel].why_not(problem(**changes))
+    assert any(reason.startswith(sentence) for reason in reasons), reasons
+
+
+def test_names_are_unique_and_families_known():
+    assert len(by_name()) == len(KERNELS)
+    for kernel in KERNELS:
+        assert kernel.family in FAMILIES and kernel.summary
+        assert kernel.features <= set(FEATURES) and kernel.dtypes <= ALL_DTYPES
+        assert set(kernel.directions) <= {"forward", "backward"}
+
+
+def test_every_row_imports_or_has_a_reason():
+    for kernel in KERNELS:
+        reason = kernel.unavailable()
+        assert reason is None or (isinstance(reason, str) and "\n" not in reason)
+        module = importlib.import_module(kernel.module)
+        for direction in kernel.directions:
+            assert callable(getattr(module, direction))
+        assert isinstance(module.TILES, tuple)
+
+
+def test_a_module_that_does_not_import_is_a_reason():
+    row = dataclasses.replace(by_name()["math"], name="lost", module="sdpa.kernels.lost")
+    assert "its module does not import: No module named 'sdpa.kernels.lost'" in row.why_not(PLAIN)
+
+
+EXTREMES = [
+    problem(features=EVERYTHING, left=3, right=2, bottom_right=True, D=1000, Dv=3, unit_stride=False),
+    problem(direction="backward", features=EVERYTHING, dtype=torch.float64, deterministic=True, B=70000),
+    problem(device="mps", dtype=torch.float16),
+    problem(device="xpu:1", features=EVERYTHING),
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=["forward", "backward", "mps", "xpu"])
+def test_the_last_row_is_math_and_always_can(extreme):
+    assert KERNELS[-1].name == "math" and KERNELS[-1].why_not(extreme) == []
+
+
+def test_the_fallback_has_every_feature_that_exists():
+    assert KERNELS[-1].features == EVERYTHING == set(FEATURES)
+
+
+def test_kernels_for_a_device_keep_the_order():
+    names = [k.name for k in kernels_for("cpu")]
+    assert names == [k.name for k in KERNELS if k.name in names] and "vendor_flash" not in names
+
+
+def test_choices_are_cached(monkeypatch):
+    first = select.choose(PLAIN, "", ALL_TOGGLES)
+    monkeypatch.setattr(select, "consider", lambda p: pytest.fail("selected again"))
+    assert select.choose(PLAIN, "", ALL_TOGGLES) is first
+    start = time.perf_counter()
+    for _ in range(100):
+        select.choose(PLAIN, "", ALL_TOGGLES)
+    assert time.perf_counter() - start < 0.01
+
+
+def test_settings_travel_as_text():
+    for setting in (Setting(), Setting(("math",), True), Setting(("flash", "math"), False, True, True)):
+        assert Setting.decode(setting.encode()) == setting
+    assert Setting().encode() == ""
+
+
+def test_estimates_order_as_sizes_do():
+    for kernel in KERNELS[:1] + KERNELS[-2:]:
+        sizes = [problem(M=n, N=n) for n in (64, 256, 1024, 4096)]
+        times = [cost.estimate(kernel, p) for p in sizes]
+        assert times == sorted(times) and times[0] > 0
+        assert cost.estimate(kernel, sizes[-1]) > cost.estimate(kernel, sizes[-1]._replace(B=1))
+
+
+def test_estimates_prefer_fused_kernels_on_large_problems():
+    large = problem(M=4096, N=4096)
+    fused, math = by_name()["cpu_flash"], by_name()["math"]
+    assert cost.estimate(fused, large) < cost.estimate(math, large)
+    causal = large._replace(right=0, features=frozenset({"band"}))
+    assert cost.estimate(fused, causal) < 0.6 * cost.estimate(fused, large)
+    assert cost.estimate(math, causal) == pytest.approx(cost.estimate(math, large))
+
+
+def test_backward_costs_more_than_forward():
+    for kernel in (by_name()["cpu_flash"], by_name()["math"]):
+        large = problem(M=2048, N=2048)
+        assert cost.estimate(kernel, large._replace(direction="backward")) > 2 * cost.estimate(kernel, large)
+
+
+def on_gpu(monkeypatch):
+    """A CUDA device whose kernels, math apart, cannot be loaded."""
+    monkeypatch.setattr(device, "cuda", lambda index: GPU)
+    return problem(device="cuda:0", M=2048, N=2048)
+
+
+def test_a_large_fall_to_math_on_an_accelerator_warns_once(monkeypatch):
+    large = on_gpu(monkeypatch)
+    with pytest.warns(UserWarning, match="attention falls to .*math on a large problem") as caught:
+        choice = select.choose(large, "", ALL_TOGGLES)
+    assert choice.kernel.family == "math" and len(caught) == 1
+    text = str(caught[0].message)
+    assert "vendor_flash: takes bfloat16, float16, got float32" in text and "M=2048" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select.choose(large, "", ALL_TOGGLES)
+
+
+QUIET = {
+    "small": ({"M": 16, "N": 16}, ""),
+    "asked_for_by_family": ({}, "math"),
+    "asked_for_by_name": ({}, "math;f"),
+    "on_cpu": ({"device": "cpu"}, "math"),
+}
+
+
+@pytest.mark.parametrize("changes,setting", QUIET.values(), ids=QUIET)
+def test_other_falls_to_math_are_silent(changes, setting, monkeypatch):
+    large = on_gpu(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select.choose(large._replace(**changes), setting, ALL_TOGGLES).kernel.family == "math"
+
+
+def test_a_kernel_without_a_time_is_still_chosen_by_why_not():
+    for candidate in select.consider(PLAIN):
+        assert candidate.able == (not candidate.kernel.why_not(PLAIN))
+        assert (candidate.seconds is not None) == candidate.able
+
+
+def test_explain_as_text_and_as_data():
+    result = sdpa.explain(*qkv(), is_causal=True)
+    data, text = result.as_dict(), str(result)
+    assert [row["kernel"] for row in data["kernels"]] == [k.name for k in KERNELS]
+    assert sum(row["status"] == "chosen" for row in data["kernels"]) == 1
+    assert data["chosen"] == result.chosen and data["problem"]["M"] == 16 and data["problem"]["features"] == ["band"]
+    for row in data["kernels"]:
+        assert row["status"] in explain.STATUSES and row["kernel"] in text
+        assert bool(row["reasons"]) == (row["status"] == "refused") and (row["seconds"] is None) == bool(row["reasons"])
+        assert row["source"] or row["reasons"]
+    assert f"chosen: {result.chosen}" in text and "runs on cuda, got cpu" in text
+
+
+def test_explain_names_what_the_call_then_runs():
+    for options in ({}, {"is_causal": True}, {"dropout_p": 0.1}, {"attn_mask": torch.ones(16, 16)}, {"kernel": "math"}):
+        expected = sdpa.explain(*qkv(), **options).chosen
+        attention(*qkv(), **options)
+        assert sdpa.last_choice().kernel.name == expected
+
+
+def test_explain_of_backward_and_of_a_setting():
+    leaves = [t.requires_grad_() for t in qkv()]
+    expected = sdpa.explain(*leaves, direction="backward").chosen
+    attention(*leaves).sum().backward()
+    assert sdpa.last_choice().kernel.name == expected
+    with sdpa.sdpa_kernel("vendor_math"):
+        result = sdpa.explain(*qkv())
+    assert result.chosen == "vendor_math"
+    assert {row.kernel: row.status for row in result.rows}["math"] == "disabled"
+
+
+def test_explain_without_a_kernel():
+    with sdpa.sdpa_kernel("cudnn"):
+        result = sdpa.explain(*qkv())
+    assert result.chosen is None and "No available kernel" in result.reason and "chosen: none" in str(result)
+
+
+def test_last_choice_is_of_this_thread():
+    found = []
+    attention(*qkv(), kernel="math")
+
+    def work():
+        found.append(sdpa.last_choice())
+        attention(*qkv(), kernel="vendor_math")
+        found.append(sdpa.last_choice().kernel.name)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None, "vendor_math"] and sdpa.last_choice().kernel.name == "math"
+
+
+SCRIPT = (
+    "import torch, sdpa; q = torch.ones(1, 2, 16, 8); sdpa.scaled_dot_product_attention(q, q, q); "
+    "print(sdpa.last_choice().kernel.name)"
+)
+
+
+def under(name):
+    environment = {**os.environ, "SDPA_KERNEL": name}
+    return subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize("name", ["vendor_math", "math", "cudnn, vendor_cpu_flash"])
+def test_environment_variable_holds_for_a_process(name):
+    done = under(name)
+    assert done.returncode == 0, done.stderr
+    ran = done.stdout.strip()
+    assert ran in name or by_name()[ran].family == name
+
+
+def test_environment_variable_with_an_unknown_name():
+    done = under("warp_drive")
+    assert done.returncode != 0
+    assert "unknown kernel or backend 'warp_drive'; known families:" in done.stderr and "cpu_flash" in done.stderr
+
+
+def test_a_row_is_data():
+    assert dataclasses.is_dataclass(Kernel) and hash(KERNELS[0]) == hash(KERNELS[0])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        KERNELS[0].name = "other"

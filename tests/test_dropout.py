@@ -1,0 +1,122 @@
+"""Dropout: its share and scale, one mask in forward, backward, checkpointing and every kernel, from torch's generator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import sdpa
+from sdpa import philox
+from sdpa.dispatch.catalog import KERNELS
+from sdpa.testing import Case, able
+
+attention = sdpa.scaled_dot_product_attention
+OURS = [k.name for k in KERNELS if "dropout" in k.features and not able(k.name, Case(dropout_p=0.5))]
+
+
+def qkv(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def run(seed, q, k, v, p=0.4, **options):
+    """Result and gradients after seeding torch."""
+    torch.manual_seed(seed)
+    out = attention(q, k, v, dropout_p=p, **options)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_none_and_all():
+    q, k, v = qkv(2, 3, 9, 8)
+    assert torch.equal(attention(q, k, v, dropout_p=0.0), attention(q, k, v))
+    out, *grads = run(0, q, k, v, p=1.0)
+    assert not out.any() and not any(g.any() for g in grads)
+    assert all(g.shape == q.shape for g in grads)
+
+
+def test_seed_decides():
+    tensors = qkv(2, 3, 9, 8)
+    assert equal(run(1, *tensors), run(1, *tensors))
+    assert not equal(run(1, *tensors), run(2, *tensors))
+
+
+def test_consecutive_calls_differ():
+    q, k, v = qkv(2, 3, 9, 8)
+    torch.manual_seed(0)
+    assert not torch.equal(attention(q, k, v, dropout_p=0.4), attention(q, k, v, dropout_p=0.4))
+
+
+@pytest.mark.parametrize("kernel", OURS)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9], ids=lambda p: f"p{p}")
+def test_share_and_scale(kernel, p):
+    """With uniform weights and values 1 a row's result is the number of kept keys over (1 - p) N."""
+    N, q = 4096, torch.zeros(1, 2, 8, 4, dtype=torch.float64)
+    k, v = q.new_zeros(1, 2, N, 4), q.new_ones(1, 2, N, 4)
+    torch.manual_seed(5)
+    kept = attention(q, k, v, dropout_p=p, kernel=kernel) * (1 - p)
+    deviation = (p * (1 - p) / N) ** 0.5
+    assert (kept - (1 - p)).abs().max() < 5 * deviation  # 16 rows: five sigma happen once in 10^5 runs
+    assert torch.allclose(kept * N, (kept * N).round())
+    assert kept[..., 0].unique().numel() > 1
+
+
+@pytest.mark.parametrize("kernel", OURS)
+def test_forward_and_backward_drop_the_same_pairs(kernel):
+    """With v one-hot the result is the dropped weights themselves, and the gradient of v their transpose."""
+    q, k, _ = qkv(2, 3, 13, 13)
+    v = torch.eye(13).expand(2, 3, 13, 13).clone().requires_grad_()
+    torch.manual_seed(5)
+    weights = attention(q, k, v, dropout_p=0.4, kernel=kernel)
+    rows = torch.eye(13).expand(2, 3, 13, 13)
+    (grad_v,) = torch.autograd.grad(weights, v, rows)
+    assert torch.equal(grad_v == 0, weights.mT == 0) and (weights == 0).any()
+
+
+@pytest.mark.parametrize("kernel", OURS)
+def test_kernels_agree_on_the_mask(kernel):
+    q, k, _ = qkv(2, 4, 33, 32)
+    v = torch.eye(33, 33).expand(2, 4, 33, 33)
+    torch.manual_seed(7)
+    rng = philox.draw_seed(torch.device("cpu"))
+    wanted = philox.keep_mask(rng, 0.3, (2, 4, 33, 33))
+    k = torch.cat([k, k[:, :, :0]], 2)
+    torch.manual_seed(7)
+    out = attention(q[:, :, :33], k, v, dropout_p=0.3, kernel=kernel)
+    assert torch.equal(out != 0, wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+def test_checkpointing_draws_the_same(reentrant):
+    tensors = qkv(2, 3, 9, 8)
+
+    def block(q, k, v):
+        return attention(q, k, v, dropout_p=0.4)
+
+    torch.manual_seed(11)
+    out = checkpoint(block, *tensors, use_reentrant=reentrant)
+    out.sum().backward()
+    found = [out.detach(), *(t.grad for t in tensors)]
+    assert equal(found, run(11, *tensors))
+
+
+def test_works_with_masks_and_groups():
+    q, k, v = (t.detach() for t in qkv(2, 6, 9, 8))
+    mask = sdpa.Mask(causal=True) & (torch.rand(2, 1, 1, 9, generator=torch.Generator().manual_seed(0)) > 0.3)
+    for kernel in OURS:
+        torch.manual_seed(1)
+        out = attention(q, k[:, :2], v[:, :2], mask, 0.3, enable_gqa=True, kernel=kernel)
+        torch.manual_seed(1)
+        wanted = attention(*(t.double() for t in (q, k[:, :2], v[:, :2])), mask, 0.3, enable_gqa=True, kernel="math")
+        assert torch.allclose(out.double(), wanted, atol=1e-5)
+
+
+def test_rows_of_torch_refuse_dropout():
+    explanation = sdpa.explain(*(t.detach() for t in qkv(2, 3, 9, 8)), dropout_p=0.3)
+    for row in explanation.rows:
+        if row.kernel.startswith("vendor_"):
+            assert row.status == "refused" and any("dropout" in reason for reason in row.reasons)

@@ -1,0 +1,207 @@
+"""Mask: its fields against hand-written loops, how masks combine, what is recognised in a dense one, and its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sdpa import Mask
+
+B, H, M, N = 2, 3, 7, 9
+
+
+def integers(*values):
+    return torch.tensor(values)
+
+
+LENGTHS, QUERY_LENGTHS, PREFIX = (6, 9), (7, 4), (0, 5)
+DOCUMENTS = ([0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 2, 2, 2, 3, 3])
+SLOPES = torch.tensor([0.5, 0.25, 0.125])
+ALLOWED = torch.rand(B, 1, M, N, generator=torch.Generator().manual_seed(0)) > 0.4
+BIAS = torch.randn(1, H, 1, N, generator=torch.Generator().manual_seed(1))
+
+
+def by_rule(rule):
+    """Bool (B, H, M, N) from a Python predicate of batch entry, head, query and key."""
+    seen = [[[[rule(b, h, i, j) for j in range(N)] for i in range(M)] for h in range(H)] for b in range(B)]
+    return torch.tensor(seen)
+
+
+RULES = {
+    "nothing": (Mask(), lambda b, h, i, j: True),
+    "causal": (Mask(causal=True), lambda b, h, i, j: j <= i),
+    "causal_bottom_right": (Mask(causal=True, align="bottom_right"), lambda b, h, i, j: j <= i + N - M),
+    "window": (Mask(window=(2, 1)), lambda b, h, i, j: i - 2 <= j <= i + 1),
+    "window_left": (Mask(window=(2, None)), lambda b, h, i, j: i - 2 <= j),
+    "window_right": (Mask(window=(None, 1)), lambda b, h, i, j: j <= i + 1),
+    "window_none": (Mask(window=(None, None)), lambda b, h, i, j: True),
+    "window_bottom_right": (Mask(window=(2, 1), align="bottom_right"), lambda b, h, i, j: -2 <= j - i - N + M <= 1),
+    "window_causal": (Mask(window=(2, 4), causal=True), lambda b, h, i, j: i - 2 <= j <= i),
+    "lengths": (Mask(lengths=integers(*LENGTHS)), lambda b, h, i, j: j < LENGTHS[b]),
+    "one_length": (Mask(lengths=torch.tensor(5)), lambda b, h, i, j: j < 5),
+    "lengths_too_long": (Mask(lengths=integers(99, -3)), lambda b, h, i, j: b == 0),
+    "query_lengths": (Mask(query_lengths=integers(*QUERY_LENGTHS)), lambda b, h, i, j: i < QUERY_LENGTHS[b]),
+    "lengths_bottom_right": (
+        Mask(causal=True, align="bottom_right", lengths=integers(*LENGTHS), query_lengths=integers(*QUERY_LENGTHS)),
+        lambda b, h, i, j: (
+            j <= i + LENGTHS[b] - QUERY_LENGTHS[b] and j < LENGTHS[b] and i < QUERY_LENGTHS[b]
+        ),
+    ),
+    "segments": (
+        Mask(segments=tuple(torch.tensor(ids) for ids in DOCUMENTS)),
+        lambda b, h, i, j: DOCUMENTS[0][i] == DOCUMENTS[1][j],
+    ),
+    "cu_seqlens": (
+        Mask(cu_seqlens=(integers(0, 2, 5, 7), integers(0, 1, 4, 9))),
+        lambda b, h, i, j: (i >= 2) + (i >= 5) == (j >= 1) + (j >= 4),
+    ),
+    "segments_causal": (
+        Mask(segments=tuple(torch.tensor(ids) for ids in DOCUMENTS), causal=True),
+        lambda b, h, i, j: DOCUMENTS[0][i] == DOCUMENTS[1][j] and j <= i,
+    ),
+    "prefix": (Mask(causal=True, prefix=integers(*PREFIX)), lambda b, h, i, j: j <= i or j < PREFIX[b]),
+    "prefix_number": (Mask(causal=True, prefix=3), lambda b, h, i, j: j <= i or j < 3),
+    "prefix_and_lengths": (
+        Mask(causal=True, prefix=3, lengths=integers(2, 9)),
+        lambda b, h, i, j: (j <= i or j < 3) and j < (2, 9)[b],
+    ),
+    "prefix_alone": (Mask(prefix=3), lambda b, h, i, j: True),
+    "allowed": (Mask(allowed=ALLOWED), lambda b, h, i, j: bool(ALLOWED[b, 0, i, j])),
+    "allowed_causal": (Mask(allowed=ALLOWED, causal=True), lambda b, h, i, j: j <= i and bool(ALLOWED[b, 0, i, j])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_dense_is_the_rule(name):
+    mask, rule = RULES[name]
+    dense = mask.dense(B, H, M, N)
+    assert dense.dtype == torch.bool and torch.equal(dense, by_rule(rule))
+
+
+@pytest.mark.parametrize("align,shift", [("top_left", 0), ("bottom_right", N - M)])
+def test_alibi_takes_distance_off(align, shift):
+    dense = Mask(alibi=SLOPES, align=align).dense(B, H, M, N)
+    for h in range(H):
+        for i in range(M):
+            for j in range(N):
+                assert dense[1, h, i, j] == -SLOPES[h] * abs(i + shift - j)
+
+
+def test_bias_is_added_and_hidden_entries_are_minus_infinity():
+    dense = Mask(bias=BIAS, causal=True).dense(B, H, M, N)
+    triangle = by_rule(lambda b, h, i, j: j <= i)
+    assert torch.equal(dense > -torch.inf, triangle)
+    assert torch.equal(dense[triangle], BIAS.expand(B, H, M, N)[triangle])
+    assert Mask(bias=BIAS.double()).dense(B, H, M, N).dtype == torch.float64
+
+
+PAIRS = [
+    ("causal", "lengths"), ("causal", "window"), ("causal", "allowed"), ("lengths", "query_lengths"),
+    ("segments", "causal"), ("window_left", "window_right"), ("window", "window_causal"), ("allowed", "allowed_causal"),
+    ("lengths", "lengths_too_long"), ("cu_seqlens", "lengths"), ("nothing", "causal_bottom_right"),
+    ("prefix", "prefix_number"), ("prefix", "lengths"),
+    ("causal_bottom_right", "window_bottom_right"), ("one_length", "lengths"), ("prefix", "allowed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("a,b", PAIRS, ids="&".join)
+def test_and_sees_what_both_see(a, b):
+    for first, second in ((a, b), (b, a)):
+        combined = RULES[first][0] & RULES[second][0]
+        wanted = by_rule(lambda *at, f=RULES[first][1], s=RULES[second][1]: f(*at) and s(*at))
+        assert torch.equal(combined.dense(B, H, M, N), wanted)
+
+
+def test_and_with_tensors_from_either_side():
+    triangle = by_rule(lambda b, h, i, j: j <= i)
+    for combined in (Mask(causal=True) & ALLOWED, ALLOWED & Mask(causal=True)):
+        assert torch.equal(combined.dense(B, H, M, N), triangle & ALLOWED)
+    assert (Mask(causal=True) & BIAS).bias is BIAS
+    assert torch.equal((Mask(bias=BIAS) & BIAS).bias, 2 * BIAS)
+    assert torch.equal((Mask(alibi=SLOPES) & Mask(alibi=SLOPES)).alibi, 2 * SLOPES)
+
+
+CLASHES = {
+    "alignments": (Mask(causal=True), Mask(window=(1, 1), align="bottom_right"), "cannot be combined"),
+    "segments": (Mask(segments=torch.zeros(7).long()), Mask(segments=torch.ones(7).long()), "one set of ids"),
+    "segments_and_cu": (Mask(segments=torch.zeros(7).long()), Mask(cu_seqlens=integers(0, 7)), "one set of ids"),
+    "prefix_and_window": (Mask(causal=True, prefix=3), Mask(window=(2, 2)), "prefix cannot be combined"),
+}
+
+
+@pytest.mark.parametrize("name", CLASHES)
+def test_and_refuses_what_fields_cannot_say(name):
+    a, b, text = CLASHES[name]
+    for first, second in ((a, b), (b, a)):
+        with pytest.raises(ValueError, match=text):
+            first & second
+
+
+def test_and_refuses_other_kinds():
+    with pytest.raises(TypeError):
+        Mask() & 3
+
+
+def test_from_tensor_recognises_only_when_asked():
+    triangle = torch.ones(5, 7, dtype=torch.bool).tril()
+    assert Mask.from_tensor(triangle).allowed is triangle
+    assert Mask.from_tensor(BIAS).bias is BIAS and Mask.from_tensor(BIAS, recognise=True).bias is BIAS
+
+
+RECOGNISED = {
+    "all": (torch.ones(2, 1, 5, 7, dtype=torch.bool), lambda m: m == Mask() or not m.has_band and m.allowed is None),
+    "causal": (torch.ones(5, 7, dtype=torch.bool).tril(), lambda m: m.causal and m.align == "top_left"),
+    "bottom_right": (torch.ones(5, 7, dtype=torch.bool).tril(2), lambda m: m.causal and m.align == "bottom_right"),
+    "batched_causal": (torch.ones(2, 3, 5, 5, dtype=torch.bool).tril(), lambda m: m.causal and m.allowed is None),
+    "padding": (
+        (torch.arange(7) < torch.tensor([[3], [7]]))[:, None, None],
+        lambda m: m.lengths.tolist() == [3, 7] and m.allowed is None,
+    ),
+    "scattered": (torch.eye(5, dtype=torch.bool), lambda m: m.allowed is not None and not m.has_band),
+    "right_padding": ((torch.arange(7) >= torch.tensor([[3], [1]]))[:, None, None], lambda m: m.allowed is not None),
+    "triangle_with_a_hole": (
+        torch.ones(5, 5, dtype=torch.bool).tril().index_put((torch.tensor(4), torch.tensor(1)), torch.tensor(False)),
+        lambda m: m.allowed is not None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_recognition_never_changes_the_mask(name):
+    tensor, holds = RECOGNISED[name]
+    mask = Mask.from_tensor(tensor, recognise=True)
+    assert holds(mask)
+    shape = (2, 3, 5, tensor.shape[-1])
+    assert torch.equal(mask.dense(*shape), tensor.expand(shape))
+
+
+ERRORS = {
+    "align": (lambda: Mask(align="middle"), ValueError, "one of .*got 'middle'"),
+    "window_number": (lambda: Mask(window=3), ValueError, "each an integer >= 0 or None, got 3"),
+    "window_three": (lambda: Mask(window=(1, 2, 3)), ValueError, r"got \(1, 2, 3\)"),
+    "window_negative": (lambda: Mask(window=(-1, 0)), ValueError, r"got \(-1, 0\)"),
+    "window_float": (lambda: Mask(window=(1.5, 0)), ValueError, r"got \(1.5, 0\)"),
+    "lengths_float": (lambda: Mask(lengths=torch.ones(2)), TypeError, "lengths must be an integer tensor, got torch.float32"),
+    "lengths_list": (lambda: Mask(lengths=[1, 2]), TypeError, r"lengths must be an integer tensor, got \[1, 2\]"),
+    "query_lengths": (lambda: Mask(query_lengths=torch.ones(2)), TypeError, "query_lengths must be an integer tensor"),
+    "segments_bool": (lambda: Mask(segments=torch.ones(2).bool()), TypeError, "segments.*got torch.bool"),
+    "segments_pair": (lambda: Mask(segments=(integers(1), 2)), TypeError, "segments must be an integer tensor, got 2"),
+    "both_segments": (lambda: Mask(segments=integers(1), cu_seqlens=integers(0, 1)), ValueError, "or cu_seqlens, got both"),
+    "prefix": (lambda: Mask(prefix=-1), TypeError, "prefix must be an integer tensor, got -1"),
+    "allowed": (lambda: Mask(allowed=torch.ones(2, 2)), TypeError, "allowed must be a bool tensor, got torch.float32"),
+    "allowed_list": (lambda: Mask(allowed=[[True]]), TypeError, "allowed must be a bool tensor, got list"),
+    "bias": (lambda: Mask(bias=torch.ones(2, 2).bool()), TypeError, "bias must be a floating point tensor, got torch.bool"),
+    "alibi": (lambda: Mask(alibi=0.5), TypeError, "alibi must be a floating point tensor, got float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_field_and_what_was_got(name):
+    make, kind, text = ERRORS[name]
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_replace_and_device():
+    assert Mask(causal=True).replace(window=(1, 0)).band == (1, 0)
+    assert Mask().device() is None and Mask(lengths=integers(1)).device() == torch.device("cpu")

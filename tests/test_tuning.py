@@ -1,0 +1,204 @@
+"""Tuning tables: broken ones are named and ignored, the user's come first, writes are atomic, nearest bucket wins."""
+
+from __future__ import annotations
+
+import copy
+import stat
+import warnings
+
+import pytest
+import torch
+import yaml
+
+import sdpa
+from sdpa.dispatch import device, select, tuning
+from sdpa.problem import AttentionProblem
+
+PROBLEM = AttentionProblem("cpu", torch.float32, 1, 8, 8, 1024, 1024, 64, 64)
+NAME = device.device_of("cpu").names[0]
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """The user's folder, empty; no table is shipped."""
+    folder = tmp_path / "user"
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(folder))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped").mkdir()
+    select.clear_caches()
+    yield folder
+    select.clear_caches()
+
+
+def entry(ms, **changes):
+    sizes = {"B": 1, "H": 8, "Hkv": 8, "M": 1024, "N": 1024, "D": 64, "Dv": 64}
+    return {"direction": "forward", "dtype": "float32", "mask": "none", **sizes, **changes, "ms": ms}
+
+
+def table(*entries, **changes):
+    header = {"schema": 1, "device": NAME, "date": "2026-01-31", "versions": {"torch": "2.13.0"}, "command": "sdpa tune"}
+    return {**header, "entries": list(entries), **changes}
+
+
+def put(folder, data, name=NAME):
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def test_a_table_decides(user):
+    for winner, loser in (("vendor_math", "cpu_flash"), ("cpu_flash", "vendor_math")):
+        put(user, table(entry({winner: 0.001, loser: 9.0, "vendor_cpu_flash": 5.0, "math": 7.0})))
+        select.clear_caches()
+        choice = select.choose(PROBLEM, "", 0b1111)
+        assert choice.kernel.name == winner and f"{NAME}: measured at B1,H8" in choice.reason
+
+
+def test_a_table_never_changes_what_is_able(user):
+    put(user, table(entry({"vendor_flash": 1e-6, "math": 1.0})))
+    assert select.choose(PROBLEM, "", 0b1111).kernel.name != "vendor_flash"
+
+
+def test_times_show_in_explain(user):
+    put(user, table(entry({"math": 3.0})))
+    q = torch.ones(1, 8, 1024, 64)
+    row = next(r for r in sdpa.explain(q, q, q).rows if r.kernel == "math")
+    assert row.seconds == pytest.approx(3e-3) and row.source.startswith(f"{NAME}: measured at")
+
+
+BROKEN = {
+    "not_yaml": ("entries: [}", "while parsing"),
+    "half_written": ("schema: 1\ndevice: amd", "expected 'device'|expected 'date'|expected a table"),
+    "empty": ("", "expected a mapping, got NoneType"),
+    "list": ("- 1\n- 2", "expected a mapping, got list"),
+    "python_object": ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    "schema": (table(schema=2), "expected schema 1, got 2"),
+    "schema_text": (table(schema="1"), "expected 'schema' to be a int, got '1'"),
+    "no_device": (table(device=None), "expected 'device' to be a str, got None"),
+    "foreign": (table(device="nvidia_h200"), f"expected a table of device {NAME}, got one of 'nvidia_h200'"),
+    "no_date": (table(date=None), "expected 'date'"),
+    "versions": (table(versions=["torch"]), r"expected 'versions' to be a dict, got \['torch'\]"),
+    "entries": (table(entries={}), "expected 'entries' to be a list"),
+    "entry": (table(3), "entry 0: expected a mapping, got 3"),
+    "direction": (table(entry({"math": 1.0}, direction=1)), "entry 0: expected direction, dtype and mask"),
+    "size_text": (table(entry({"math": 1.0}, M="8")), "entry 0: expected positive integers for B, H, Hkv, M"),
+    "size_zero": (table(entry({"math": 1.0}), entry({"math": 1.0}, N=0)), "entry 1: expected positive integers"),
+    "no_times": (table(entry({})), "entry 0: expected ms to map kernels to positive milliseconds, got {}"),
+    "negative": (table(entry({"math": -1.0})), "expected ms to map"),
+    "infinite": (table(entry({"math": float("inf")})), "expected ms to map"),
+    "text_time": (table(entry({"math": "fast"})), "expected ms to map"),
+    "bool_time": (table(entry({"math": True})), "expected ms to map"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_table_is_named_and_ignored_as_a_whole(name, user):
+    data, text = BROKEN[name]
+    path = put(user, data)
+    with pytest.warns(UserWarning, match=text) as caught:
+        choice = select.choose(PROBLEM, "", 0b1111)
+    assert str(path) in str(caught[0].message) and "is ignored" in str(caught[0].message)
+    assert "measured" not in choice.reason
+
+
+def test_bytes_that_are_no_text(user):
+    put(user, "").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.warns(UserWarning, match="is ignored"):
+        select.choose(PROBLEM, "", 0b1111)
+
+
+def test_a_folder_in_place_of_a_table_is_no_table(user):
+    (user / f"{NAME}.yaml").mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select.choose(PROBLEM, "", 0b1111)
+
+
+def test_a_broken_table_warns_once_and_the_shipped_one_serves(user):
+    put(user, "entries: [}")
+    put(tuning.SHIPPED, table(entry({"math": 0.001})))
+    with pytest.warns(UserWarning) as caught:
+        first = select.choose(PROBLEM, "", 0b1111)
+        select.choose(PROBLEM._replace(M=1000), "", 0b1111)
+    assert len(caught) == 1 and first.kernel.name == "math"
+
+
+def test_the_users_table_comes_before_the_shipped(user):
+    put(tuning.SHIPPED, table(entry({"math": 0.001})))
+    assert select.choose(PROBLEM, "", 0b1111).kernel.name == "math"
+    put(user, table(entry({"vendor_math": 0.0001, "math": 5.0})))
+    select.clear_caches()
+    assert select.choose(PROBLEM, "", 0b1111).kernel.name == "vendor_math"
+
+
+def test_the_nearest_bucket_within_reach(user):
+    put(user, table(
+        entry({"math": 1.0}, M=256, N=256),
+        entry({"math": 2.0}, M=2048, N=2048),
+        entry({"math": 3.0}, mask="causal"),
+        entry({"math": 4.0}, dtype="bfloat16"),
+        entry({"math": 5.0}, direction="backward"),
+    ))  # fmt: skip
+    assert "M2048,N2048" in tuning.measured(PROBLEM._replace(M=1500, N=1500)).source
+    assert "M256,N256" in tuning.measured(PROBLEM._replace(M=300, N=300)).source
+    assert tuning.measured(PROBLEM._replace(M=16, N=16)) is None
+    assert tuning.measured(PROBLEM._replace(D=1024, Dv=1024)) is None
+    causal = PROBLEM._replace(right=0, features=frozenset({"band"}))
+    assert "causal" in tuning.measured(causal).source
+    assert tuning.measured(causal._replace(left=5)) is None
+    assert tuning.measured(PROBLEM._replace(dtype=torch.float16)) is None
+    assert tuning.measured(PROBLEM._replace(direction="backward")).seconds["math"] == pytest.approx(5e-3)
+
+
+def test_times_scale_with_the_work(user):
+    put(user, table(entry({"math": 1.0})))
+    twice = tuning.measured(PROBLEM._replace(B=2)).seconds["math"]
+    assert twice == pytest.approx(2e-3)
+
+
+def test_writing_is_private_atomic_and_read_back(user):
+    path = user / "deeper" / f"{NAME}.yaml"
+    data = table(entry({"math": 1.5}))
+    tuning.write(path, data)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert yaml.safe_load(path.read_text()) == data
+    assert tuning.read(str(path)).buckets[0].ms == {"math": 1.5}
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_writing_refuses_what_reading_would_ignore(user):
+    path = put(user, table(entry({"math": 1.0})))
+    before = path.read_text()
+    bad = copy.deepcopy(table(entry({"math": -1.0})))
+    with pytest.raises(ValueError, match="positive milliseconds"):
+        tuning.write(path, bad)
+    assert path.read_text() == before
+
+
+def test_a_failed_write_leaves_the_old_table_and_no_rest(user, monkeypatch):
+    path = put(user, table(entry({"math": 1.0})))
+    before = path.read_text()
+
+    def half(data, file, **options):
+        file.write("schema: 1\nent")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tuning.yaml, "safe_dump", half)
+    with pytest.raises(OSError, match="disk full"):
+        tuning.write(path, table(entry({"math": 2.0})))
+    assert path.read_text() == before and [p.name for p in user.iterdir()] == [path.name]
+
+
+def test_writing_forgets_what_was_read(user):
+    path = put(user, table(entry({"math": 1.0})))
+    assert tuning.read(str(path)).buckets[0].ms == {"math": 1.0}
+    tuning.write(path, table(entry({"math": 2.0})))
+    assert tuning.read(str(path)).buckets[0].ms == {"math": 2.0}
+
+
+def test_shipped_tables_are_readable():
+    for path in tuning.SHIPPED.glob("*.yaml"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert tuning.read(str(path)) is not None
