@@ -47,7 +47,7 @@ def device_of(name: str) -> Device:
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return cpu(torch.get_num_threads())
-    if kind == "cuda":
+    if kind == "cuda" and torch.cuda.is_available():
         return cuda(int(index or 0))
     return Device(kind, kind, (kind,), 1, 4e12, 2e12, 1e11, 1e11, 1e-5)
 

@@ -112,6 +112,8 @@ def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
     """
     if kernel.name in setting.allowed:
         return True
+    if setting.forced and setting.allowed[0] in by_name():
+        return False  # "math" names a family and a kernel: kernel= means the kernel
     if setting.allowed and kernel.family not in setting.allowed:
         return False
     return kernel.family in enabled_families(toggles)

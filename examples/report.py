@@ -21,67 +21,71 @@ COLOURS = ("#f2b880", "#4c9f9f", "#1d1d1d")
 class Report(NamedTuple):
     name: str
     losses: list[float]
-    speeds: list[float]  # tokens per second of each step
-    attention_seconds: float  # of each step
+    seconds: list[float]  # of each step
+    tokens: int  # of each step
+    rest: float  # seconds of a step without attention
+
+    @property
+    def step(self) -> float:
+        return statistics.median(self.seconds)
 
     @property
     def speed(self) -> float:
-        return statistics.median(self.speeds)
+        """Tokens per second."""
+        return self.tokens / self.step
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Of the speed, the slower first."""
+        if len(self.seconds) == 1:
+            return self.speed, self.speed
+        fast, _, slow = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return self.tokens / slow, self.tokens / fast
 
 
-def show(reports: list[Report], tokens: int, explanation: str, title: str, path: Path) -> None:
+def show(reports: list[Report], explanation: str, title: str, path: Path) -> None:
     """Prints the results and writes the picture, whose path is the last line."""
-    console = Console()
-    console.print(result_table(reports, tokens))
-    for report in reports[:-1]:
-        console.print(
-            f"largest distance of the losses, {reports[-1].name} to {report.name}: {distance(report, reports[-1]):.1e}"
-        )
+    Console().print(result_table(reports))
+    ours = reports[-1]
+    for other in reports[:-1]:
+        distance = max(abs(x - y) for x, y in zip(ours.losses, other.losses, strict=True))
+        print(f"largest distance of the losses, {ours.name} to {other.name}: {distance:.1e}")
     print(f"\nWhich kernel ran, and why not another:\n\n{explanation}\n")
     draw(reports, title, path)
     print(path.resolve())
 
 
-def distance(a: Report, b: Report) -> float:
-    return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
-
-
-def result_table(reports: list[Report], tokens: int) -> Table:
-    table = Table(title=f"{len(reports[0].losses)} steps of {tokens} tokens each", title_justify="left")
-    for column in ("attention", "tokens/s", "quartiles", "to torch", "in attention", "final loss"):
-        table.add_column(column, justify="left" if column == "attention" else "right")
-    torch_speed = next(r.speed for r in reports if r.name == "torch")
+def result_table(reports: list[Report]) -> Table:
+    title = f"{len(reports[0].losses)} steps of {reports[0].tokens} tokens each"
+    table = Table(title=title, title_justify="left")
+    for column in ("attention", "tokens/s", "quartiles", "to torch", "in attention", "loss"):
+        table.add_column(column, justify="left" if column == "attention" else "right", no_wrap=True)
+    torch_speed = next(report.speed for report in reports if report.name == "torch")
     for report in reports:
-        low, high = quartiles(report.speeds)
-        share = report.attention_seconds * report.speed / tokens
+        slow, fast = report.quartiles
         table.add_row(
             report.name,
             f"{report.speed:,.0f}",
-            f"{low:,.0f} to {high:,.0f}",
+            f"{slow:,.0f}-{fast:,.0f}",
             f"{report.speed / torch_speed:.2f} x",
-            f"{share:.0%}",
+            f"{max(0.0, 1 - report.rest / report.step):.0%}",
             f"{report.losses[-1]:.4f}",
         )
     return table
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
 
 
 def draw(reports: list[Report], title: str, path: Path) -> None:
     figure, (curves, bars) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2), layout="constrained")
     for report, width, colour in zip(reports, WIDTHS, COLOURS, strict=True):
         curves.plot(report.losses, label=report.name, linewidth=width, color=colour)
-    curves.set(title="Loss: the curves coincide", xlabel="step", ylabel="cross entropy of the next byte")
+    curves.set(title="Loss", xlabel="step", ylabel="cross entropy of the next byte")
     curves.legend(title="attention")
-    speeds = [r.speed for r in reports]
-    spread = [(s - quartiles(r.speeds)[0], quartiles(r.speeds)[1] - s) for s, r in zip(speeds, reports, strict=True)]
-    drawn = bars.bar([r.name for r in reports], speeds, yerr=list(zip(*spread, strict=True)), capsize=4, color=COLOURS)
+    below = [report.speed - report.quartiles[0] for report in reports]
+    above = [report.quartiles[1] - report.speed for report in reports]
+    names, speeds = [report.name for report in reports], [report.speed for report in reports]
+    drawn = bars.bar(names, speeds, yerr=(below, above), capsize=4, color=COLOURS)
     bars.bar_label(drawn, fmt="{:,.0f}", padding=4)
+    bars.margins(y=0.1)
     bars.set(title="Training speed, median and quartiles", ylabel="tokens per second")
     figure.suptitle(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

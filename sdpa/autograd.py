@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdpa.batching import fold_batch
 from sdpa.kernels.math.composite import backward_terms, forward_terms
-from sdpa.ops import BACKWARD, FIELDS, FORWARD
+from sdpa.ops import BACKWARD, FIELDS, FORWARD, no_tensor
 from sdpa.problem import AttentionInputs, Results
 
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
@@ -193,10 +193,7 @@ def recompute(ctx):
         upstream, others = (others[0], others[1:]) if grad_lse is not None else (None, others)
         given = with_differentiable(inputs, others)
         grads = backward_terms(given, Results(grad_out, upstream), bias_grad)
-        missing = torch.zeros(
-            0, dtype=torch.float64 if given.q.dtype == torch.float64 else torch.float32, device=given.q.device
-        )
-        return tuple(missing if g is None else g for g in grads)
+        return tuple(no_tensor(given.q) if g is None else g for g in grads)
 
     present = [grad_out, grad_lse, *(inputs[i] for i in DIFFERENTIABLE)]
     return function, tuple(t for t in present if t is not None), inputs

@@ -64,10 +64,11 @@ def scaled_dot_product_attention(
 
     Method: online softmax over tiles (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022).
     """
-    if attn_mask is None and dropout_p == 0.0 and softcap is None and sinks is None and not return_lse:
-        out = eager.attend(query, key, value, is_causal, scale, enable_gqa, kernel)
+    if dropout_p == 0.0 and softcap is None and sinks is None and not return_lse:
+        out = eager.attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
         if out is not None:
             return out
+    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     tensors = (query, key, value, attn_mask, sinks)
     if has_torch_function(tensors):
         mask = as_mask(attn_mask)
@@ -90,8 +91,7 @@ def scaled_dot_product_attention(
             )
         if is_causal:
             raise ValueError("CausalBias should not be used with causal=True")
-        attn_mask = mask
-    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+        options = options._replace(attn_mask=mask)
     request = request_text(kernel)
     if is_nested(query, key, value):
         return nested_attention(query, key, value, options, request, attend)
@@ -124,7 +124,8 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
 
 
 def plain(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
-    return Results(*ops.FORWARD(*inputs, needs_lse, request))
+    out, lse = ops.FORWARD(*inputs, needs_lse, request)
+    return Results(out, lse if needs_lse else None)
 
 
 def needs_grad(inputs: AttentionInputs) -> bool:

@@ -1,11 +1,12 @@
 """Routes torch.nn.functional.scaled_dot_product_attention here, for a with-block or for the whole process.
 
-Reached: every lookup of `F.scaled_dot_product_attention` while patched, and every module that imported the name before
-(`from torch.nn.functional import scaled_dot_product_attention`), because module attributes are replaced, too.
+Reached: every lookup of `F.scaled_dot_product_attention`, nn.MultiheadAttention's among them, and every attribute of an
+imported module that is torch's function (`from torch.nn.functional import scaled_dot_product_attention`).
 
 Not reached: a reference kept elsewhere than in a module (a closure, a default argument, an attribute of an object, an
-entry of a dict), a graph that torch.compile finished before, TorchScript, C++ callers, and the native fast path of
-nn.TransformerEncoder in inference, which calls no scaled_dot_product_attention.
+entry of a list or dict), a graph that torch.compile or torch.jit made before, callers in C++ or of torch.ops.aten, and
+the native fast path of nn.MultiheadAttention and nn.TransformerEncoder in inference, which calls no
+scaled_dot_product_attention. A module that imports the name while torch is patched keeps ours afterwards.
 """
 
 from __future__ import annotations
@@ -14,30 +15,29 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import ModuleType
 
 import torch.nn.functional as F
 
-from sdpa.functional import scaled_dot_product_attention as front_door
+from sdpa.functional import scaled_dot_product_attention
 
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Callable = F.scaled_dot_product_attention
-# A function object of its own with the front door's code: `uninstall` can tell modules that imported the patched name
-# from modules that asked for sdpa's, and a call costs nothing more.
-ROUTED = FunctionType(front_door.__code__, front_door.__globals__, NAME, front_door.__defaults__)
-ROUTED.__kwdefaults__, ROUTED.__doc__ = front_door.__kwdefaults__, front_door.__doc__
-# torch's own modules keep the original: its tables of overridable functions compare by identity.
-TORCH_INTERNALS = ("torch.",)
 
-LOCK = threading.RLock()
-DEPTH = [0]
+
+class _State:
+    """How often torch is patched, and where; read and written under its lock."""
+
+    lock = threading.RLock()
+    depth = 0
+    replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
 
 
 @contextmanager
 def patch() -> Iterator[None]:
-    """Use sdpa wherever torch's scaled_dot_product_attention is called inside the with-block, in every thread.
+    """Use sdpa wherever torch's scaled_dot_product_attention is called until the with-block ends, in every thread.
 
-    Nests; the outermost block restores. A model needs no change:
+    Nests, also across threads: the last block to end gives torch its function back. A model needs no change:
 
         with sdpa.patch():
             loss = model(x)
@@ -51,31 +51,35 @@ def patch() -> Iterator[None]:
 
 def install() -> None:
     """Route torch's scaled_dot_product_attention here until `uninstall`, which has to be called as often."""
-    with LOCK:
-        DEPTH[0] += 1
-        if DEPTH[0] == 1:
-            replace(ORIGINAL, ROUTED)
+    with _State.lock:
+        _State.depth += 1
+        if _State.depth == 1:
+            _State.replaced = references()
+            for module, attribute in _State.replaced:
+                setattr(module, attribute, scaled_dot_product_attention)
 
 
 def uninstall() -> None:
     """Undo one `install`; the last one gives torch its function back. Without an install it does nothing."""
-    with LOCK:
-        DEPTH[0] = max(0, DEPTH[0] - 1)
-        if DEPTH[0] == 0:
-            replace(ROUTED, ORIGINAL)
+    with _State.lock:
+        _State.depth = max(0, _State.depth - 1)
+        if _State.depth == 0:
+            for module, attribute in _State.replaced:
+                # Who replaced it again in the meantime has the last word.
+                if vars(module).get(attribute) is scaled_dot_product_attention:
+                    setattr(module, attribute, ORIGINAL)
+            _State.replaced = []
 
 
-def installed() -> bool:
-    return DEPTH[0] > 0
-
-
-def replace(old: Callable, new: Callable) -> None:
-    """Rebind torch.nn.functional's name, and every attribute of a user's module that is `old`."""
-    if getattr(F, NAME) is old:
-        setattr(F, NAME, new)
+def references() -> list[tuple[ModuleType, str]]:
+    """(module, attribute) wherever torch's function is to be replaced: torch.nn.functional and every user's module."""
+    found = [(F, NAME)] if F.scaled_dot_product_attention is ORIGINAL else []
     for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or name in ("torch", __name__) or name.startswith(TORCH_INTERNALS):
-            continue
-        for attribute, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, attribute, new)
+        if isinstance(module, ModuleType) and not keeps_original(name):
+            found += [(module, attribute) for attribute, value in list(vars(module).items()) if value is ORIGINAL]
+    return found
+
+
+def keeps_original(module: str) -> bool:
+    """torch's own modules, whose tables know overridable functions by identity, and this one, which gives it back."""
+    return module == __name__ or module.partition(".")[0] == "torch"

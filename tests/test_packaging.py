@@ -1,0 +1,172 @@
+"""The wheel and the editable install: the mapping of folders, what is in them, and the traps on the way."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAPPED = ("sdpa", "dispatch", "kernels", "tuning_tables", "bench")
+LIBRARY = "sdpa/kernels/cpu/libsdpa_cpu.so"
+HEAVY = ("triton", "matplotlib", "rich", "click")
+
+
+def python(code: str, **options) -> str:
+    """Standard output of a fresh interpreter; fails with its standard error."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def rival(tmp_path_factory) -> Path:
+    """A folder with packages named `kernels` and `dispatch`; like Hugging Face's, `kernels` hooks into setuptools."""
+    folder = tmp_path_factory.mktemp("rival")
+    for name in ("kernels", "dispatch"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("rival = True\n")
+    (folder / "kernels" / "lockfile.py").write_text(
+        "def write(command, name, path):\n    command.write_file(name, path, 'x')\n"
+    )
+    info = folder / "kernels-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[egg_info.writers]\nkernels.lock = kernels.lockfile:write\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory, rival) -> Path:
+    """The wheel, built offline from a copy of the tree; objects that are up to date are not compiled again."""
+    tree, out = tmp_path_factory.mktemp("tree") / "sdpa-kernels", tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    stale = tree / "build" / "lib" / "sdpa" / "removed_long_ago.py"
+    stale.parent.mkdir(parents=True, exist_ok=True)
+    stale.touch()
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    environment = os.environ | {"PYTHONPATH": str(rival)}
+    done = subprocess.run(
+        [*pip, "--wheel-dir", out, tree], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder that holds the wheel's files and nothing of the checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_wheel_fits_every_python_of_one_platform(wheel):
+    assert re.fullmatch(r"sdpa_kernels-[\d.]+-py3-none-(linux|macosx|manylinux)\w+\.whl", wheel.name), wheel.name
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert LIBRARY in names
+    assert {"sdpa/py.typed", "sdpa/tuning_tables/__init__.py", "sdpa/bench/__init__.py"} <= set(names)
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"sdpa"}
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".o")) or "test_" in name]
+    assert "sdpa/removed_long_ago.py" not in names
+
+
+def test_wheel_holds_every_module_and_table(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in MAPPED:
+        prefix = "sdpa" if folder == "sdpa" else f"sdpa/{folder}"
+        for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).glob("*.yaml")):
+            assert f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}" in names
+
+
+def test_wheel_runs_without_a_compiler_or_the_checkout(installed, tmp_path):
+    code = (
+        "import torch, sdpa; q = torch.randn(1, 2, 8, 4);"
+        "sdpa.scaled_dot_product_attention(q, q, q, kernel='cpu_flash'); print(sdpa.__file__)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(installed), "PATH": ""}
+    assert python(code, cwd=tmp_path, env=environment).strip() == str(installed / "sdpa" / "__init__.py")
+
+
+def test_wheel_does_not_shadow_the_bare_names(installed, rival, tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), str(rival)])}
+    python(
+        "import sdpa, kernels, dispatch, sdpa.kernels; assert kernels.rival and dispatch.rival; "
+        "assert not hasattr(sdpa.kernels, 'rival')",
+        cwd=tmp_path,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("folder", MAPPED)
+def test_mapped_folders_are_imported_under_sdpa(folder):
+    name = "sdpa" if folder == "sdpa" else f"sdpa.{folder}"
+    assert Path(importlib.import_module(name).__file__).parent.name == folder
+
+
+def test_every_package_has_an_init_file_and_tests_have_none():
+    for folder in MAPPED:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_backend_is_not_the_legacy_one():
+    # The legacy backend is what pip falls to without this line; it puts our `kernels` first on the path.
+    assert 'build-backend = "setuptools.build_meta"' in (ROOT / "pyproject.toml").read_text().splitlines()
+
+
+def test_setup_keeps_our_folders_from_the_hooks_of_setuptools(rival, tmp_path):
+    # `python setup.py` starts with our root on the path, and the hook of the rival imports `kernels.lockfile`.
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(rival)}, check=True)
+    assert (tmp_path / "sdpa_kernels.egg-info" / "kernels.lock").read_text() == "x"
+
+
+def test_no_module_of_kernels_is_a_script():
+    # A script's folder comes first on sys.path: kernels/triton would be imported for triton.
+    for path in (ROOT / "kernels").rglob("*.py"):
+        assert "__main__" not in path.read_text() and path.name != "__main__.py", path
+
+
+def test_import_is_light():
+    code = f"import sys, sdpa; print(*(name for name in {HEAVY} if name in sys.modules))"
+    assert python(code).split() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the library as an ELF file")
+def test_library_needs_torch_and_the_system_only():
+    library = ROOT / "kernels" / "cpu" / "libsdpa_cpu.so"
+    assert set(needed(library.read_bytes())) <= {
+        "libtorch_cpu.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libpthread.so.0",
+    }  # fmt: skip
+
+
+def test_library_has_no_python_abi():
+    names = re.findall(rb"\bPy[A-Z_]\w+", (ROOT / "kernels" / "cpu" / "libsdpa_cpu.so").read_bytes())
+    assert names == []
+
+
+def needed(elf: bytes) -> list[str]:
+    """The DT_NEEDED names of a 64-bit little-endian ELF file."""
+    dynamic_type, dt_needed = 6, 1  # SHT_DYNAMIC, DT_NEEDED
+    (start,), (size, count) = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<HH", elf, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", elf, start + size * i) for i in range(count)]
+    dynamic = next(section for section in sections if section[1] == dynamic_type)
+    names = sections[dynamic[6]][4]  # the offset of the linked string table
+    entries = struct.iter_unpack("<qQ", elf[dynamic[4] : dynamic[4] + dynamic[5]])
+    return [elf[names + at : elf.index(b"\0", names + at)].decode() for tag, at in entries if tag == dt_needed]

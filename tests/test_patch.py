@@ -1,0 +1,169 @@
+"""sdpa.patch, install and uninstall: what is reached, what is given back, nesting, threads, models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+import sdpa
+
+TORCHS = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def given_back():
+    yield
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+@pytest.fixture
+def qkv():
+    return torch.randn(3, 2, 4, 16, 8).unbind(0)
+
+
+@pytest.fixture
+def user_module():
+    """A module that did `from torch.nn.functional import scaled_dot_product_attention as attend`."""
+    module = ModuleType("somebody_elses_model")
+    module.attend = TORCHS
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_patch_replaces_and_restores(user_module):
+    with sdpa.patch():
+        assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+        assert torch.nn.functional.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+        assert user_module.attend is sdpa.scaled_dot_product_attention
+    assert user_module.attend is TORCHS
+
+
+def test_torchs_override_tables_keep_the_original():
+    with sdpa.patch():
+        assert TORCHS in torch.overrides.get_testing_overrides()
+
+
+def test_nesting_and_exceptions(user_module):
+    with pytest.raises(KeyError), sdpa.patch():
+        with sdpa.patch():
+            pass
+        assert user_module.attend is sdpa.scaled_dot_product_attention
+        raise KeyError
+    assert user_module.attend is TORCHS
+
+
+def test_install_and_uninstall_count():
+    sdpa.install()
+    sdpa.install()
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_block_inside_install_does_not_uninstall():
+    sdpa.install()
+    with sdpa.patch():
+        pass
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    sdpa.uninstall()
+
+
+def test_somebody_elses_later_patch_is_left_alone(user_module):
+    def theirs():
+        pass
+
+    with sdpa.patch():
+        user_module.attend = theirs
+    assert user_module.attend is theirs
+
+
+def test_overlapping_blocks_of_two_threads():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with sdpa.patch():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    with sdpa.patch():
+        thread.start()
+        assert entered.wait(10)
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    leave.set()
+    thread.join(10)
+    assert F.scaled_dot_product_attention is TORCHS
+
+
+def test_many_threads_at_once():
+    def enter_and_leave():
+        for _ in range(50):
+            with sdpa.patch():
+                assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+
+    threads = [threading.Thread(target=enter_and_leave) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
+def test_every_kernel_runs_under_the_patch_without_recursion(qkv):
+    expected = F.scaled_dot_product_attention(*qkv)
+    for name in ("cpu_flash", "vendor_cpu_flash", "vendor_math", "math"):
+        with sdpa.patch(), sdpa.sdpa_kernel(name):
+            torch.testing.assert_close(F.scaled_dot_product_attention(*qkv), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": torch.ones(16, 16).tril()}])
+def test_same_values_as_torch(qkv, options):
+    expected = F.scaled_dot_product_attention(*qkv, **options)
+    with sdpa.patch():
+        torch.testing.assert_close(F.scaled_dot_product_attention(*qkv, **options), expected)
+
+
+def test_causal_bias_reaches_us(qkv):
+    q, k, v = qkv
+    bias = causal_lower_right(8, 16)
+    expected = F.scaled_dot_product_attention(q[..., :8, :], k, v, bias)
+    with sdpa.patch():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q[..., :8, :], k, v, bias), expected)
+
+
+def test_multihead_attention_trains_through_us():
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 10, 32)
+    expected = torch.autograd.grad(layer(x, x, x, need_weights=False)[0].square().sum(), layer.in_proj_weight)
+    with sdpa.patch(), sdpa.sdpa_kernel("cpu_flash"):
+        out = layer(x, x, x, need_weights=False)[0]
+        assert sdpa.last_choice().kernel.name == "cpu_flash"
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), layer.in_proj_weight), expected)
+
+
+def test_a_compiled_function_is_traced_through_us(qkv):
+    def model(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with sdpa.patch():
+        torch.testing.assert_close(compiled(*qkv), TORCHS(*qkv))
+
+
+def test_import_alone_patches_nothing():
+    code = (
+        "import torch.nn.functional as F; before = F.scaled_dot_product_attention; import sdpa; "
+        "assert F.scaled_dot_product_attention is before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
