@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdpa import flops
 from sdpa.batching import fold_batch
 from sdpa.kernels.math.composite import backward_terms, forward_terms
 from sdpa.ops import BACKWARD, FIELDS, FORWARD, no_tensor
@@ -72,6 +73,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_out, grad_lse, out, lse, *rest):
+        flops.announce()
         return BACKWARD(grad_out, grad_lse, out, lse, *rest)
 
     @staticmethod

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from sdpa import eager, ops
+from sdpa import eager, flops, ops
 from sdpa.autograd import Attention, AttentionEager
 from sdpa.dispatch.context import request_text
 from sdpa.inputs import Options, build_inputs, restore_rank
@@ -118,6 +118,8 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
     """The operator, inside the autograd.Function where a derivative may be asked for."""
     if torch.compiler.is_compiling():
         return Results(*Attention.apply(*inputs, request)) if needs_grad(inputs) else plain(inputs, needs_lse, request)
+    if eager.select_by_modes():
+        flops.announce()
     if needs_grad(inputs) or is_transformed():
         return Results(*AttentionEager.apply(*inputs, request))
     return plain(inputs, needs_lse, request)

@@ -95,11 +95,13 @@ def test_one_graph_with_the_same_results(name, training):
 def test_a_new_length_compiles_nothing(training):
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda *t: attention(*t, is_causal=True), backend=counter, fullgraph=True, dynamic=True)
-    for length in (16, 23, 64, 129):
+    function(*qkv(requires_grad=training))
+    compiled = counter.frame_count
+    for length in (23, 64, 129):
         function(*qkv(M=length, N=length, requires_grad=training))
     for batch in (3, 5):
         function(*qkv(B=batch, requires_grad=training))
-    assert counter.frame_count == 1
+    assert counter.frame_count == compiled
 
 
 def test_the_graph_holds_one_node():

@@ -1,0 +1,70 @@
+"""What `import sdpa` costs and loads, and that a broken library or a missing package is a reason and not a crash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sdpa
+
+ROOT = Path(__file__).resolve().parent.parent
+# `import sdpa` on top of torch; the README's promise. Several tries, because a busy machine is not the library's fault.
+IMPORT_SECONDS = 0.15
+TRIES = 5
+
+
+def fresh(code: str) -> str:
+    """Standard output of a fresh interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_quick():
+    code = "import torch, time; start = time.perf_counter(); import sdpa; print(time.perf_counter() - start)"
+    assert min(float(fresh(code)) for _ in range(TRIES)) <= IMPORT_SECONDS
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the loaded libraries from /proc")
+def test_import_loads_no_library_but_torchs():
+    code = "import torch; before = open('/proc/self/maps').read(); import sdpa\n"
+    code += "print('libsdpa' in open('/proc/self/maps').read())"
+    assert fresh(code) == "False"
+
+
+def test_triton_is_not_needed():
+    code = "import sys; sys.modules['triton'] = None; import torch, sdpa; q = torch.randn(1, 2, 5, 8)\n"
+    code += "sdpa.scaled_dot_product_attention(q, q, q); print(sdpa.last_choice().kernel.name)"
+    assert fresh(code) == "cpu_flash"
+
+
+@pytest.mark.parametrize("content", [None, b"not a library"], ids=["missing", "broken"])
+def test_library_that_does_not_load_is_a_reason(tmp_path, content):
+    path = tmp_path / "libsdpa_cpu.so"
+    if content is not None:
+        path.write_bytes(content)
+    code = (
+        "import torch, sdpa; from pathlib import Path; from sdpa.kernels.cpu import library\n"
+        f"library.LIBRARY = Path({str(path)!r}); q = torch.randn(1, 2, 5, 8)\n"
+        "sdpa.scaled_dot_product_attention(q, q, q); print(sdpa.last_choice().kernel.name)\n"
+        "print(sdpa.explain(q, q, q))"
+    )
+    chosen, *explanation = fresh(code).splitlines()
+    assert chosen != "cpu_flash"
+    assert any("cpu_flash" in line and "refused" in line and path.name in line for line in explanation)
+
+
+def test_unknown_instruction_set_lists_what_there_is():
+    code = (
+        "import os; os.environ['SDPA_CPU_ISA'] = 'mmx'; import torch, sdpa; q = torch.randn(1, 2, 5, 8)\n"
+        "print(sdpa.explain(q, q, q))"
+    )
+    (line,) = (line for line in fresh(code).splitlines() if line.strip().startswith("cpu_flash"))
+    assert "mmx" in line and "scalar" in line
+
+
+def test_version_is_said_once():
+    assert f'\nversion = "{sdpa.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
