@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+
 from sdpa.dispatch.kernel import Kernel
 from sdpa.dispatch.rules import (
     any_unit_stride,
@@ -18,7 +19,6 @@ from sdpa.dispatch.rules import (
     same_head_sizes,
     square_causal,
 )
-
 from sdpa.problem import FEATURES
 
 HALF = frozenset({torch.bfloat16, torch.float16})

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.kernel import FAMILIES
-
 from sdpa.environment import default_kernel
 
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.

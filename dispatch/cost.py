@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sdpa.dispatch.device import Device, device_of
 from sdpa.dispatch.kernel import Kernel
-
 from sdpa.problem import AttentionProblem
 
 # A kernel that writes the scores moves each about this often: product, softmax (read and write), product.

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 
 from sdpa.dispatch.context import Setting, torch_toggles
 from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe
-
 from sdpa.problem import AttentionProblem
 
 STATUSES = ("chosen", "able", "refused", "disabled")

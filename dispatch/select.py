@@ -12,7 +12,6 @@ from sdpa.dispatch import cost, tuning
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import Setting, enabled_families, torch_toggles
 from sdpa.dispatch.kernel import FAMILIES, Kernel
-
 from sdpa.problem import AttentionProblem, Tile
 
 # Scores of a problem (B * H * M * N) above which falling to math on an accelerator is worth a warning.

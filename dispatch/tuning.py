@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from sdpa.dispatch.device import device_of
 
+from sdpa.dispatch.device import device_of
 from sdpa.environment import tuning_dir
 from sdpa.problem import AttentionProblem
 

@@ -88,6 +88,5 @@ def draw(reports: list[Report], title: str, path: Path) -> None:
     bars.margins(y=0.1)
     bars.set(title="Training speed, median and quartiles", ylabel="tokens per second")
     figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     plt.close(figure)

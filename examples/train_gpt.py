@@ -31,7 +31,7 @@ RAMP = 20  # steps to the full rate; without it a difference in the last bit gro
 CLIP = 1.0
 TEXT_BYTES = 4_000_000
 WARM_UP = 2  # steps left out of the speeds: they allocate, choose kernels and load libraries
-REST_STEPS = 9
+REST_STEPS = 5
 
 # The CPU's model is narrow, so that attention at this context is most of the work, and trains in float32, where three
 # ways to round differ least; the GPU's is closer to what people train.
@@ -157,10 +157,9 @@ def describe(config: Config, device: torch.device, model: GPT) -> str:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)
 
 
 def arguments() -> argparse.Namespace:
@@ -171,6 +170,8 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected a device that torch can use, got --device cuda, and torch sees no CUDA device")
+    if chosen.out.is_dir() or not chosen.out.parent.is_dir():
+        parser.error(f"expected a file in a folder that exists, got --out {chosen.out}")
     return chosen
 
 

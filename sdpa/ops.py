@@ -55,7 +55,8 @@ def attention_backward(
     choice = select(problem, backward_setting(effective(kernel)))
     gradients = choice.backward(inputs, Results(out, lse), Results(grad_out, grad_lse), problem, choice.tile)
     q, k, v = (like_layout(grad, source) for grad, source in zip(gradients[:3], inputs[:3], strict=True))
-    bias, sinks = (no_tensor(q) if grad is None else grad for grad in gradients[3:])  # a tensor each: results may not alias
+    # A tensor each for what is missing: results may not alias.
+    bias, sinks = (no_tensor(q) if grad is None else grad for grad in gradients[3:])
     return q, k, v, bias, sinks
 
 

@@ -186,7 +186,7 @@ def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, e
     """Largest error of `got` against float64 `wanted`, within ERROR_FACTOR times that of `plain` plus a rounding band.
 
     The band is one rounding to the result's dtype, a random walk of `terms` roundings in the accumulator, and `extra`
-    (see `backward_bands`). Positions of non-finite values must agree exactly: one that differs makes the error infinite.
+    (see `backward_bands`). Positions of non-finite values must agree: one that differs makes the error infinite.
     """
     dtype, got, plain = got.dtype, got.double(), plain.double()
     if got.shape != wanted.shape or not torch.equal(nature(got), nature(wanted)):
@@ -205,20 +205,35 @@ def accumulator(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
+def exponent_size(inputs: AttentionInputs, lse: Tensor) -> float:
+    """P is exp(score - lse) of a rounded score and a rounded lse: this many roundings off, relative to P."""
+    scores = abs(inputs.scale) * longest(inputs.q.double()) * longest(inputs.k.double())
+    return scores + largest(lse[torch.isfinite(lse)].abs())
+
+
+def forward_band(inputs: AttentionInputs, wanted: Results) -> float:
+    """What rounded exponents do to `out`: in float64 only, elsewhere `plain` shows it."""
+    if inputs.q.dtype != torch.float64:
+        return 0.0
+    values = inputs.v[torch.isfinite(inputs.v)].abs()
+    return accumulator(torch.float64) * exponent_size(inputs, wanted.lse) * largest(values) / (1 - inputs.dropout_p)
+
+
 def backward_bands(inputs: AttentionInputs, grad_out: Tensor, wanted: Results, grads: Gradients) -> dict[str, float]:
     """Roundings in a gradient that its own size does not show, by name.
 
     dS = P * (dP - delta) cancels, as for a row with one key; dP is a rounded sum, and delta = rowsum(out * grad_out)
-    comes from an `out` rounded to its dtype; P is exp(score - lse) of a rounded score and a rounded lse.
+    comes from an `out` rounded to its dtype; the exponents of P are rounded.
     """
     grad_out, out = grad_out.double(), wanted.out.double()
     eps, sum_eps = torch.finfo(inputs.q.dtype).eps, accumulator(inputs.q.dtype)
     products = longest(grad_out) * longest(inputs.v.double()) / (1 - inputs.dropout_p)
     bands = from_scores(inputs, sum_eps * products + eps * longest(out * grad_out))
     bands["sinks"] = sum_eps * cancelling_sinks(inputs, wanted, grad_out)
-    exponent = largest(wanted.lse[torch.isfinite(wanted.lse)].abs())
-    exponent += abs(inputs.scale) * longest(inputs.q.double()) * longest(inputs.k.double())
-    sizes = {name: exponent * largest(g[torch.isfinite(g)].abs()) for name, g in grads._asdict().items() if g is not None}
+    exponent = exponent_size(inputs, wanted.lse)
+    sizes = {
+        name: exponent * largest(g[torch.isfinite(g)].abs()) for name, g in grads._asdict().items() if g is not None
+    }
     return {name: bands.get(name, 0.0) + sum_eps * size for name, size in sizes.items()}
 
 
@@ -272,7 +287,7 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
     wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
     plain, plain_grads = differentiate(inputs, grad_out, q.dtype)
     terms = q.shape[2] * (q.shape[1] // k.shape[1]) + k.shape[2]
-    found = [compare("out", results.out, wanted.out, plain.out, terms)]
+    found = [compare("out", results.out, wanted.out, plain.out, terms, forward_band(inputs, wanted))]
     if results.lse is not None:
         found.append(compare("lse", results.lse, wanted.lse, plain.lse, terms))
     if grads is None:

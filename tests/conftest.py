@@ -14,7 +14,7 @@ import sdpa
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import Gradients
 from sdpa.reference import attention as reference
-from sdpa.testing import backward_bands, compare
+from sdpa.testing import backward_bands, compare, forward_band
 
 FUZZ_SEED = 20260131
 FUZZ_CASES = 2000
@@ -67,7 +67,7 @@ def roundings(q, k, v, grad_out, wanted, options):
     terms = inputs.q.shape[2] * inputs.q.shape[1] // max(1, inputs.k.shape[1]) + inputs.k.shape[2]
     results = reference(inputs)
     bands = backward_bands(inputs, grad_out.reshape(results.out.shape), results, Gradients(*wanted[1:]))
-    return [0.0, *(bands[name] for name in "qkv")], terms
+    return [forward_band(inputs, results), *(bands[name] for name in "qkv")], terms
 
 
 def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options):
@@ -101,7 +101,7 @@ def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options)
         compare(name, g, w, p, terms, size)
         for name, g, w, p, size in zip(names, got, wanted, plain, sizes, strict=True)
     ]
-    found.append(compare("out without gradients", untaught, wanted[0], plain[0], terms))
+    found.append(compare("out without gradients", untaught, wanted[0], plain[0], terms, sizes[0]))
     assert all(c.ok for c in found), "; ".join(str(c) for c in found if not c.ok)
     return got[0]
 

@@ -1,4 +1,4 @@
-"""The operators under torch's compiler: opcheck, compile, export, fake tensors, FLOP counting, selective checkpointing."""
+"""The operators under torch's compiler: opcheck, compile, export, FLOP counting, selective checkpointing."""
 
 from __future__ import annotations
 
@@ -58,13 +58,11 @@ def test_opcheck_of_backward(case, with_lse):
     inputs = make_inputs(case)
     results = Results(*FORWARD(*inputs, True, ""))
     upstream = Draw(case, 1).normal(case.B, case.H, case.M, case.Dv), results.lse if with_lse else None
-    torch.library.opcheck(
-        BACKWARD, (*upstream, *results, *inputs, case.requires_bias_grad, ""), test_utils=OPCHECKS
-    )
+    torch.library.opcheck(BACKWARD, (*upstream, *results, *inputs, case.requires_bias_grad, ""), test_utils=OPCHECKS)
 
 
 CALLS = {
-    "plain": lambda q, k, v: attention(q, k, v),
+    "plain": attention,
     "causal": lambda q, k, v: attention(q, k, v, is_causal=True, scale=0.3),
     "mask": lambda q, k, v: attention(q, k, v, (q.sum(-1, keepdim=True) + k.sum(-1)[..., None, :]) > 0),
     "bias": lambda q, k, v: attention(q, k, v, (q @ k.mT).tanh()),

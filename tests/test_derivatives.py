@@ -1,4 +1,4 @@
-"""Derivatives of every order and kind: gradcheck, double backward, forward mode, vmap, and torch.func's compositions."""
+"""Derivatives of every order and kind: gradcheck, double backward, forward mode, vmap, and torch.func."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def draw(*shape, seed=0, dtype=WIDE):
 
 
 def qkv(B=2, H=2, Hkv=2, M=3, N=4, D=3, Dv=2, dtype=WIDE):
-    tensors = draw(B, H, M, D, dtype=dtype), draw(B, Hkv, N, D, seed=1, dtype=dtype), draw(B, Hkv, N, Dv, seed=2, dtype=dtype)
+    tensors = (
+        draw(B, H, M, D, dtype=dtype),
+        draw(B, Hkv, N, D, seed=1, dtype=dtype),
+        draw(B, Hkv, N, Dv, seed=2, dtype=dtype),
+    )
     return [t.requires_grad_() for t in tensors]
 
 
@@ -48,7 +52,9 @@ LEARNED = {
     "sinks_window": (draw(2), lambda t: {"sinks": t, "attn_mask": Mask(window=(0, 0))}),
 }
 BACKWARD = [k.name for k in KERNELS if "backward" in k.directions and not able(k.name, Case(dtype=WIDE))]
-COMPLETE = [k.name for k in KERNELS if not able(k.name, Case(sinks=True, softcap=2.0, mask="bias", requires_bias_grad=True))]
+COMPLETE = [
+    k.name for k in KERNELS if not able(k.name, Case(sinks=True, softcap=2.0, mask="bias", requires_bias_grad=True))
+]
 
 
 @pytest.mark.parametrize("kernel", BACKWARD)
@@ -165,7 +171,9 @@ MAPS = {
 @pytest.mark.parametrize("rank", [3, 4], ids=lambda r: f"rank{r}")
 def test_vmap(in_dims, rank):
     shape = {3: (2, 4, 3), 4: (2, 2, 4, 3)}[rank]
-    tensors = [draw(*shape, seed=i) if d is None else draw(5, *shape, seed=i).movedim(0, d) for i, d in enumerate(in_dims)]
+    tensors = [
+        draw(*shape, seed=i) if d is None else draw(5, *shape, seed=i).movedim(0, d) for i, d in enumerate(in_dims)
+    ]
     got = torch.vmap(lambda *t: attention(*t, is_causal=True), in_dims=in_dims)(*tensors)
     for i in range(5):
         one = [t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims, strict=True)]
@@ -177,7 +185,9 @@ def test_vmap_is_one_call(monkeypatch):
     from sdpa.kernels.math import composite
 
     original = composite.forward
-    monkeypatch.setattr(composite, "forward", lambda inputs, *rest: seen.append(inputs.q.shape) or original(inputs, *rest))
+    monkeypatch.setattr(
+        composite, "forward", lambda inputs, *rest: seen.append(inputs.q.shape) or original(inputs, *rest)
+    )
     sdpa.dispatch.select.clear_caches()
     torch.vmap(lambda q: attention(q, q, q, kernel="math", return_lse=True))(draw(5, 2, 3, 4, 3))
     assert seen == [(10, 3, 4, 3)]

@@ -74,7 +74,11 @@ SENTENCES = {
         "aligns causal masks to the bottom right, so M must equal N, got M = 5, N = 128",
     ),
     "head_sizes": ("vendor_cpu_flash", {"Dv": 32}, "needs D == Dv, got D = 64, Dv = 32"),
-    "stride": ("vendor_cpu_flash", {"unit_stride": False}, "needs the last stride of q, k and v to be 1, and would cop"),
+    "stride": (
+        "vendor_cpu_flash",
+        {"unit_stride": False},
+        "needs the last stride of q, k and v to be 1, and would cop",
+    ),
     "bias_dtype": (
         "vendor_math",
         {"bias_dtype": torch.float32, "dtype": torch.bfloat16, "features": frozenset({"bias"})},

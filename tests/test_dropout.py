@@ -1,4 +1,4 @@
-"""Dropout: its share and scale, one mask in forward, backward, checkpointing and every kernel, from torch's generator."""
+"""Dropout: its share and scale, one mask in forward, backward, checkpointing and every kernel, reproducible."""
 
 from __future__ import annotations
 

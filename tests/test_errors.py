@@ -138,21 +138,21 @@ OWN_TEXTS = {
     "head_sizes": (lambda: ([t(2, 3, 5, 8), t(2, 3, 7, 4), t(2, 3, 7, 8)], {}), RuntimeError, r"head size.*8\).*4\)"),
     "lengths": (lambda: ([t(2, 3, 5, 8), t(2, 3, 7, 8), t(2, 3, 6, 8)], {}), RuntimeError, r"length.*7, 8\).*6, 8\)"),
     "batches": (lambda: ([t(2, 3, 5, 8), t(3, 3, 7, 8), t(2, 3, 7, 8)], {}), RuntimeError, r"batch dimensions.*\(3, 3"),
-    "heads": (lambda: ([t(2, 6, 5, 8), t(2, 3, 7, 8), t(2, 3, 7, 8)], {}), RuntimeError, r"6, 3 and 3; enable_gqa=True"),
+    "heads": (lambda: ([t(2, 6, 5, 8), t(2, 3, 7, 8), t(2, 3, 7, 8)], {}), RuntimeError, r"6, 3 and 3; enable_gqa"),
     "integers": (lambda: (same(dtype=torch.int64), {}), RuntimeError, r"float32, float64.*got long int"),
     "complex": (lambda: (same(dtype=torch.complex64), {}), RuntimeError, r"float32, float64.*got c10::complex<float>"),
     "mask_too_large": (lambda: ([*qkv(), t(5, 9)], {}), RuntimeError, r"\(5, 9\) does not broadcast.*\(2, 3, 5, 7\)"),
     "mask_of_more_batches": (lambda: ([*qkv(), t(4, 1, 5, 7)], {}), RuntimeError, r"\(4, 1, 5, 7\) does not broadcast"),
     "mask_of_higher_rank": (lambda: ([*qkv(), t(2, 2, 3, 5, 7)], {}), RuntimeError, r"does not broadcast"),
-    "mask_as_batch": (lambda: ([*qkv(), t(2, 5, 7)], {}), RuntimeError, r"\(1, 2, 5, 7\)|\(2, 5, 7\) does not broadcast"),
-    "mask_device": (lambda: ([*qkv(), t(5, 7, device="meta")], {}), RuntimeError, r"attn_mask.*device cpu, but got meta"),
+    "mask_as_batch": (lambda: ([*qkv(), t(2, 5, 7)], {}), RuntimeError, r"\(2, 5, 7\) does not broadcast"),
+    "mask_device": (lambda: ([*qkv(), t(5, 7, device="meta")], {}), RuntimeError, r"attn_mask.*cpu, but got meta"),
     "mask_type": (lambda: ([*qkv(), [[True]]], {}), TypeError, r"attn_mask must be.*got list"),
     "query_type": (lambda: ([None, *qkv()[1:]], {}), TypeError, r"argument 'query' must be Tensor, not NoneType"),
     "value_type": (lambda: ([*qkv()[:2], 3.0], {}), TypeError, r"argument 'value' must be Tensor, not float"),
     "dropout_below_0": (lambda: (qkv(), {"dropout_p": -0.1}), RuntimeError, r"between 0 and 1, but got -0.1"),
     "dropout_nan": (lambda: (qkv(), {"dropout_p": float("nan")}), RuntimeError, r"between 0 and 1, but got nan"),
     "dropout_text": (lambda: (qkv(), {"dropout_p": "0.1"}), TypeError, r"dropout_p must be a number.*'0.1'"),
-    "is_causal_tensor": (lambda: (qkv(), {"is_causal": torch.tensor(True)}), TypeError, r"is_causal' must be bool, not"),
+    "is_causal_tensor": (lambda: (qkv(), {"is_causal": torch.tensor(True)}), TypeError, r"must be bool, not Tensor"),
     "is_causal_int": (lambda: (qkv(), {"is_causal": 1}), TypeError, r"'is_causal' must be bool, not int"),
     "scale_vector": (lambda: (qkv(), {"scale": t(3)}), TypeError, r"0-dimensional tensor.*shape \(3,\)"),
     "scale_text": (lambda: (qkv(), {"scale": "big"}), TypeError, r"scale must be a number.*got str"),
@@ -160,7 +160,7 @@ OWN_TEXTS = {
     "softcap_text": (lambda: (qkv(), {"softcap": "no"}), RuntimeError, r"softcap must be.*'no'"),
     "sinks_shape": (lambda: (qkv(), {"sinks": t(4)}), RuntimeError, r"sinks to have shape \(3,\), but got \(4,\)"),
     "sinks_dtype": (lambda: (qkv(), {"sinks": t(3, dtype=torch.float64)}), RuntimeError, r"sinks.*got torch.float64"),
-    "sinks_device": (lambda: (qkv(), {"sinks": t(3, device="meta")}), RuntimeError, r"sinks to be on.*cpu, but got meta"),
+    "sinks_device": (lambda: (qkv(), {"sinks": t(3, device="meta")}), RuntimeError, r"sinks.*cpu, but got meta"),
     "lengths_shape": (lambda: ([*qkv(), Mask(lengths=torch.ones(3, dtype=torch.int32))], {}), RuntimeError,
                       r"lengths to have shape \(2,\) or \(1,\) or \(\), but got \(3,\)"),
     "segments_shape": (lambda: ([*qkv(), Mask(segments=torch.ones(5, dtype=torch.int32))], {}), RuntimeError,
@@ -207,9 +207,7 @@ def test_wrong_calls_reach_no_kernel(name, monkeypatch):
 def test_wrong_calls_fail_alike_when_gradients_are_needed(name):
     make, kind, pattern = OWN_TEXTS[name]
     arguments, options = make()
-    arguments = [
-        a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments
-    ]
+    arguments = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
     with pytest.raises(kind, match=pattern):
         attention(*arguments, **options)
 

@@ -149,7 +149,7 @@ def test_from_tensor_recognises_only_when_asked():
 
 
 RECOGNISED = {
-    "all": (torch.ones(2, 1, 5, 7, dtype=torch.bool), lambda m: m == Mask() or not m.has_band and m.allowed is None),
+    "all": (torch.ones(2, 1, 5, 7, dtype=torch.bool), lambda m: m == Mask() or (not m.has_band and m.allowed is None)),
     "causal": (torch.ones(5, 7, dtype=torch.bool).tril(), lambda m: m.causal and m.align == "top_left"),
     "bottom_right": (torch.ones(5, 7, dtype=torch.bool).tril(2), lambda m: m.causal and m.align == "bottom_right"),
     "batched_causal": (torch.ones(2, 3, 5, 5, dtype=torch.bool).tril(), lambda m: m.causal and m.allowed is None),
@@ -181,16 +181,16 @@ ERRORS = {
     "window_three": (lambda: Mask(window=(1, 2, 3)), ValueError, r"got \(1, 2, 3\)"),
     "window_negative": (lambda: Mask(window=(-1, 0)), ValueError, r"got \(-1, 0\)"),
     "window_float": (lambda: Mask(window=(1.5, 0)), ValueError, r"got \(1.5, 0\)"),
-    "lengths_float": (lambda: Mask(lengths=torch.ones(2)), TypeError, "lengths must be an integer tensor, got torch.float32"),
+    "lengths_float": (lambda: Mask(lengths=torch.ones(2)), TypeError, "lengths must be an integer.*float32"),
     "lengths_list": (lambda: Mask(lengths=[1, 2]), TypeError, r"lengths must be an integer tensor, got \[1, 2\]"),
     "query_lengths": (lambda: Mask(query_lengths=torch.ones(2)), TypeError, "query_lengths must be an integer tensor"),
     "segments_bool": (lambda: Mask(segments=torch.ones(2).bool()), TypeError, "segments.*got torch.bool"),
     "segments_pair": (lambda: Mask(segments=(integers(1), 2)), TypeError, "segments must be an integer tensor, got 2"),
-    "both_segments": (lambda: Mask(segments=integers(1), cu_seqlens=integers(0, 1)), ValueError, "or cu_seqlens, got both"),
+    "both_segments": (lambda: Mask(segments=integers(1), cu_seqlens=integers(0, 1)), ValueError, "got both"),
     "prefix": (lambda: Mask(prefix=-1), TypeError, "prefix must be an integer tensor, got -1"),
     "allowed": (lambda: Mask(allowed=torch.ones(2, 2)), TypeError, "allowed must be a bool tensor, got torch.float32"),
     "allowed_list": (lambda: Mask(allowed=[[True]]), TypeError, "allowed must be a bool tensor, got list"),
-    "bias": (lambda: Mask(bias=torch.ones(2, 2).bool()), TypeError, "bias must be a floating point tensor, got torch.bool"),
+    "bias": (lambda: Mask(bias=torch.ones(2, 2).bool()), TypeError, "bias must be a floating.*torch.bool"),
     "alibi": (lambda: Mask(alibi=0.5), TypeError, "alibi must be a floating point tensor, got float"),
 }  # fmt: skip
 

@@ -17,7 +17,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removepre
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def qkv(B=2, H=3, M=9, N=11, D=8, dtype=torch.float32):

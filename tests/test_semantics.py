@@ -22,7 +22,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removepre
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def qkv(B=2, H=3, M=9, N=11, D=8, Dv=None, dtype=torch.float32, Hkv=None):
@@ -106,12 +108,14 @@ def test_scale(scale, causal, matches_torch):
     matches_torch(*qkv(), scale=scale, is_causal=causal)
 
 
-@pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.tensor(2), torch.tensor(-0.5, dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(0.3), torch.tensor(2), torch.tensor(-0.5, dtype=torch.float64)], ids=str
+)
 def test_scale_may_be_a_tensor_of_no_dimensions(scale):
     assert torch.equal(attention(*qkv(), scale=scale), attention(*qkv(), scale=scale.item()))
 
 
-@pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5), (1, 7), (7, 1)], ids=lambda n: str(n))
+@pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5), (1, 7), (7, 1)], ids=str)
 def test_causal_is_aligned_to_the_top_left(M, N, matches_torch):
     q, k, v = qkv(M=M, N=N)
     triangle = torch.ones(M, N, dtype=torch.bool).tril()
@@ -120,14 +124,14 @@ def test_causal_is_aligned_to_the_top_left(M, N, matches_torch):
     assert torch.equal(attention(q, k, v, is_causal=True), attention(q, k, v, Mask(causal=True)))
 
 
-@pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5), (1, 7), (7, 1)], ids=lambda n: str(n))
+@pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5), (1, 7), (7, 1)], ids=str)
 def test_mask_aligned_to_the_bottom_right(M, N, matches_torch):
     triangle = torch.ones(M, N, dtype=torch.bool).tril(N - M)
     matches_torch(*qkv(M=M, N=N), triangle, ours=Mask(causal=True, align="bottom_right"))
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
-@pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5)], ids=lambda n: str(n))
+@pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5)], ids=str)
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
 def test_causal_bias_of_torch(variant, M, N):
     bias = getattr(torch_bias, variant)(M, N)
@@ -184,7 +188,9 @@ DEAD = {
     "lengths": lambda dtype: Mask(lengths=torch.tensor([0, 0]), query_lengths=torch.tensor([9, 9])),
     "query_lengths": lambda dtype: Mask(query_lengths=torch.tensor([4, 0])),
     "window_bottom_right": lambda dtype: Mask(window=(3, 0), align="bottom_right", lengths=torch.tensor([3, 5])),
-    "segments": lambda dtype: Mask(segments=(torch.tensor([7, 1, 7, 1, 7, 1, 7, 1, 7]), torch.ones(11, dtype=torch.int64))),
+    "segments": lambda dtype: Mask(
+        segments=(torch.tensor([7, 1, 7, 1, 7, 1, 7, 1, 7]), torch.ones(11, dtype=torch.int64))
+    ),
 }
 
 
@@ -240,9 +246,7 @@ def test_what_a_structured_mask_hides_changes_no_bit(kind, dtype):
 def test_what_a_structured_mask_hides_may_be_infinite(kind, bad, dtype):
     """Within the budget of clean tensors: a kernel may compute in a wider type where it finds such values."""
     mask, (q, k, v) = STRUCTURED[kind](), qkv(dtype=dtype)
-    wanted, plain = (
-        reference(build_inputs(q, k, v, Options(mask)), wide) for wide in (torch.float64, dtype)
-    )
+    wanted, plain = (reference(build_inputs(q, k, v, Options(mask)), wide) for wide in (torch.float64, dtype))
     k, v, rows = spoilt(mask, k, v, bad)
     got = attention(q, k, v, mask, return_lse=True)
     for name, ours, *others in zip(("out", "lse"), got, wanted, plain, strict=True):

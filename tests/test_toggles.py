@@ -121,7 +121,7 @@ def test_one_object_serves_twice():
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match="known families: flash, efficient, cudnn, math; known kernels: .*cpu_flash"):
+    with pytest.raises(ValueError, match=r"known families: flash, efficient, cudnn, math; known kernels: .*cpu_flash"):
         sdpa_kernel("warp_drive")
     with pytest.raises(ValueError, match="'warp_drive'"):
         sdpa_kernel(["math", "warp_drive"])

@@ -36,7 +36,13 @@ def entry(ms, **changes):
 
 
 def table(*entries, **changes):
-    header = {"schema": 1, "device": NAME, "date": "2026-01-31", "versions": {"torch": "2.13.0"}, "command": "sdpa tune"}
+    header = {
+        "schema": 1,
+        "device": NAME,
+        "date": "2026-01-31",
+        "versions": {"torch": "2.13.0"},
+        "command": "sdpa tune",
+    }
     return {**header, "entries": list(entries), **changes}
 
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "pairs.h"
@@ -15,6 +16,7 @@ namespace {
 constexpr int64_t kBlockM = 96;  // scores and their gradients of 96 x 64 pairs: 48 KiB, within the second cache
 constexpr int64_t kBlockN = 64;
 constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
+constexpr int64_t kLseRounding = 8192;  // a probability may be off by one in so many because lse is rounded
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -27,7 +29,7 @@ constexpr Dtype dtype_of() {
 struct Block {
   RowGroup rows;
   int64_t begin, count;  // keys
-  Cover structured;
+  Cover structured, dense;
   bool exact;  // something that a structured mask hides is not finite: 0 * NaN must not happen
 };
 
@@ -35,11 +37,7 @@ template <typename T, typename Operand>
 class Backward {
  public:
   Backward(const AttentionParams& params, const Primitives<T, Operand>& prim, const BackwardTensors& tensors)
-      : p_(params),
-        t_(tensors),
-        prim_(prim),
-        terms_(params, prim.softcap),
-        sink_parts_(params.sinks ? p_.B * p_.H : 0) {
+      : p_(params), t_(tensors), prim_(prim), terms_(params, prim), sink_parts_(params.sinks ? p_.B * p_.H : 0) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     block_m_ = p_.block_m > 0 ? round_up(p_.block_m, kPack) : kBlockM;
@@ -72,6 +70,8 @@ class Backward {
     Operand *q_steps, *grad_out_steps;                 // and as right ones
     T *dq, *dk, *dv;                                   // all queries and keys of a head
     T *lse, *delta, *scales;                           // [M], [M], [max(M, N)]
+    T* inverse;                                        // [M], see normalise_again
+    T *row_max, *keep;                                 // of a block of queries
     Operand *key_columns, *key_steps, *value_columns;  // of a block of keys
     T *s, *dp, *extra;                                 // of a pair of blocks
     T *out, *grad_out_row;                             // of a query
@@ -91,6 +91,9 @@ class Backward {
     b.lse = carver.take<T>(p_.M);
     b.delta = carver.take<T>(p_.M);
     b.scales = carver.take<T>(std::max(p_.M, p_.N));
+    b.inverse = carver.take<T>(p_.M);
+    b.row_max = carver.take<T>(block_m_);
+    b.keep = carver.take<T>(block_m_);
     b.key_columns = carver.take<Operand>((p_.D + kPack - 1) / kPack * block_n_);
     b.key_steps = carver.take<Operand>(block_n_ / kPack * q_ld_);
     b.value_columns = carver.take<Operand>((p_.Dv + kPack - 1) / kPack * block_n_);
@@ -127,12 +130,14 @@ class Backward {
     }
 
    private:
+    static constexpr T kNothing = -std::numeric_limits<T>::infinity();
+
     void store(const T* gradient, int64_t ld, const T* factor, int64_t rows, int64_t width, const View& to,
                int64_t head) const {
       prim_.store_rows(gradient, ld, factor, rows, width, to.at(batch_, head), to.dtype, to.stride[2]);
     }
 
-    void load_head(int64_t head) const {
+    void load_head(int64_t head) {
       const Source q = p_.q.rows(batch_, head, 0), grad_out = f_.t_.grad_out.rows(batch_, head, 0);
       prim_.load_left(q, p_.M, p_.D, b_.q, f_.q_ld_);
       prim_.load_left(grad_out, p_.M, p_.Dv, b_.grad_out, f_.v_ld_);
@@ -142,15 +147,16 @@ class Backward {
       }
       std::fill_n(b_.dq, p_.M * f_.q_ld_, T(0));
       for (int64_t i = 0; i < p_.M; ++i) load_row(head, i);
+      normalise_again(head);
       if (p_.sinks) f_.sink_parts_[batch_ * p_.H + head] = sink_gradient(head);
     }
 
-    // lse in base 2, with infinity for a row that sees nothing, so that its probabilities are 0; and
+    // lse, with infinity for a row that sees nothing, so that its probabilities are 0; and
     // delta = rowsum(out * grad_out) - grad_lse.
     void load_row(int64_t head, int64_t i) const {
       const T lse = *reinterpret_cast<const T*>(f_.t_.lse.at(batch_, head, i));
       const bool empty = lse == -std::numeric_limits<T>::infinity();
-      b_.lse[i] = empty ? -lse : static_cast<T>(lse * kLog2E);
+      b_.lse[i] = empty ? -lse : lse;
       prim_.load_rows(f_.t_.out.rows(batch_, head, i), 1, p_.Dv, b_.out, f_.v_ld_);
       prim_.load_rows(f_.t_.grad_out.rows(batch_, head, i), 1, p_.Dv, b_.grad_out_row, f_.v_ld_);
       T parts[4] = {};
@@ -159,32 +165,76 @@ class Backward {
       if (f_.t_.grad_lse && !empty) b_.delta[i] -= *reinterpret_cast<const T*>(f_.t_.grad_lse.at(batch_, head, i));
     }
 
+    static bool is_coarse(T lse) {
+      constexpr T kCoarse = T(1) / (kLseRounding * std::numeric_limits<T>::epsilon());
+      return std::abs(lse) > kCoarse && !std::isinf(lse);
+    }
+
+    // Where lse is too large to tell sums of exponentials apart, as in a row whose every score has a bias of -1e9, the
+    // row's maximum takes its place and `inverse` is one over its sum.
+    void normalise_again(int64_t head) {
+      coarse_ = std::any_of(b_.lse, b_.lse + p_.M, is_coarse);
+      if (!coarse_) return;
+      std::fill_n(b_.inverse, p_.M, T(1));
+      for (int64_t query = 0; query < p_.M; query += f_.block_m_) {
+        const RowGroup rows{head, query, std::min(f_.block_m_, p_.M - query), false};
+        if (std::any_of(b_.lse + query, b_.lse + query + rows.count, is_coarse)) normalise_again(rows);
+      }
+    }
+
+    void normalise_again(const RowGroup& rows) const {
+      T* row_sum = b_.dp;  // [rows, kMaxLanes]
+      const T sink = p_.sinks ? static_cast<T>(read_number(p_.sinks.at(rows.head), p_.sinks.dtype)) : kNothing;
+      std::fill_n(b_.row_max, rows.count, sink);
+      std::fill_n(row_sum, rows.count * kMaxLanes, T(0));
+      for (int64_t r = 0; sink != kNothing && r < rows.count; ++r) row_sum[r * kMaxLanes] = T(1);
+      for (int64_t begin = 0; begin < p_.N; begin += f_.block_n_) {
+        Block block = make_block(rows, begin);
+        if (block.structured == Cover::kNone || block.dense == Cover::kNone) continue;
+        load_keys(begin, std::min(f_.block_n_, p_.N - begin));
+        score(block, nullptr);
+        prim_.softmax_step(rows.count, block.count, b_.s, f_.block_n_, b_.row_max, row_sum, b_.keep);
+      }
+      for (int64_t r = 0; r < rows.count; ++r) {
+        const int64_t i = rows.query + r;
+        if (!is_coarse(b_.lse[i])) continue;
+        b_.lse[i] = b_.row_max[r];
+        b_.inverse[i] = T(1) / std::accumulate(row_sum + r * kMaxLanes, row_sum + (r + 1) * kMaxLanes, T(0));
+      }
+    }
+
     // The sink's probability times (0 - delta), summed over the queries that count.
     double sink_gradient(int64_t head) const {
-      const double sink = read_number(p_.sinks.at(head), p_.sinks.dtype) * kLog2E;
+      const double sink = read_number(p_.sinks.at(head), p_.sinks.dtype);
       double sum = 0.0;
       for (int64_t i = 0; i < p_.M; ++i)
-        if (!std::isinf(b_.lse[i])) sum -= std::exp2(sink - b_.lse[i]) * b_.delta[i];
+        if (!std::isinf(b_.lse[i])) sum -= std::exp(sink - b_.lse[i]) * (coarse_ ? b_.inverse[i] : T(1)) * b_.delta[i];
       return sum;
     }
 
     void visit_keys(int64_t head, int64_t begin) const {
       const int64_t count = std::min(f_.block_n_, p_.N - begin);
       bool loaded = false;
-      for (int64_t query = 0; query < p_.M; query += f_.block_m_) {
-        Block block{{head, query, std::min(f_.block_m_, p_.M - query), false}, begin, count, Cover::kWhole, false};
-        block.structured = mask_.structured(query, block.rows.last_query(), begin, count);
-        if (block.structured == Cover::kNone) continue;
-        const Cover dense = mask_.dense(block.rows, begin, count);
-        if (dense == Cover::kNone) continue;
+      const int64_t last = (p_.M - 1) / f_.block_m_ * f_.block_m_;
+      for (int64_t query = last; query >= 0; query -= f_.block_m_) {
+        Block block = make_block({head, query, std::min(f_.block_m_, p_.M - query), false}, begin);
+        if (block.structured == Cover::kNone || block.dense == Cover::kNone) continue;
         if (!loaded) load_keys(begin, count);
         loaded = true;
-        if (block.structured == Cover::kCut) {
-          block.count = std::min(count, mask_.keys(query, block.rows.last_query()).end - begin);
-          if constexpr (kPack == 1) block.exact = !finite(block);
-        }
-        visit(block, dense);
+        if constexpr (kPack == 1) block.exact = block.structured == Cover::kCut && !finite(block);
+        visit(block);
       }
+    }
+
+    // The keys from `begin` on that any of the rows may see.
+    Block make_block(const RowGroup& rows, int64_t begin) const {
+      Block block{rows, begin, std::min(f_.block_n_, p_.N - begin), Cover::kWhole, Cover::kWhole, false};
+      block.structured = mask_.structured(rows.query, rows.last_query(), begin, block.count);
+      if (block.structured == Cover::kNone) return block;
+      block.dense = mask_.dense(rows, begin, block.count);
+      if (block.structured == Cover::kCut)
+        block.count = std::min(block.count, mask_.keys(rows.query, rows.last_query()).end - begin);
+      return block;
     }
 
     void load_keys(int64_t begin, int64_t count) const {
@@ -202,15 +252,24 @@ class Backward {
              prim_.finite(b_.value_columns, p_.Dv, block.count, f_.block_n_);
     }
 
-    void visit(const Block& block, Cover dense) const {
+    // Masked scores; slope (null: not wanted) receives the derivative of the softcap.
+    void score(const Block& block, T* slope) const {
+      const RowGroup& rows = block.rows;
+      const int64_t ld = f_.block_n_;
+      prim_.scores(rows.count, block.count, p_.D, b_.q + rows.query * f_.q_ld_ / kPack, f_.q_ld_ / kPack,
+                   b_.key_columns, ld, static_cast<T>(p_.scale), b_.s, ld);
+      if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, rows, block.begin, block.count, b_.s, slope, ld);
+      if (block.structured == Cover::kCut || block.dense == Cover::kCut)
+        mask_.apply(prim_, rows, block.begin, block.count, b_.s, ld);
+    }
+
+    void visit(const Block& block) const {
       const RowGroup& rows = block.rows;
       const int64_t ld = f_.block_n_, first = rows.query, count = block.count;
       T* slope = p_.softcap != 0.0 ? b_.extra : nullptr;
-      prim_.scores(rows.count, count, p_.D, b_.q + first * f_.q_ld_ / kPack, f_.q_ld_ / kPack, b_.key_columns, ld,
-                   f_.terms_.factor(), b_.s, ld);
-      if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, rows, block.begin, count, b_.s, slope, ld);
-      if (block.structured == Cover::kCut || dense == Cover::kCut) mask_.apply(rows, block.begin, count, b_.s, ld);
+      score(block, slope);
       prim_.probabilities(rows.count, count, b_.s, ld, b_.lse + first);
+      if (coarse_) scale_rows(b_.s, b_.inverse + first, rows.count, count);
       prim_.scores(rows.count, count, p_.Dv, b_.grad_out + first * f_.v_ld_ / kPack, f_.v_ld_ / kPack, b_.value_columns,
                    ld, T(1), b_.dp, ld);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.dp, ld);
@@ -230,17 +289,21 @@ class Backward {
         if (block.exact) return add_visible(block);
       }
       const int64_t ld = f_.block_n_, first = block.rows.query, rows = block.rows.count, count = block.count;
-      const Operand* left = prim_.as_left_transposed(rows, count, b_.s, ld);
-      prim_.accumulate(count, f_.v_ld_, rows, left, 1, ld * kPack,
-                       matrix(b_.grad_out_steps + first / kPack * f_.v_ld_, f_.v_ld_), b_.dv + block.begin * f_.v_ld_,
-                       f_.v_ld_, nullptr);
-      left = prim_.as_left(rows, count, b_.dp, reinterpret_cast<Operand*>(b_.s), ld);
+      add_transposed(block, b_.s, b_.grad_out_steps, b_.dv, f_.v_ld_);
+      const Operand* left = prim_.as_left(rows, count, b_.dp, reinterpret_cast<Operand*>(b_.s), ld);
       prim_.accumulate(rows, f_.q_ld_, count, left, ld, 1, matrix(b_.key_steps, f_.q_ld_), b_.dq + first * f_.q_ld_,
                        f_.q_ld_, nullptr);
-      left = prim_.as_left_transposed(rows, count, b_.dp, ld);
-      prim_.accumulate(count, f_.q_ld_, rows, left, 1, ld * kPack,
-                       matrix(b_.q_steps + first / kPack * f_.q_ld_, f_.q_ld_), b_.dk + block.begin * f_.q_ld_,
-                       f_.q_ld_, nullptr);
+      add_transposed(block, b_.dp, b_.q_steps, b_.dk, f_.q_ld_);
+    }
+
+    // gradient += x^T steps, from the last row to the first: under a causal mask the early rows give most of it, and
+    // small terms should be summed before large ones.
+    void add_transposed(const Block& block, T* x, const Operand* steps, T* gradient, int64_t width) const {
+      const int64_t rows = block.rows.count, stride = f_.block_n_ * kPack, last = (rows - 1) / kPack;
+      const Operand* left = prim_.as_left_transposed(rows, block.count, x, f_.block_n_);
+      const Operand* from = steps + (block.rows.query / kPack + last) * width;
+      prim_.accumulate(block.count, width, rows, left + last * stride, 1, -stride, matrix(from, -width),
+                       gradient + block.begin * width, width, nullptr);
     }
 
     // Pair by pair, without touching what a structured mask hides.
@@ -266,6 +329,11 @@ class Backward {
           if (!mask_.visible(block.rows.query + r, block.begin + j)) b_.dp[r * f_.block_n_ + j] = T(0);
     }
 
+    void scale_rows(T* x, const T* by, int64_t rows, int64_t count) const {
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t j = 0; j < count; ++j) x[r * f_.block_n_ + j] *= by[r];
+    }
+
     void multiply(T* x, const T* by, int64_t rows, int64_t count) const {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; ++j) x[r * f_.block_n_ + j] *= by[r * f_.block_n_ + j];
@@ -280,7 +348,10 @@ class Backward {
         const T* line = b_.dp + r * f_.block_n_;
         T* to = reinterpret_cast<T*>(dbias.at(batch_, block.rows.head, block.rows.query + r, block.begin));
         if (!one_column) {
-          for (int64_t j = 0; j < block.count; ++j) to[j * dbias.stride[3]] += line[j];
+          if (dbias.stride[3] == 1)
+            for (int64_t j = 0; j < block.count; ++j) to[j] += line[j];
+          else
+            for (int64_t j = 0; j < block.count; ++j) to[j * dbias.stride[3]] += line[j];
           continue;
         }
         T sum = 0;
@@ -299,6 +370,7 @@ class Backward {
     const Primitives<T, Operand>& prim_;
     const int64_t batch_, kv_head_;
     const Mask mask_;
+    bool coarse_ = false;  // whether any row of the head has an `inverse`
   };
 
   void reduce_sinks() const {

@@ -13,9 +13,11 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, 
 
 TILES = (Tile(192, 64), Tile(96, 64), Tile(384, 64), Tile(192, 128))
 
-OPTIONS = AttentionInputs._fields[AttentionInputs._fields.index("bias") :]
-PLAIN = tuple(AttentionInputs._field_defaults[name] for name in OPTIONS)
+# Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there.
+DENSE = AttentionInputs._fields.index("allowed") + 1
 FIRST_OPTION = AttentionInputs._fields.index("bias")
+ABSENT = tuple(AttentionInputs._field_defaults.values())[DENSE - len(AttentionInputs._fields) :]
+OPTIONS = AttentionInputs._fields[FIRST_OPTION:]
 
 
 def unavailable() -> str | None:
@@ -23,24 +25,28 @@ def unavailable() -> str | None:
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None = None) -> Results:
-    call = _operator("flash_forward")
-    if inputs[FIRST_OPTION:] == PLAIN and (tile is None or tile is TILES[0]):
-        out, lse = call(*inputs[:FIRST_OPTION])
-    else:
-        out, lse = call(*inputs[:FIRST_OPTION], **_options(inputs, tile))
-    return Results(out, lse)
+    if _is_dense(inputs, tile):
+        return Results._make(_operator("flash_forward_dense")(*inputs[:DENSE]))
+    return Results._make(_operator("flash_forward")(*inputs[:FIRST_OPTION], **_options(inputs, tile)))
 
 
 def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None = None
 ) -> Gradients:
-    q, k, v, *band = inputs[:FIRST_OPTION]
     bias_grad = "bias_grad" in problem.features
+    given = (upstream.out, inputs.q, inputs.k, inputs.v, results.out, results.lse)
+    if not bias_grad and upstream.lse is None and _is_dense(inputs, tile):
+        return Gradients._make((*_operator("flash_backward_dense")(*given, *inputs[3:DENSE]), None, None))
+    options = _options(inputs, tile)
     dq, dk, dv, dbias, dsinks = _operator("flash_backward")(
-        upstream.out, q, k, v, results.out, results.lse, *band,
-        grad_lse=upstream.lse, bias_grad=bias_grad, **_options(inputs, tile),
-    )  # fmt: skip
+        *given, *inputs[3:FIRST_OPTION], grad_lse=upstream.lse, bias_grad=bias_grad, **options
+    )
     return Gradients(dq, dk, dv, dbias if bias_grad else None, None if inputs.sinks is None else dsinks)
+
+
+def _is_dense(inputs: AttentionInputs, tile: Tile | None) -> bool:
+    """Whether there is nothing but a band, a bias and a dense mask, in tiles of the usual size."""
+    return (tile is None or tile is TILES[0]) and inputs[DENSE:] == ABSENT
 
 
 @cache

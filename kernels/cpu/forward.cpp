@@ -59,7 +59,7 @@ class Forward {
  public:
   Forward(const AttentionParams& params, const Plan& plan, const Primitives<T, Operand>& prim,
           const ForwardResults& results)
-      : p_(params), prim_(prim), results_(results), plan_(plan), terms_(params, prim.softcap) {
+      : p_(params), prim_(prim), results_(results), plan_(plan), terms_(params, prim) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
@@ -139,7 +139,7 @@ class Forward {
       for (int64_t h = 0; h < heads_; ++h) {
         f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * queries_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
-        if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype) * kLog2E);
+        if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
         for (int64_t row = h * queries_; row < (h + 1) * queries_; ++row) {
           b_.row_max[row] = top;
@@ -203,7 +203,7 @@ class Forward {
         count = std::min(count, mask_.keys(group.query, group.last_query()).end - block.begin);
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
-      if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(group, block.begin, count, b_.s, ld);
+      if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
       f_.prim_.softmax_step(group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes, b_.keep);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
       T* acc = b_.acc + row * f_.v_ld_;
@@ -216,7 +216,7 @@ class Forward {
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
       const int64_t ld = f_.plan_.block_n;
-      const T factor = f_.terms_.factor();
+      const T factor = static_cast<T>(p_.scale);
       if constexpr (kPack == 1) {
         if (f_.plan_.direct) {
           f_.prim_.scores_direct(group.count, count, p_.D, queries_of(row), f_.q_ld_, block.keys, factor, b_.s, ld);
@@ -262,7 +262,7 @@ class Forward {
         std::fill_n(b_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
         return T(0);
       }
-      *lse = static_cast<T>(kLn2 * (static_cast<double>(b_.row_max[row]) + std::log2(sum)));
+      *lse = b_.row_max[row] + std::log(sum);
       return T(1) / sum;
     }
 

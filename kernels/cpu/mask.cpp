@@ -2,6 +2,7 @@
 #include "mask.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 namespace sdpa_cpu {
@@ -25,6 +26,18 @@ IdRange ids(const View& segments, int64_t batch, int64_t first, int64_t count) {
     range.high = std::max(range.high, id);
   }
   return range;
+}
+
+// What part of a row of booleans is set.
+Cover cover_of(const char* row, int64_t stride, int64_t count) {
+  if (stride == 0) return row[0] != 0 ? Cover::kWhole : Cover::kNone;
+  if (stride == 1) {
+    if (row[0] != 0) return std::memchr(row, 0, static_cast<size_t>(count)) == nullptr ? Cover::kWhole : Cover::kCut;
+    return std::memcmp(row, row + 1, static_cast<size_t>(count - 1)) == 0 ? Cover::kNone : Cover::kCut;
+  }
+  int64_t seen = 0;
+  for (int64_t j = 0; j < count; ++j) seen += row[j * stride] != 0;
+  return seen == count ? Cover::kWhole : seen > 0 ? Cover::kCut : Cover::kNone;
 }
 
 }  // namespace
@@ -81,19 +94,18 @@ Cover Mask::dense(const RowGroup& rows, int64_t begin, int64_t count) const {
   bool any = false, all = true;
   for (int64_t r = 0; r < checked; ++r) {
     const char* row = allowed.at(batch_, rows.head_of(r), rows.query_of(r), begin);
-    int64_t seen = 0;
-    for (int64_t j = 0; j < count; ++j) seen += row[j * allowed.stride[3]] != 0;
-    any |= seen > 0;
-    all &= seen == count;
+    const Cover cover = cover_of(row, allowed.stride[3], count);
+    any |= cover != Cover::kNone;
+    all &= cover == Cover::kWhole;
     if (any && !all) return Cover::kCut;
   }
   return all ? Cover::kWhole : Cover::kNone;
 }
 
 template <typename T>
-void Mask::apply(const RowGroup& rows, int64_t begin, int64_t count, T* s, int64_t ld) const {
+void Mask::apply(const ScorePrimitives<T>& prim, const RowGroup& rows, int64_t begin, int64_t count, T* s,
+                 int64_t ld) const {
   constexpr T kHidden = -std::numeric_limits<T>::infinity();
-  const View& allowed = params_.allowed;
   for (int64_t r = 0; r < rows.count; ++r) {
     T* line = s + r * ld;
     const int64_t query = rows.query_of(r);
@@ -108,10 +120,11 @@ void Mask::apply(const RowGroup& rows, int64_t begin, int64_t count, T* s, int64
       for (int64_t j = 0; j < count; ++j)
         if (*reinterpret_cast<const int32_t*>(params_.k_segments.at(batch_, begin + j)) != id) line[j] = kHidden;
     }
-    if (!allowed) continue;
-    const char* row = allowed.at(batch_, rows.head_of(r), query, begin);
-    for (int64_t j = 0; j < count; ++j) line[j] = row[j * allowed.stride[3]] ? line[j] : kHidden;
   }
+  const View& allowed = params_.allowed;
+  if (allowed)
+    prim.hide(reinterpret_cast<const uint8_t*>(allowed.at(batch_, rows.head, rows.query, begin)),
+              allowed.stride[rows.across_heads ? 1 : 2], allowed.stride[3], rows.count, count, s, ld);
 }
 
 bool Mask::visible(int64_t query, int64_t key) const {
@@ -122,7 +135,7 @@ bool Mask::visible(int64_t query, int64_t key) const {
          *reinterpret_cast<const int32_t*>(params_.k_segments.at(batch_, key));
 }
 
-template void Mask::apply(const RowGroup&, int64_t, int64_t, float*, int64_t) const;
-template void Mask::apply(const RowGroup&, int64_t, int64_t, double*, int64_t) const;
+template void Mask::apply(const ScorePrimitives<float>&, const RowGroup&, int64_t, int64_t, float*, int64_t) const;
+template void Mask::apply(const ScorePrimitives<double>&, const RowGroup&, int64_t, int64_t, double*, int64_t) const;
 
 }  // namespace sdpa_cpu

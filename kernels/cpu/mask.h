@@ -40,7 +40,8 @@ class Mask {
   Cover dense(const RowGroup& rows, int64_t begin, int64_t count) const;
   // Minus infinity where a pair is not visible.                                                s [rows, ld]
   template <typename T>
-  void apply(const RowGroup& rows, int64_t begin, int64_t count, T* s, int64_t ld) const;
+  void apply(const ScorePrimitives<T>& prim, const RowGroup& rows, int64_t begin, int64_t count, T* s,
+             int64_t ld) const;
   // Whether band, lengths, prefix and segments let `query` see `key`.
   bool visible(int64_t query, int64_t key) const;
   // How far the diagonal is moved to the right.

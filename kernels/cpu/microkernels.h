@@ -1,6 +1,7 @@
 // The primitives, written once on vectors of the compiler and instantiated by each instruction set in its own unnamed
 // namespace. The including file defines kVectorBytes, kPanel (vectors side by side in a tile) and the conversions
-// widen_bf16, widen_f16, narrow_bf16, narrow_f16; it may overload larger, largest, total and transpose.
+// widen_bf16, widen_f16, narrow_bf16, narrow_f16 and widen_bytes (to as many integers as floats fill a vector); it may
+// overload larger, largest, total and transpose.
 #pragma once
 
 template <typename T>
@@ -84,6 +85,13 @@ inline void narrow(Vec<double> x, double* p) { store(p, x); }
 inline void narrow(Vec<float> x, BFloat16* p) { narrow_bf16(x, &p->bits); }
 inline void narrow(Vec<float> x, Float16* p) { narrow_f16(x, &p->bits); }
 
+inline auto widen_bytes(const uint8_t* p, double) {
+  typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
+  Words words;
+  for (int i = 0; i < kLanes<double>; ++i) words[i] = p[i];
+  return words;
+}
+
 // `count` elements, the rest zero.
 template <typename T, typename S>
 inline Vec<T> widen_part(const S* p, int64_t stride, int64_t count) {
@@ -160,17 +168,13 @@ inline void add_product(Vec<T>& sum, T a, Vec<T> b) {
   sum += a * b;
 }
 
-// One register tile of c = a b. With kAdd, c = keep * c + a b (keep null: 1); without, c = factor * a b.
+// One register tile of c = a b. With kAdd, c = keep * c + a b (keep null: 1); without, c = factor * a b. Sums start
+// from zero and meet the older ones at the end: a chain of roundings is no longer than a block.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
           int64_t ldc, const T* keep) {
   constexpr int L = kLanes<T>;
-  Vec<T> acc[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v)
-      acc[r][v] = kAdd ? (keep ? load(c + r * ldc + v * L) * keep[r] : load(c + r * ldc + v * L)) : Vec<T>{};
+  Vec<T> acc[kRows][kVectors] = {};
   for (int64_t k = 0; k < steps; ++k) {
     decltype(widen(b)) line[kVectors];
 #pragma GCC unroll 8
@@ -188,7 +192,13 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store(c + r * ldc + v * L, kAdd ? acc[r][v] : acc[r][v] * factor);
+    for (int v = 0; v < kVectors; ++v) {
+      T* at = c + r * ldc + v * L;
+      if (kAdd)
+        store(at, keep ? load(at) * keep[r] + acc[r][v] : load(at) + acc[r][v]);
+      else
+        store(at, acc[r][v] * factor);
+    }
 }
 
 template <typename T, typename A, typename S>
@@ -302,22 +312,22 @@ void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int
   });
 }
 
-// Constants of exp2 by type: with `magic` added, the low bits of the sum are round(x) + exponent bias, so that a shift
-// makes 2^round(x) of them, and of everything below `lowest` an exact zero.
-struct Exp2Float {
+// Constants of exp by type: with `magic` added, the low bits of the sum are round(x log2(e)) + exponent bias, so that a
+// shift makes a power of two of them, and of everything up to `lowest` an exact zero.
+struct ExpFloat {
   typedef int32_t Int;
   static constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
-  static constexpr float lowest = -127.0f;
+  static constexpr float lowest = -88.02969f;           // -127 ln 2
   static constexpr int shift = 23;
   static constexpr int terms = 6;
   // Minimax of (2^f - 1) / f on [-1/2, 1/2], relative error of 2^f below 2e-9.
   static constexpr float series[terms] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
                                           0.00961843691766262f, 0.0013398875016719103f, 0.00015353360504377633f};
 };
-struct Exp2Double {
+struct ExpDouble {
   typedef int64_t Int;
   static constexpr double magic = 6755399441055744.0 + 1023.0;  // 1.5 * 2^52
-  static constexpr double lowest = -1023.0;
+  static constexpr double lowest = -709.08956571282405;         // -1023 ln 2
   static constexpr int shift = 52;
   static constexpr int terms = 13;
   // ln(2)^k / k!, remainder below 1e-17.
@@ -328,22 +338,23 @@ struct Exp2Double {
       1.3691488853904128881e-12};
 };
 template <typename T>
-struct Exp2Of {
-  typedef Exp2Float type;
+struct ExpOf {
+  typedef ExpFloat type;
 };
 template <>
-struct Exp2Of<double> {
-  typedef Exp2Double type;
+struct ExpOf<double> {
+  typedef ExpDouble type;
 };
 
-// 2^x as power * (1 + part). A product and not an integer addition brings them together, so that NaN stays NaN.
+// e^x as power * (1 + part). A product and not an integer addition brings them together, so that NaN stays NaN.
 template <typename T>
-inline void split_exp2(Vec<T> x, Vec<T>* power, Vec<T>* part) {
-  using E = typename Exp2Of<T>::type;
+inline void split_exp(Vec<T> x, Vec<T>* power, Vec<T>* part) {
+  using E = typename ExpOf<T>::type;
+  constexpr T kLog2E = 1.4426950408889634074;
   typedef typename E::Int Bits __attribute__((vector_size(kVectorBytes)));
   x = larger(fill(E::lowest), x);
-  const Vec<T> sum = x + E::magic;
-  const Vec<T> f = x - (sum - E::magic);
+  const Vec<T> sum = x * kLog2E + E::magic;
+  const Vec<T> f = x * kLog2E - (sum - E::magic);
   *power = (Vec<T>)((Bits)sum << E::shift);
   Vec<T> y = fill(E::series[E::terms - 1]);
 #pragma GCC unroll 16
@@ -352,9 +363,9 @@ inline void split_exp2(Vec<T> x, Vec<T>* power, Vec<T>* part) {
 }
 
 template <typename T>
-inline Vec<T> exp2(Vec<T> x) {
+inline Vec<T> exp(Vec<T> x) {
   Vec<T> power, part;
-  split_exp2<T>(x, &power, &part);
+  split_exp<T>(x, &power, &part);
   return power * part + power;
 }
 
@@ -371,11 +382,11 @@ void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T
     const T base = new_max == kNothing ? T(0) : new_max;
     Vec<T> sum = {};
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
-      const Vec<T> p = exp2<T>(load(line + c) - base);
+      const Vec<T> p = exp<T>(load(line + c) - base);
       store(line + c, p);
       sum += p;
     }
-    keep[r] = old_max == new_max ? T(1) : exp2<T>(fill(old_max - base))[0];
+    keep[r] = old_max == new_max ? T(1) : exp<T>(fill(old_max - base))[0];
     row_max[r] = new_max;
     store(row_sum + r * kMaxLanes, load(row_sum + r * kMaxLanes) * keep[r] + sum);
   }
@@ -384,7 +395,7 @@ void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T
 template <typename T>
 void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += kLanes<T>) store(s + r * ld + c, exp2<T>(load(s + r * ld + c) - lse[r]));
+    for (int64_t c = 0; c < columns; c += kLanes<T>) store(s + r * ld + c, exp<T>(load(s + r * ld + c) - lse[r]));
 }
 
 template <typename T>
@@ -398,17 +409,103 @@ void score_gradient(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld
 template <typename T>
 void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
   constexpr T kSaturated = 20;  // tanh is 1 there in float64
-  constexpr T kTwoLog2E = 2.8853900817779268147;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
       Vec<T> y = load(s + r * ld + c) / cap, power, part;
       y = larger(fill(-kSaturated), y);
       y = -larger(fill(-kSaturated), -y);
-      split_exp2<T>(y * kTwoLog2E, &power, &part);
+      split_exp<T>(y * T(2), &power, &part);
       const Vec<T> minus_one = power * part + (power - T(1));
       const Vec<T> t = minus_one / (minus_one + T(2));
       store(s + r * ld + c, t * cap);
       if (slope) store(slope + r * ld + c, T(1) - t * t);
+    }
+}
+
+// A bias is of the type computed in or narrower.
+template <typename F>
+inline void with_bias_type(float, Dtype dtype, F f) {
+  with_type(float(), dtype, f);
+}
+template <typename F>
+inline void with_bias_type(double, Dtype dtype, F f) {
+  if (dtype == Dtype::kFloat32) f(static_cast<const float*>(nullptr));
+  if (dtype == Dtype::kFloat64) f(static_cast<const double*>(nullptr));
+}
+inline Vec<double> to_double(const float* p) {
+  typedef float Half __attribute__((vector_size(kVectorBytes / 2), aligned(sizeof(float)), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const Half*>(p), Vec<double>);
+}
+template <typename T, typename S>
+inline Vec<T> bias_part(const S* p, int64_t stride, int64_t count) {
+  if constexpr (sizeof(T) == sizeof(double) && sizeof(S) == sizeof(float)) {
+    if (stride == 1 && count >= kLanes<T>) return to_double(p);
+    S part[kLanes<T>] = {};
+    for (int64_t i = 0; i < count && i < kLanes<T>; ++i) part[i] = p[i * stride];
+    return to_double(part);
+  } else {
+    return widen_part<T>(p, stride, count);
+  }
+}
+
+template <typename T>
+void add_bias(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld) {
+  with_bias_type(T(), bias.dtype, [=](auto* type) {
+    auto* data = static_cast<decltype(type)>(bias.data);
+    const int64_t stride = bias.column_stride;
+    for (int64_t r = 0; r < rows; ++r) {
+      auto* line = data + r * bias.row_stride;
+      T* to = s + r * ld;
+      if (stride == 0) {
+        const Vec<T> same = fill(bias_part<T>(line, 0, 1)[0]);
+        for (int64_t c = 0; c < columns; c += kLanes<T>) store(to + c, load(to + c) + same);
+        continue;
+      }
+      for (int64_t c = 0; c < columns; c += kLanes<T>) {
+        __builtin_prefetch(line + c * stride + kTileRows * bias.row_stride);  // the next tile
+        store(to + c, load(to + c) + bias_part<T>(line + c * stride, stride, columns - c));
+      }
+    }
+  });
+}
+
+template <typename T>
+struct Columns {
+  T index[kLanes<T>];
+  constexpr Columns() : index() {
+    for (int i = 0; i < kLanes<T>; ++i) index[i] = static_cast<T>(i);
+  }
+};
+
+template <typename T>
+void subtract_distance(int64_t columns, T slope, T diagonal, T* line) {
+  static constexpr Columns<T> kFirst;
+  const Vec<T> first = load(kFirst.index) - diagonal;
+  for (int64_t c = 0; c < columns; c += kLanes<T>) {
+    const Vec<T> distance = first + static_cast<T>(c);
+    store(line + c, load(line + c) - slope * larger(distance, -distance));
+  }
+}
+
+template <typename T>
+inline Vec<T> hide_part(Vec<T> s, const uint8_t* allowed) {
+  return widen_bytes(allowed, T()) != 0 ? s : fill(T(-__builtin_inff()));
+}
+
+template <typename T>
+void hide(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, T* s,
+          int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      const uint8_t* line = allowed + r * row_stride + c * column_stride;
+      T* to = s + r * ld + c;
+      if (column_stride == 1 && c + kLanes<T> <= columns) {
+        store(to, hide_part<T>(load(to), line));
+        continue;
+      }
+      uint8_t part[kLanes<T>] = {};
+      for (int64_t i = 0; i < kLanes<T> && c + i < columns; ++i) part[i] = line[i * column_stride];
+      store(to, hide_part<T>(load(to), part));
     }
 }
 
@@ -424,7 +521,10 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
 }
 
 template <typename T>
-constexpr Primitives<T> kPrimitives = {kLanes<T>,        load_rows<T>,      load_rows<T>,  load_columns<T>,
-                                       load_rows<T>,     store_rows<T>,     as_left<T>,    as_left_transposed<T>,
-                                       scores<T, T>,     scores_direct<T>,  accumulate<T>, softmax_step<T>,
-                                       probabilities<T>, score_gradient<T>, softcap<T>,    finite<T>};
+constexpr ScorePrimitives<T> kScorePrimitives = {softmax_step<T>, probabilities<T>,     score_gradient<T>, softcap<T>,
+                                                 add_bias<T>,     subtract_distance<T>, hide<T>,           finite<T>};
+
+template <typename T>
+constexpr Primitives<T> kPrimitives = {kScorePrimitives<T>,   kLanes<T>,    load_rows<T>,     load_rows<T>,
+                                       load_columns<T>,       load_rows<T>, store_rows<T>,    as_left<T>,
+                                       as_left_transposed<T>, scores<T, T>, scores_direct<T>, accumulate<T>};

@@ -144,11 +144,17 @@ struct Call {
     return kept.back();
   }
 
-  void read_options(Arguments* in) {
+  void read_dense(Arguments* in) {
     constexpr size_t kOptionalTensors = 10;
     kept.reserve(kOptionalTensors);
     params.bias = optional_view(keep(in->next_optional()), true);
     params.allowed = optional_view(keep(in->next_optional()), false);
+    STD_TORCH_CHECK(!params.bias || params.bias.dtype == params.q.dtype || params.bias.dtype == Dtype::kFloat32,
+                    "cpu_flash: expected a bias of the dtype of q or float32");
+  }
+
+  void read_options(Arguments* in) {
+    read_dense(in);
     params.q_lengths = optional_view(keep(in->next_optional()), false);
     params.k_lengths = optional_view(keep(in->next_optional()), false);
     params.q_segments = optional_view(keep(in->next_optional()), false);
@@ -172,7 +178,7 @@ struct Call {
   }
 
   const std::optional<Tensor>& bias() const { return kept[0]; }
-  const std::optional<Tensor>& sinks() const { return kept[8]; }
+  std::optional<Tensor> sinks() const { return params.sinks ? kept[8] : std::nullopt; }
 };
 
 template <typename T>
@@ -184,12 +190,17 @@ Toolbox<T> toolbox(Dtype dtype) {
     return {*set.f32, dtype == Dtype::kBFloat16 ? set.bf16 : nullptr};
 }
 
+// A call is dense when it has no options but a bias and a dense mask: reading the others takes as long as a small call.
+template <bool kDense>
 void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
   Call call;
   call.read_tensors(&in);
   call.read_band(&in);
-  call.read_options(&in);
+  if (kDense)
+    call.read_dense(&in);
+  else
+    call.read_options(&in);
   const AttentionParams& p = call.params;
   const Tensor out = new_like(call.q, p.Dv);
   const Tensor lse = new_tensor({p.B, p.H, p.M}, {p.H * p.M, p.M, 1}, compute_code(p.q.dtype));
@@ -204,7 +215,7 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
 // A gradient that is summed in the type computed in, and handed out in the type of its tensor.
 template <typename T>
 struct Sum {
-  const std::optional<Tensor>& like;
+  const std::optional<Tensor> like;
   std::vector<T> values;
 
   Sum(const std::optional<Tensor>& tensor, bool wanted) : like(tensor) {
@@ -242,7 +253,7 @@ struct Sum {
   }
 };
 
-template <typename T>
+template <bool kDense, typename T>
 void backward_in(StableIValue* stack, const Call& call, BackwardTensors tensors, bool bias_grad) {
   const AttentionParams& p = call.params;
   const Tensor dq = new_like(call.q, p.D), dk = new_like(call.k, p.D), dv = new_like(call.v, p.Dv);
@@ -252,12 +263,16 @@ void backward_in(StableIValue* stack, const Call& call, BackwardTensors tensors,
   tensors.dv = view_of(dv);
   tensors.dbias = dbias.view();
   tensors.dsinks = dsinks.values.data();
-  if (!call.sinks()) tensors.dsinks = nullptr;
+  if (!call.params.sinks) tensors.dsinks = nullptr;
   const Toolbox<T> tools = toolbox<T>(p.q.dtype);
   attention_backward(p, tools, tensors);
-  put(stack, dq, dk, dv, dbias.finish(tools.plain), dsinks.finish(tools.plain));
+  if (kDense)
+    put(stack, dq, dk, dv);
+  else
+    put(stack, dq, dk, dv, dbias.finish(tools.plain), dsinks.finish(tools.plain));
 }
 
+template <bool kDense>
 void flash_backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
   const Tensor grad_out = in.next<Tensor>();
@@ -265,9 +280,15 @@ void flash_backward(StableIValue* stack, uint64_t, uint64_t) {
   call.read_tensors(&in);
   const Tensor out = in.next<Tensor>(), lse = in.next<Tensor>();
   call.read_band(&in);
-  const std::optional<Tensor> grad_lse = in.next_optional();
-  call.read_options(&in);
-  const bool bias_grad = in.next<bool>();
+  std::optional<Tensor> grad_lse;
+  bool bias_grad = false;
+  if (kDense) {
+    call.read_dense(&in);
+  } else {
+    grad_lse = in.next_optional();
+    call.read_options(&in);
+    bias_grad = in.next<bool>();
+  }
   BackwardTensors tensors;
   tensors.out = view_of(out);
   tensors.grad_out = view_of(grad_out);
@@ -279,9 +300,9 @@ void flash_backward(StableIValue* stack, uint64_t, uint64_t) {
   STD_TORCH_CHECK(tensors.out.dtype == call.params.q.dtype && tensors.grad_out.dtype == call.params.q.dtype,
                   "cpu_flash: expected out and grad_out in the dtype of q");
   if (compute == Dtype::kFloat64)
-    backward_in<double>(stack, call, tensors, bias_grad);
+    backward_in<kDense, double>(stack, call, tensors, bias_grad);
   else
-    backward_in<float>(stack, call, tensors, bias_grad);
+    backward_in<kDense, float>(stack, call, tensors, bias_grad);
 }
 
 std::string isa() { return instruction_set().name; }
@@ -297,6 +318,11 @@ const std::string kOptions =
 
 STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
   const std::string band = "float scale, int left=-1, int right=-1, bool bottom_right=False, *, ";
+  const std::string dense = "float scale, int left, int right, bool bottom_right, Tensor? bias, Tensor? allowed";
+  library.def(("flash_forward_dense(Tensor q, Tensor k, Tensor v, " + dense + ") -> (Tensor, Tensor)").c_str());
+  library.def(("flash_backward_dense(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + dense +
+               ") -> (Tensor, Tensor, Tensor)")
+                  .c_str());
   library.def(("flash_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ") -> (Tensor, Tensor)").c_str());
   library.def(("flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + band +
                "Tensor? grad_lse=None, " + kOptions +
@@ -308,8 +334,10 @@ STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CPU, library) {
-  library.impl("flash_forward", &flash_forward);
-  library.impl("flash_backward", &flash_backward);
+  library.impl("flash_forward", &flash_forward<false>);
+  library.impl("flash_forward_dense", &flash_forward<true>);
+  library.impl("flash_backward", &flash_backward<false>);
+  library.impl("flash_backward_dense", &flash_backward<true>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CompositeExplicitAutograd, library) {

@@ -30,11 +30,35 @@ constexpr int64_t kDepth = 1;
 template <>
 constexpr int64_t kDepth<Pair> = 2;
 
+// What is done to scores [rows, ld] as they are, whatever takes part in products. Rows are written up to a whole
+// vector.
+template <typename T>
+struct ScorePrimitives {
+  // One step of the online softmax: s becomes exp(s - row_max), keep[row] what older sums are worth now.
+  // row_sum [rows, kMaxLanes].
+  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
+  // s = exp(s - lse[row]).
+  void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
+  // dp = p * (dp - delta[row]).
+  void (*score_gradient)(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta);
+  // s = cap * tanh(s / cap), and slope (null: not wanted) = its derivative.
+  void (*softcap)(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap);
+  // s += bias; strides may be 0.
+  void (*add_bias)(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld);
+  // line -= slope * |diagonal - column|.
+  void (*subtract_distance)(int64_t columns, T slope, T diagonal, T* line);
+  // Minus infinity where a byte of allowed is zero; strides may be 0.
+  void (*hide)(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, T* s,
+               int64_t ld);
+  // Whether all of x [rows, width] is finite.
+  bool (*finite)(const T* x, int64_t rows, int64_t width, int64_t ld);
+};
+
 // T is the type computed in: float for everything but float64. Products take operands of another type where the
 // instruction set multiplies it faster: a left operand is [rows, depth / kDepth], a right one [depth / kDepth,
 // columns], both padded with zeros to whole vectors and to a whole operand. Depths are counted in values.
 template <typename T, typename Operand = T>
-struct Primitives {
+struct Primitives : ScorePrimitives<T> {
   int64_t lanes;  // elements of a vector; leading dimensions are multiples of it
 
   // dst[row][column] = src, columns beyond width up to ld are zero.                            dst [rows, ld]
@@ -65,18 +89,6 @@ struct Primitives {
   // with column stride 1, or where T is the operand also rows of values in memory; width is a multiple of `lanes`.
   void (*accumulate)(int64_t rows, int64_t width, int64_t depth, const Operand* a, int64_t row_stride,
                      int64_t depth_stride, Source b, T* c, int64_t ldc, const T* keep);
-
-  // One step of the online softmax in base 2: s becomes exp2(s - row_max), keep[row] what older sums are worth now.
-  // row_sum [rows, kMaxLanes].
-  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
-  // s = exp2(s - lse[row]).
-  void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
-  // dp = p * (dp - delta[row]).
-  void (*score_gradient)(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta);
-  // s = cap * tanh(s / cap), and slope (null: not wanted) = its derivative.
-  void (*softcap)(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap);
-  // Whether all of x [rows, width] is finite.
-  bool (*finite)(const T* x, int64_t rows, int64_t width, int64_t ld);
 };
 
 struct InstructionSet {

@@ -19,6 +19,11 @@ inline __m256 widen_f16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
+inline Words widen_bytes(const uint8_t* p, float) {
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+
 inline void narrow_f16(__m256 x, uint16_t* p) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

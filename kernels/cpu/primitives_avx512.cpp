@@ -21,6 +21,11 @@ inline __m512 widen_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
+inline Words widen_bytes(const uint8_t* p, float) {
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 inline void narrow_f16(__m512 x, uint16_t* p) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -21,6 +21,11 @@ inline __m512 widen_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
+inline Words widen_bytes(const uint8_t* p, float) {
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 inline void narrow_f16(__m512 x, uint16_t* p) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -158,22 +163,10 @@ void accumulate_pairs(int64_t rows, int64_t width, int64_t depth, const Pair* a,
                                     static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c, ldc, keep);
 }
 
-constexpr Primitives<float, Pair> kPairs = {kLanes<float>,
-                                            load_rows<float>,
-                                            load_left,
-                                            load_pair_columns,
-                                            load_steps,
-                                            store_rows<float>,
-                                            as_left_pairs,
-                                            as_left_transposed_pairs,
-                                            scores<float, Pair>,
-                                            nullptr,
-                                            accumulate_pairs,
-                                            softmax_step<float>,
-                                            probabilities<float>,
-                                            score_gradient<float>,
-                                            softcap<float>,
-                                            finite<float>};
+constexpr Primitives<float, Pair> kPairs = {
+    kScorePrimitives<float>,  kLanes<float>,       load_rows<float>,  load_left,
+    load_pair_columns,        load_steps,          store_rows<float>, as_left_pairs,
+    as_left_transposed_pairs, scores<float, Pair>, nullptr,           accumulate_pairs};
 
 }  // namespace
 

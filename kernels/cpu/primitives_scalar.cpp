@@ -50,6 +50,9 @@ inline uint16_t float_to_half(float x) {
   return sign | static_cast<uint16_t>((rounded - 0x38000000) >> 13);
 }
 
+typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
+inline Words widen_bytes(const uint8_t* p, float) { return Words{p[0], p[1], p[2], p[3]}; }
+
 inline Floats widen_f16(const uint16_t* p) {
   Floats x;
   for (int i = 0; i < kFloats; ++i) x[i] = half_to_float(p[i]);

@@ -7,24 +7,6 @@
 namespace sdpa_cpu {
 namespace {
 
-template <typename T>
-void add_bias(const View& bias, const char* first, int64_t count, T* line) {
-  const int64_t stride = bias.stride[3];
-  constexpr T kFactor = static_cast<T>(kLog2E);
-  switch (bias.dtype) {
-    case Dtype::kFloat32:
-      for (int64_t j = 0; j < count; ++j) line[j] += kFactor * reinterpret_cast<const float*>(first)[j * stride];
-      return;
-    case Dtype::kFloat64:
-      for (int64_t j = 0; j < count; ++j)
-        line[j] += kFactor * static_cast<T>(reinterpret_cast<const double*>(first)[j * stride]);
-      return;
-    default:
-      for (int64_t j = 0; j < count; ++j)
-        line[j] += kFactor * static_cast<T>(read_number(first + j * stride * bias.element, bias.dtype));
-  }
-}
-
 constexpr int kRounds = 10;
 constexpr int kWords = 4;  // keys that share one counter
 
@@ -67,30 +49,23 @@ double read_number(const char* p, Dtype dtype) {
 }
 
 template <typename T>
-ScoreTerms<T>::ScoreTerms(const AttentionParams& params, Softcap softcap) : params_(params), softcap_(softcap) {
-  factor_ = static_cast<T>(params.softcap != 0.0 ? params.scale : params.scale * kLog2E);
-  present_ = params.softcap != 0.0 || params.alibi || params.bias;
-}
+ScoreTerms<T>::ScoreTerms(const AttentionParams& params, const ScorePrimitives<T>& prim)
+    : params_(params), prim_(prim), present_(params.softcap != 0.0 || params.alibi || params.bias) {}
 
 template <typename T>
 void ScoreTerms<T>::apply(const Mask& mask, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count, T* s,
                           T* slope, int64_t ld) const {
-  if (params_.softcap != 0.0) {
-    softcap_(rows.count, count, s, slope, ld, static_cast<T>(params_.softcap));
-    for (int64_t r = 0; r < rows.count; ++r)
-      for (int64_t j = 0; j < count; ++j) s[r * ld + j] *= static_cast<T>(kLog2E);
+  if (params_.softcap != 0.0) prim_.softcap(rows.count, count, s, slope, ld, static_cast<T>(params_.softcap));
+  for (int64_t r = 0; params_.alibi && r < rows.count; ++r) {
+    const T penalty = static_cast<T>(read_number(params_.alibi.at(batch, rows.head_of(r)), params_.alibi.dtype));
+    const int64_t diagonal = rows.query_of(r) + mask.shift() - begin;
+    prim_.subtract_distance(count, penalty, static_cast<T>(diagonal), s + r * ld);
   }
-  for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t head = rows.head_of(r), query = rows.query_of(r);
-    T* line = s + r * ld;
-    if (params_.alibi) {
-      const T penalty = static_cast<T>(read_number(params_.alibi.at(batch, head), params_.alibi.dtype) * kLog2E);
-      const int64_t diagonal = query + mask.shift() - begin;
-      for (int64_t j = 0; j < count; ++j)
-        line[j] -= penalty * static_cast<T>(diagonal < j ? j - diagonal : diagonal - j);
-    }
-    if (params_.bias) add_bias(params_.bias, params_.bias.at(batch, head, query, begin), count, line);
-  }
+  if (!params_.bias) return;
+  Source bias = params_.bias.rows(batch, rows.head, rows.query);
+  bias.data = params_.bias.at(batch, rows.head, rows.query, begin);
+  if (rows.across_heads) bias.row_stride = params_.bias.stride[1];
+  prim_.add_bias(bias, rows.count, count, s, ld);
 }
 
 template <typename T>

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, settle
 from torch import Tensor
 
+from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, settle
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from sdpa.kernels.vendor.common import is_causal, no_cuda, no_rng
 
+from sdpa.kernels.vendor.common import is_causal, no_cuda, no_rng
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from sdpa.kernels.vendor.common import float_mask, is_causal
 
+from sdpa.kernels.vendor.common import float_mask, is_causal
 from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
 
