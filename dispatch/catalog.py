@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from sdpa.dispatch.kernel import Kernel
@@ -128,9 +126,11 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
-@lru_cache(maxsize=1)
+BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+
+
 def by_name() -> dict[str, Kernel]:
-    return {kernel.name: kernel for kernel in KERNELS}
+    return BY_NAME
 
 
 def kernels_for(device_type: str) -> tuple[Kernel, ...]:

@@ -56,6 +56,10 @@ CURRENT: ContextVar[str] = ContextVar("sdpa_kernel", default="")
 TRACED: list[str] = []
 
 
+# Settings made before; a dict and not lru_cache, which Dynamo warns about.
+TEXTS: dict[tuple, str] = {}
+
+
 class sdpa_kernel:
     """Allow only some kernels, in this thread or task, until the with-block ends.
 
@@ -72,12 +76,10 @@ class sdpa_kernel:
     __slots__ = ("_text", "_token")
 
     def __init__(self, backends: object = (), set_priority: bool = False, strict: bool = False) -> None:
-        key = (
-            backends if isinstance(backends, str) or not isinstance(backends, list) else tuple(backends),
-            set_priority,
-            strict,
-        )
-        self._text = setting_text(*key)
+        several = not isinstance(backends, str) and isinstance(backends, Iterable)
+        key = (tuple(backends) if several else (backends,), set_priority, strict)
+        text = TEXTS.get(key)
+        self._text = remember_text(*key) if text is None else text
 
     def __enter__(self) -> sdpa_kernel:
         if torch.compiler.is_compiling():
@@ -93,11 +95,10 @@ class sdpa_kernel:
             CURRENT.reset(self._token)
 
 
-@lru_cache(maxsize=1024)
-def setting_text(backends: object, set_priority: bool, strict: bool) -> str:
-    names = [backends] if isinstance(backends, str) or not isinstance(backends, Iterable) else list(backends)
-    allowed = tuple(backend_name(b) for b in names)
-    return Setting(allowed, set_priority, strict).encode()
+def remember_text(backends: tuple, set_priority: bool, strict: bool) -> str:
+    setting = Setting(tuple(backend_name(backend) for backend in backends), set_priority, strict)
+    TEXTS[backends, set_priority, strict] = text = setting.encode()
+    return text
 
 
 def backend_name(backend: object) -> str:

@@ -17,7 +17,10 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask made of any subset of these fields; `a & b` sees what both see, `mask & tensor` adds a dense one.
+    """A mask made of any subset of these fields; `a & b` has the fields of both, `mask & tensor` adds a dense one.
+
+    What `a & b` lets through is what both let through; a diagonal aligned to the bottom right is that of the lengths in
+    `a & b`.
 
     Args:
         causal: query i sees keys up to its own position.

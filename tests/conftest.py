@@ -25,6 +25,13 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz-cases", type=int, default=FUZZ_CASES, help="cases of tests/test_fuzz.py")
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    seed, cases = config.getoption("--fuzz-seed"), config.getoption("--fuzz-cases")
+    terminalreporter.write_line(
+        f"fuzz: {cases} cases from seed {seed}; again: pytest tests/test_fuzz.py --fuzz-seed {seed}"
+    )
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """Waiting threads cost more than such small problems."""

@@ -1,7 +1,8 @@
-"""The native CPU kernel on every instruction set of this machine, against the float64 reference."""
+"""The native CPU kernel on every instruction set of this machine, within the budget of sdpa.testing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,17 +12,15 @@ from torch import Tensor
 from sdpa import philox
 from sdpa.dense import visible
 from sdpa.kernels.cpu import flash, library
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
-from sdpa.reference import attention
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.reference import attention, masked_scores
+from sdpa.testing import Comparison, accumulator, backward_bands, check_inputs, compare, from_scores, largest
 
 if library.load_error() is not None:
     pytest.skip(library.load_error(), allow_module_level=True)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ISAS = library.isas()
-# Roundings of the result's size that are nobody's fault: in a half precision those of the result and of the
-# probabilities, in a wide one those of the sums, whose order differs from torch's.
-ROUNDINGS = {torch.float32: 32, torch.float64: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
 @pytest.fixture(params=ISAS)
@@ -32,11 +31,10 @@ def isa(request):
     library.set_isa(before)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Waiting threads cost more than such small problems."""
+@pytest.fixture
+def two_threads():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
@@ -144,83 +142,118 @@ def gradients(inputs: AttentionInputs, upstream: Results) -> dict[str, Tensor]:
     return {name: grad for name, grad in found._asdict().items() if grad is not None}
 
 
-def expected_gradients(inputs: AttentionInputs, upstream: Results, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The reference's, by autograd, every operation in `dtype`."""
-    names = ["q", "k", "v"] + [n for n in ("bias", "sinks") if getattr(inputs, n) is not None]
-    leaves = {n: getattr(inputs, n).to(dtype).requires_grad_() for n in names}
-    out, lse = attention(inputs._replace(**leaves), dtype)
+def check(inputs: AttentionInputs) -> None:
+    """Result, log-sum-exp and gradients against the float64 reference."""
+    grad_out = random(*inputs.q.shape[:3], inputs.v.shape[3], dtype=inputs.q.dtype)
+    expect(check_inputs("cpu_flash", inputs, grad_out, inputs.bias is not None))
+
+
+def check_forward(inputs: AttentionInputs, tile: Tile | None = None, specification: Callable = attention) -> None:
+    found, exact, plain = run_forward(inputs, tile), specification(inputs), specification(inputs, inputs.q.dtype)
+    terms = inputs.k.shape[2]
+    expect([compare(n, *results, terms) for n, *results in zip(Results._fields, found, exact, plain, strict=True)])
+
+
+def softmax_attention(inputs: AttentionInputs, dtype: torch.dtype = torch.float64) -> Results:
+    """The reference for scores so large that log-sum-exp cannot stand for the normaliser; every row sees a key."""
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    q, k, v = (t.to(dtype).repeat_interleave(n, dim=1) for t, n in zip(inputs[:3], (1, group, group), strict=True))
+    scores = masked_scores(inputs, q, k)
+    return Results(torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1))
+
+
+def expect(comparisons: list[Comparison]) -> None:
+    assert all(c.ok for c in comparisons), "; ".join(str(c) for c in comparisons if not c.ok)
+
+
+def expected_gradients(
+    inputs: AttentionInputs, upstream: Results, dtype: torch.dtype, specification: Callable = attention
+) -> dict[str, Tensor]:
+    """The reference's gradients of q, k and v, by autograd, every operation in `dtype`."""
+    leaves = [t.to(dtype).requires_grad_() for t in inputs[:3]]
+    out, lse = specification(inputs._replace(**dict(zip("qkv", leaves, strict=True))), dtype)
     loss = (out * upstream.out.to(dtype)).sum()
     if upstream.lse is not None:
         loss = loss + (lse.masked_fill(lse == -torch.inf, 0.0) * upstream.lse.to(dtype)).sum()
-    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    return dict(zip("qkv", torch.autograd.grad(loss, leaves), strict=True))
 
 
-def compare_forward(inputs: AttentionInputs, tile: Tile | None = None) -> None:
-    out, lse = run_forward(inputs, tile)
-    exact, rough = attention(inputs), attention(inputs, inputs.q.dtype)
-    assert_close("out", out, exact.out, rough.out)
-    assert_close("lse", lse, exact.lse, rough.lse)
+def check_gradients(inputs: AttentionInputs, upstream: Results, tame: AttentionInputs | None = None) -> None:
+    """The gradients of q, k and v, with a gradient of the log-sum-exp, too.
 
-
-def assert_close(
-    name: str, found: Tensor, exact: Tensor, rough: Tensor, precision: torch.dtype | None = None, summed: float = 1.0
-) -> None:
-    """At most twice the error of torch's operations in the same precision, and ROUNDINGS.
-
-    `precision` is what the terms were rounded to, if not the result's. Roundings of `summed` terms
-    that a broadcast gradient adds up grow with the square root of their number.
+    Where scores are huge, `tame` is the same problem without that, which rounding bands are taken from.
     """
-    assert found.shape == exact.shape, name
-    if found.numel() == 0:
-        return
-    hidden = exact == -torch.inf
-    assert torch.equal(found == -torch.inf, hidden), name
-    found_wide, exact, rough = (t.double().masked_fill(hidden, 0.0) for t in (found, exact, rough))
-    error = (found_wide - exact).abs().max().item()
-    rounding = max(ROUNDINGS[d] * torch.finfo(d).eps for d in (found.dtype, precision or found.dtype))
-    rounding *= max(1.0, exact.abs().max().item()) * summed**0.5
-    budget = 2 * (rough - exact).abs().max().item() + rounding
-    assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}"
-
-
-def compare_backward(inputs: AttentionInputs) -> None:
-    s = inputs.q.shape
-    upstream = Results(random(*s[:3], inputs.v.shape[3], dtype=inputs.q.dtype), None)
-    wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-    if inputs.bias is None:
-        upstream = upstream._replace(lse=random(*s[:3], dtype=wide))
-    found = gradients(inputs, upstream)
-    exact = expected_gradients(inputs, upstream, torch.float64)
-    rough = expected_gradients(inputs, upstream, inputs.q.dtype)
-    assert found.keys() == exact.keys()
-    for name, gradient in found.items():
-        assert gradient.dtype == getattr(inputs, name).dtype
-        pairs = s[0] * s[1] * s[2] * inputs.k.shape[2]
-        summed = pairs / gradient.numel() if name in ("bias", "sinks") and pairs else 1.0
-        assert_close(name, gradient, exact[name], rough[name], inputs.q.dtype, summed)
+    specification = attention if tame is None else softmax_attention
+    exact, plain = (expected_gradients(inputs, upstream, d, specification) for d in (torch.float64, inputs.q.dtype))
+    tame = inputs if tame is None else tame
+    bands = backward_bands(tame, upstream.out, attention(tame), Gradients(*exact.values()))
+    if upstream.lse is not None:
+        of_lse = from_scores(inputs, accumulator(inputs.q.dtype) * largest(upstream.lse.double().abs()))
+        bands = {n: bands[n] + of_lse[n] if n in of_lse else bands[n] for n in bands}
+    found, terms = gradients(inputs, upstream), inputs.q.shape[2] * S.H // S.Hkv + inputs.k.shape[2]
+    expect([compare(n, found[n], exact[n], plain[n], terms, bands[n]) for n in "qkv"])
 
 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_features(isa, name, dtype):
     torch.manual_seed(1)
+    check(make(Case(features=FEATURES[name]()), dtype))
+
+
+@pytest.mark.parametrize("name", ["plain", "lengths", "sinks", "allowed_empty_rows", "dropout"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_of_the_log_sum_exp(isa, name, dtype):
+    torch.manual_seed(1)
     inputs = make(Case(features=FEATURES[name]()), dtype)
-    compare_forward(inputs)
-    compare_backward(inputs)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    upstream = Results(random(S.B, S.H, S.M, S.Dv, dtype=dtype), random(S.B, S.H, S.M, dtype=wide))
+    check_gradients(inputs, upstream)
+
+
+# What models add where others have minus infinity: the lowest of the query's dtype, of float32, half of that, and less
+# drastic numbers. float16 reaches to -65504; float64 next to -1e9 has no coarser plain version to take a budget from.
+LOWEST, LOWEST32 = -torch.inf, torch.finfo(torch.float32).min
+FLOORS = {
+    torch.float32: (LOWEST32, LOWEST32 / 2, -1e9, -1e4, -3e3),
+    torch.bfloat16: (LOWEST, LOWEST32, LOWEST32 / 2, -1e9, -1e4, -3e3),
+    torch.float16: (LOWEST, -1e4, -3e3),
+    torch.float64: (LOWEST, LOWEST32, LOWEST32 / 2),
+}
+
+
+@pytest.mark.parametrize(("dtype", "floor"), [(d, floor) for d, floors in FLOORS.items() for floor in floors], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, S.M, S.N), (2, 4, S.M, S.N), (2, 1, 1, S.N)], ids=str)
+def test_finite_biases_that_hide(isa, dtype, floor, shape):
+    """A row that has the same floor everywhere is a softmax of what is left of its scores, in gradients, too."""
+    torch.manual_seed(2)
+    bias_dtype = dtype if floor == LOWEST else torch.float32
+    value = max(floor, torch.finfo(bias_dtype).min)
+    hidden = (torch.rand(shape) < 0.4) | (torch.arange(shape[2])[:, None] % 3 == 0)
+    bias = random(*shape, dtype=bias_dtype).masked_fill(hidden, value)
+    upstream = Results(random(S.B, S.H, S.M, S.Dv, dtype=dtype), None)
+    for features in ({"bias": bias}, {"bias": bias, "right": 3}, {"bias": bias, "softcap": 4.0}):
+        inputs = make(Case(features=features), dtype)
+        check_forward(inputs, specification=softmax_attention)
+        check_gradients(inputs, upstream, tame=inputs._replace(bias=bias.clamp(min=-9)))
+
+
+def test_lowest_bias_has_the_log_sum_exp_of_torch(isa):
+    lowest = torch.finfo(torch.float32).min
+    inputs = make(Case(features={"bias": torch.full((1, 1, 1, 1), lowest)}), torch.float32)
+    assert (run_forward(inputs).lse == lowest).all()
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("right", [-1, 0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sizes(isa, sizes, right, dtype):
-    inputs = make(Case(sizes, {"right": right, "bottom_right": True}), dtype)
-    compare_forward(inputs)
-    compare_backward(inputs)
+    check(make(Case(sizes, {"right": right, "bottom_right": True}), dtype))
 
 
 @pytest.mark.parametrize("tile", [*flash.TILES, Tile(7, 16), Tile(1, 1)], ids=str)
 def test_tiles(isa, tile):
-    compare_forward(make(Case(Sizes(M=211, N=150), {"left": 100, "right": 30}), torch.float32), tile)
+    check_forward(make(Case(Sizes(M=211, N=150), {"left": 100, "right": 30}), torch.float32), tile)
 
 
 def lay_out(tensor: Tensor, kind: str) -> Tensor:
@@ -242,8 +275,7 @@ def lay_out(tensor: Tensor, kind: str) -> Tensor:
 def test_memory_layouts(isa, kind, M, dtype):
     inputs = make(Case(Sizes(M=M), {"right": 3}), dtype)
     inputs = inputs._replace(**{n: lay_out(getattr(inputs, n), kind) for n in "qkv"})
-    compare_forward(inputs)
-    compare_backward(inputs)
+    check(inputs)
     out = run_forward(inputs).out
     assert (out.transpose(1, 2) if kind == "bmhd" else out).is_contiguous()
 
@@ -287,12 +319,12 @@ def test_hidden_values_do_not_leak(isa, name, poison, M, dtype):
     dirty = clean._replace(q=q, k=k, v=v)
     ones = torch.ones(*clean.q.shape[:3], clean.v.shape[3], dtype=dtype)
     upstream = Results(ones.masked_fill(query_hidden.unsqueeze(-1), poison), None)
-    before, after = run_forward(clean), run_forward(dirty)
-    assert_close("out", after.out, before.out, before.out)
-    assert_close("lse", after.lse, before.lse, before.lse)
-    expected, found = gradients(clean, Results(ones, None)), gradients(dirty, upstream)
-    for n in "qkv":
-        assert_close(n, found[n], expected[n], expected[n])
+    exact, plain = attention(clean), attention(clean, dtype)
+    expect([compare(n, *r, S.N) for n, *r in zip(Results._fields, run_forward(dirty), exact, plain, strict=True)])
+    wanted, rough = (expected_gradients(clean, Results(ones, None), d) for d in (torch.float64, dtype))
+    bands = backward_bands(clean, ones, exact, Gradients(*wanted.values()))
+    found = gradients(dirty, upstream)
+    expect([compare(n, found[n], wanted[n], rough[n], 2 * M + S.N, bands[n]) for n in "qkv"])
 
 
 def attention_pattern(inputs: AttentionInputs) -> Tensor:
@@ -302,12 +334,12 @@ def attention_pattern(inputs: AttentionInputs) -> Tensor:
 def test_rows_keep_their_own_values(isa):
     """A key that is not finite reaches the queries that see it, and no other query of the same block."""
     inputs = make(Case(Sizes(M=83), {"right": 0}), torch.float32)
-    clean = run_forward(inputs).out
+    exact, plain = attention(inputs).out[:, :, :45], attention(inputs, torch.float32).out[:, :, :45]
     for name in "kv":
         poisoned = getattr(inputs, name).clone()
         poisoned[:, :, 45] = torch.nan
         out = run_forward(inputs._replace(**{name: poisoned})).out
-        assert torch.equal(out[:, :, :45], clean[:, :, :45])
+        expect([compare("out", out[:, :, :45], exact, plain, S.N)])
         assert out[:, :, 45:].isnan().all()
 
 
@@ -326,7 +358,7 @@ def test_visible_nan_arrives(isa, where, position, dtype):
 
 def test_large_scores_do_not_overflow(isa):
     inputs = make(Case(), torch.float32)
-    compare_forward(inputs._replace(q=inputs.q * 1e4, k=inputs.k * 1e3))
+    check(inputs._replace(q=inputs.q * 1e4, k=inputs.k * 1e3))
 
 
 def test_the_same_bits_twice(isa):
@@ -337,13 +369,13 @@ def test_the_same_bits_twice(isa):
     assert torch.equal(run_forward(inputs).out, run_forward(inputs).out)
 
 
-def test_threads_change_nothing_in_the_forward(isa):
+def test_threads_change_nothing(isa, two_threads):
     inputs = make(Case(Sizes(M=300, N=300, D=64, Dv=64), {"right": 0}), torch.float32)
-    alone = run_forward(inputs)
-    torch.set_num_threads(2)
-    together = run_forward(inputs)
-    compare_backward(inputs)
-    assert torch.equal(alone.out, together.out) and torch.equal(alone.lse, together.lse)
+    upstream = Results(random(2, 4, 300, 64), None)
+    together = [*run_forward(inputs), *gradients(inputs, upstream).values()]
+    torch.set_num_threads(1)
+    alone = [*run_forward(inputs), *gradients(inputs, upstream).values()]
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
 def test_dropout_is_philox():

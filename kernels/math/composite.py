@@ -65,7 +65,7 @@ def forward_terms(inputs: AttentionInputs) -> Terms:
     weights = probabilities if keep is None else probabilities * keep
     out = per_group(weights, v)
     if v_bad is not None:
-        out = out + poison(structured, v_bad, inputs)
+        out = out + poison(structured, inputs)
     return Terms(out, lse, probabilities, keep, slope, q, k, v)
 
 
@@ -165,9 +165,12 @@ def spread(bad: Tensor, inputs: AttentionInputs) -> Tensor:
     return column.repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], dim=1)
 
 
-def poison(structured: Tensor, bad: Tensor, inputs: AttentionInputs) -> Tensor:
-    """[B, H, M, Dv]: NaN where a query sees a key whose value is not finite, else 0."""
+def poison(structured: Tensor, inputs: AttentionInputs) -> Tensor:
+    """[B, H, M, Dv]: the sum of the inf and NaN values a query sees, 0 where it sees none."""
     B, H, M, N = inputs.q.shape[0], inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
-    sees = structured.expand(B, 1, M, N).to(torch.float32) @ bad.to(torch.float32)  # [B, Hkv, M, Dv]
-    hit = (sees > 0).repeat_interleave(H // inputs.k.shape[1], dim=1)
-    return torch.zeros_like(hit, dtype=torch.float32).masked_fill(hit, torch.nan)
+    v = inputs.v.detach()
+    kinds = torch.cat([v == torch.inf, v == -torch.inf, torch.isnan(v)], dim=-1)  # [B, Hkv, N, 3 * Dv]
+    seen = structured.expand(B, 1, M, N).to(torch.float32) @ kinds.to(torch.float32) > 0  # [B, Hkv, M, 3 * Dv]
+    up, down, broken = seen.repeat_interleave(H // inputs.k.shape[1], dim=1).chunk(3, dim=-1)
+    zero = torch.zeros_like(up, dtype=torch.float32)
+    return zero.masked_fill(up, torch.inf) + zero.masked_fill(down, -torch.inf) + zero.masked_fill(broken, torch.nan)
