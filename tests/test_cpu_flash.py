@@ -170,7 +170,7 @@ def expected_gradients(
     inputs: AttentionInputs, upstream: Results, dtype: torch.dtype, specification: Callable = attention
 ) -> dict[str, Tensor]:
     """The reference's gradients of q, k and v, by autograd, every operation in `dtype`."""
-    leaves = [t.to(dtype).requires_grad_() for t in inputs[:3]]
+    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs[:3]]
     out, lse = specification(inputs._replace(**dict(zip("qkv", leaves, strict=True))), dtype)
     loss = (out * upstream.out.to(dtype)).sum()
     if upstream.lse is not None:
@@ -376,6 +376,25 @@ def test_threads_change_nothing(isa, two_threads):
     torch.set_num_threads(1)
     alone = [*run_forward(inputs), *gradients(inputs, upstream).values()]
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "sinks", "bias", "bias_of_rows", "bias_of_keys"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_share_the_keys_of_one_head(isa, two_threads, name, dtype):
+    """Where key/value heads are fewer than threads, each gets every other block of keys and sums its own dq."""
+    sizes = Sizes(B=1, H=2, Hkv=1, M=70, N=530)
+    B, H, M, N = sizes.B, sizes.H, sizes.M, sizes.N
+    torch.manual_seed(3)
+    features = {
+        "plain": {}, "causal": {"right": 0, "bottom_right": True}, "sinks": {"sinks": random(H)},
+        "bias": {"bias": random(B, H, M, N)}, "bias_of_rows": {"bias": random(B, H, M, 1)},
+        "bias_of_keys": {"bias": random(1, 1, 1, N)},
+    }[name]  # fmt: skip
+    inputs = make(Case(sizes, features), dtype)
+    check(inputs)
+    upstream = Results(random(B, H, M, sizes.Dv, dtype=dtype), None)
+    first, second = gradients(inputs, upstream), gradients(inputs, upstream)
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 def test_dropout_is_philox():

@@ -1,9 +1,11 @@
 // The backward attention loop: probabilities are computed again from the log-sum-exp, block by block. A task is a
-// key/value head with its query heads, so that every gradient has one writer and the same bits come out twice.
+// key/value head with its query heads, or a fixed part of its keys, so that every sum has one writer and the same bits
+// come out twice from as many threads.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "pairs.h"
@@ -16,6 +18,7 @@ namespace {
 constexpr int64_t kBlockM = 96;  // scores and their gradients of 96 x 64 pairs: 48 KiB, within the second cache
 constexpr int64_t kBlockN = 64;
 constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
+constexpr int64_t kBlocksOfPart = 4;    // loading the queries again costs little beside so many key blocks
 constexpr int64_t kLseRounding = 8192;  // a probability may be off by one in so many because lse is rounded
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -42,23 +45,24 @@ class Backward {
     v_ld_ = round_up(p_.Dv, prim.lanes);
     block_m_ = p_.block_m > 0 ? round_up(p_.block_m, kPack) : kBlockM;
     block_n_ = p_.block_n > 0 ? round_up(p_.block_n, kMaxLanes) : kBlockN;
+    split();
   }
 
   void run() {
-    const double flops = 2.0 * p_.B * p_.H * p_.M * p_.N * (3 * p_.D + 2 * p_.Dv);
-    // Heads that add to the same gradient of a broadcast bias are one task.
-    const bool share_batch = t_.dbias && t_.dbias.stride[0] == 0, share_heads = t_.dbias && t_.dbias.stride[1] == 0;
-    const int64_t batches = share_batch ? 1 : p_.B, heads = share_heads ? 1 : p_.Hkv;
-    const int64_t threads = flops < kParallelFlops ? 1 : std::min(p_.threads, batches * heads);
+    const int64_t tasks = batches_ * heads_ * parts_;
+    const int64_t threads = std::min(threads_, tasks);
     Carver sizes(nullptr);
     carve(sizes);
     const Scratch scratch(threads, sizes.used());
-    run_tasks(batches * heads, threads, [&](int64_t task, int64_t thread) {
+    run_tasks(tasks, threads, [&](int64_t task, int64_t thread) {
       Carver carver(scratch.of(thread));
       const Buffers buffers = carve(carver);
-      for (int64_t batch = task / heads; batch < p_.B; batch += batches)
-        for (int64_t head = task % heads; head < p_.Hkv; head += heads) Task(*this, buffers, batch, head).run();
+      const int64_t part = task % parts_, first = task / parts_;
+      for (int64_t batch = first / heads_; batch < p_.B; batch += batches_)
+        for (int64_t head = first % heads_; head < p_.Hkv; head += heads_)
+          Task(*this, buffers, batch, head, part).run();
     });
+    if (parts_ > 1) reduce_dq(threads, scratch);
     if (t_.dsinks) reduce_sinks();
   }
 
@@ -85,7 +89,7 @@ class Backward {
     // Where operands are single values, left and right are the same.
     b.q_steps = kPack == 1 ? b.q : carver.take<Operand>(steps * q_ld_);
     b.grad_out_steps = kPack == 1 ? b.grad_out : carver.take<Operand>(steps * v_ld_);
-    b.dq = carver.take<T>(p_.M * q_ld_);
+    b.dq = carver.take<T>(parts_ > 1 ? 0 : p_.M * q_ld_);
     b.dk = carver.take<T>(p_.N * q_ld_);
     b.dv = carver.take<T>(p_.N * v_ld_);
     b.lse = carver.take<T>(p_.M);
@@ -105,36 +109,75 @@ class Backward {
     return b;
   }
 
+  // Heads that add to the same gradient of a broadcast bias are one task; where threads are left, the key blocks of a
+  // head are dealt out in parts, each with its own dq.
+  void split() {
+    const double flops = 2.0 * p_.B * p_.H * p_.M * p_.N * (3 * p_.D + 2 * p_.Dv);
+    threads_ = flops < kParallelFlops ? 1 : p_.threads;
+    batches_ = t_.dbias && t_.dbias.stride[0] == 0 ? 1 : p_.B;
+    heads_ = t_.dbias && t_.dbias.stride[1] == 0 ? 1 : p_.Hkv;
+    const bool one_column = t_.dbias && t_.dbias.stride[3] == 0;
+    const int64_t most = one_column ? 1 : p_.N / (kBlocksOfPart * block_n_);
+    parts_ = std::clamp<int64_t>(threads_ / std::max<int64_t>(batches_ * heads_, 1), 1, std::max<int64_t>(most, 1));
+    if (parts_ > 1) dq_parts_.emplace(parts_ * p_.B * p_.H, p_.M * q_ld_ * static_cast<int64_t>(sizeof(T)));
+  }
+
+  T* dq_part(int64_t part, int64_t batch, int64_t head) const {
+    return static_cast<T*>(dq_parts_->of((part * p_.B + batch) * p_.H + head));
+  }
+
+  void reduce_dq(int64_t threads, const Scratch& scratch) const {
+    run_tasks(p_.B * p_.H, threads, [&](int64_t task, int64_t thread) {
+      Carver carver(scratch.of(thread));
+      T* scales = carve(carver).scales;
+      std::fill_n(scales, p_.M, static_cast<T>(p_.scale));
+      const int64_t batch = task / p_.H, head = task % p_.H;
+      T* sum = dq_part(0, batch, head);
+      for (int64_t part = 1; part < parts_; ++part) {
+        const T* more = dq_part(part, batch, head);
+        for (int64_t i = 0; i < p_.M * q_ld_; ++i) sum[i] += more[i];
+      }
+      prim_.store_rows(sum, q_ld_, scales, p_.M, p_.D, t_.dq.at(batch, head), t_.dq.dtype, t_.dq.stride[2]);
+    });
+  }
+
   class Task {
    public:
-    Task(const Backward& backward, const Buffers& buffers, int64_t batch, int64_t kv_head)
+    Task(const Backward& backward, const Buffers& buffers, int64_t batch, int64_t kv_head, int64_t part)
         : f_(backward),
           p_(backward.p_),
           b_(buffers),
           prim_(backward.prim_),
           batch_(batch),
           kv_head_(kv_head),
+          part_(part),
           mask_(p_, batch) {}
 
     void run() {
       std::fill_n(b_.scales, std::max(p_.M, p_.N), static_cast<T>(p_.scale));
       std::fill_n(b_.dk, p_.N * f_.q_ld_, T(0));
       std::fill_n(b_.dv, p_.N * f_.v_ld_, T(0));
+      const int64_t first = part_ * f_.block_n_, step = f_.parts_ * f_.block_n_;
       for (int64_t head = kv_head_ * p_.G(); head < (kv_head_ + 1) * p_.G(); ++head) {
+        dq_ = f_.parts_ > 1 ? f_.dq_part(part_, batch_, head) : b_.dq;
         load_head(head);
-        for (int64_t begin = 0; begin < p_.N; begin += f_.block_n_) visit_keys(head, begin);
-        store(b_.dq, f_.q_ld_, b_.scales, p_.M, p_.D, f_.t_.dq, head);
+        for (int64_t begin = first; begin < p_.N; begin += step) visit_keys(head, begin);
+        if (f_.parts_ == 1) store(dq_, f_.q_ld_, b_.scales, 0, p_.M, p_.D, f_.t_.dq, head);
       }
-      store(b_.dk, f_.q_ld_, b_.scales, p_.N, p_.D, f_.t_.dk, kv_head_);
-      store(b_.dv, f_.v_ld_, nullptr, p_.N, p_.Dv, f_.t_.dv, kv_head_);
+      for (int64_t begin = first; begin < p_.N; begin += step) {
+        const int64_t count = std::min(f_.block_n_, p_.N - begin);
+        store(b_.dk, f_.q_ld_, b_.scales, begin, count, p_.D, f_.t_.dk, kv_head_);
+        store(b_.dv, f_.v_ld_, nullptr, begin, count, p_.Dv, f_.t_.dv, kv_head_);
+      }
     }
 
    private:
     static constexpr T kNothing = -std::numeric_limits<T>::infinity();
 
-    void store(const T* gradient, int64_t ld, const T* factor, int64_t rows, int64_t width, const View& to,
-               int64_t head) const {
-      prim_.store_rows(gradient, ld, factor, rows, width, to.at(batch_, head), to.dtype, to.stride[2]);
+    void store(const T* gradient, int64_t ld, const T* factor, int64_t first, int64_t rows, int64_t width,
+               const View& to, int64_t head) const {
+      prim_.store_rows(gradient + first * ld, ld, factor, rows, width, to.at(batch_, head, first), to.dtype,
+                       to.stride[2]);
     }
 
     void load_head(int64_t head) {
@@ -145,10 +188,10 @@ class Backward {
         prim_.load_steps(q, p_.M, p_.D, b_.q_steps, f_.q_ld_);
         prim_.load_steps(grad_out, p_.M, p_.Dv, b_.grad_out_steps, f_.v_ld_);
       }
-      std::fill_n(b_.dq, p_.M * f_.q_ld_, T(0));
+      std::fill_n(dq_, p_.M * f_.q_ld_, T(0));
       for (int64_t i = 0; i < p_.M; ++i) load_row(head, i);
       normalise_again(head);
-      if (p_.sinks) f_.sink_parts_[batch_ * p_.H + head] = sink_gradient(head);
+      if (p_.sinks && part_ == 0) f_.sink_parts_[batch_ * p_.H + head] = sink_gradient(head);
     }
 
     // lse, with infinity for a row that sees nothing, so that its probabilities are 0; and
@@ -291,7 +334,7 @@ class Backward {
       const int64_t ld = f_.block_n_, first = block.rows.query, rows = block.rows.count, count = block.count;
       add_transposed(block, b_.s, b_.grad_out_steps, b_.dv, f_.v_ld_);
       const Operand* left = prim_.as_left(rows, count, b_.dp, reinterpret_cast<Operand*>(b_.s), ld);
-      prim_.accumulate(rows, f_.q_ld_, count, left, ld, 1, matrix(b_.key_steps, f_.q_ld_), b_.dq + first * f_.q_ld_,
+      prim_.accumulate(rows, f_.q_ld_, count, left, ld, 1, matrix(b_.key_steps, f_.q_ld_), dq_ + first * f_.q_ld_,
                        f_.q_ld_, nullptr);
       add_transposed(block, b_.dp, b_.q_steps, b_.dk, f_.q_ld_);
     }
@@ -320,7 +363,7 @@ class Backward {
       prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.q + query * f_.q_ld_, f_.q_ld_),
                        b_.dk + key * f_.q_ld_, f_.q_ld_, nullptr);
       prim_.accumulate(1, f_.q_ld_, 1, b_.dp + at, ld, 1, matrix(b_.key_steps + j * f_.q_ld_, f_.q_ld_),
-                       b_.dq + query * f_.q_ld_, f_.q_ld_, nullptr);
+                       dq_ + query * f_.q_ld_, f_.q_ld_, nullptr);
     }
 
     void hide(const Block& block) const {
@@ -368,7 +411,8 @@ class Backward {
     const AttentionParams& p_;
     const Buffers& b_;
     const Primitives<T, Operand>& prim_;
-    const int64_t batch_, kv_head_;
+    const int64_t batch_, kv_head_, part_;
+    T* dq_ = nullptr;  // of the head at hand
     const Mask mask_;
     bool coarse_ = false;  // whether any row of the head has an `inverse`
   };
@@ -388,6 +432,8 @@ class Backward {
   const ScoreTerms<T> terms_;
   mutable std::vector<double> sink_parts_;
   int64_t q_ld_, v_ld_, block_m_, block_n_;
+  int64_t threads_, batches_, heads_, parts_;
+  std::optional<Scratch> dq_parts_;
 };
 
 }  // namespace
