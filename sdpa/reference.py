@@ -21,8 +21,7 @@ def attention(inputs: AttentionInputs, dtype: torch.dtype = WIDE) -> Results:
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     scores = masked_scores(inputs, q, k)  # [B, H, M, N]
-    lse = logsumexp(scores, inputs.sinks)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    weights, lse = softmax(scores, inputs.sinks)
     if inputs.rng is not None:
         keep = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(weights.shape))
         weights = weights * keep / (1 - inputs.dropout_p)
@@ -41,16 +40,24 @@ def masked_scores(inputs: AttentionInputs, q: Tensor, k: Tensor) -> Tensor:
     return scores if seen is None else torch.where(seen, scores, -torch.inf)
 
 
-def logsumexp(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Natural logarithm of the softmax's denominator, which a sink joins; -inf for a row without keys."""
+def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over keys, whose denominator a sink joins, and its logarithm; 0 and -inf for a row without keys.
+
+    The largest score is taken off first and added to the logarithm last: where it is huge (a mask of the lowest finite
+    number), exp(score - lse) would lose the number of keys.
+    """
+    columns = scores
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    if scores.shape[-1] == 0:
-        return scores.new_full(scores.shape[:3], -torch.inf)
-    dead = (scores == -torch.inf).all(-1)
-    safe = scores.masked_fill(dead.unsqueeze(-1), 0.0)
-    return torch.logsumexp(safe, -1).masked_fill(dead, -torch.inf)
+        columns = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    if columns.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:3], -torch.inf)
+    top = columns.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    total = torch.exp(columns - top).sum(-1, keepdim=True)
+    dead = total == 0
+    total = total.masked_fill(dead, 1.0)
+    lse = (top + torch.log(total)).masked_fill(dead, -torch.inf)
+    return torch.exp(scores - top) / total, lse.squeeze(-1)
 
 
 def visible_values(inputs: AttentionInputs, weights: Tensor, v: Tensor) -> Tensor:
