@@ -39,7 +39,7 @@ def grid(device: str) -> tuple[Problem, ...]:
         cells.append(Problem(1, DECODE_HEADS, 1, N, D, dtype=dtype, Hkv=Hkv))
     for dtype, direction in product(DTYPES, ("forward", "backward")):
         cells.append(Problem(**VIT, dtype=dtype, direction=direction, layout="bmhd"))
-        for length, mask in product((128, 1024), ("padding", "window", "lengths")):
+        for length, mask in product((256, 1024), ("padding", "window", "lengths")):
             cells.append(square(length, 64, dtype=dtype, mask=mask, direction=direction))
     return tuple(replace(cell, device=device) for cell in sorted(cells, key=importance))
 

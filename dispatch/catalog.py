@@ -10,6 +10,7 @@ from sdpa.dispatch.rules import (
     bias_in_query_dtype,
     causal_only,
     cudnn_head_size,
+    dense_mask_without_lse,
     efficient_alignment,
     flash_architecture,
     no_row_limit,
@@ -42,11 +43,20 @@ KERNELS: tuple[Kernel, ...] = (
         module="sdpa.kernels.vendor.flash_cpu",
         devices=("cpu",),
         dtypes=ALL_DTYPES,
-        features=frozenset({"band", "gqa", "lse"}),  # it hides before it scales: NaN where the scale is not positive
+        features=frozenset(
+            {"band", "bias", "allowed", "gqa", "lse"}
+        ),  # it hides before it scales: NaN where the scale is not positive
         summary="torch's CPU flash",
         efficiency=0.6,
         overhead=6e-6,
-        rules=(causal_only, same_head_sizes, any_unit_stride),
+        rules=(
+            causal_only,
+            one_mask,
+            same_head_sizes,
+            any_unit_stride,
+            bias_in_query_dtype,
+            dense_mask_without_lse,
+        ),
     ),
     Kernel(
         name="vendor_cudnn",
@@ -90,7 +100,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="sdpa.kernels.vendor.efficient",
         devices=("cuda",),
         dtypes=FLOATS,
-        features=frozenset({"band", "bias", "allowed", "bias_grad", "lse"}),
+        features=frozenset({"band", "bias", "allowed", "bias_grad", "lse", "nonpositive_scale"}),
         summary="CUTLASS memory-efficient attention as torch ships it",
         deterministic=False,
         efficiency=0.2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,32 +52,34 @@ def decode(text: str) -> Setting:
     return Setting(allowed, "p" in flags, "s" in flags, "f" in flags)
 
 
-CURRENT: ContextVar[str] = ContextVar("sdpa_kernel", default="")
+# The settings of the open with-blocks, the innermost first: (text, outer settings).
+CURRENT: ContextVar[tuple | None] = ContextVar("sdpa_kernel", default=None)
 # What `with sdpa_kernel(...)` inside a function under torch.compile sets: Dynamo follows a list, not a ContextVar.
 TRACED: list[str] = []
 
 
+ALL: tuple = ()
 # Settings made before; a dict and not lru_cache, which Dynamo warns about.
 TEXTS: dict[tuple, str] = {}
 
 
-class sdpa_kernel:
+class sdpa_kernel(ContextDecorator):
     """Allow only some kernels, in this thread or task, until the with-block ends.
 
     Args:
-        backends: one or a list of torch's `SDPBackend` members, family names ("flash", "efficient", "cudnn", "math")
-            or kernel names as `sdpa info` lists them.
+        backends: all when not given; one or a list of torch's `SDPBackend` members, family names ("flash", "efficient",
+            "cudnn", "math") or kernel names as `sdpa info` lists them.
         set_priority: prefer them in the order given instead of by speed.
         strict: raise instead of falling to math.
 
-    Nests (the innermost holds), restores on exceptions, and is seen by no other thread. A name that is not known raises
-    ValueError with the known ones.
+    Nests (the innermost holds), restores on exceptions, is seen by no other thread, and decorates functions. One object
+    may be entered again. A name that is not known raises ValueError with the known ones.
     """
 
-    __slots__ = ("_text", "_token")
-
-    def __init__(self, backends: object = (), set_priority: bool = False, strict: bool = False) -> None:
+    def __init__(self, backends: object = ALL, set_priority: bool = False, strict: bool = False) -> None:
         several = not isinstance(backends, str) and isinstance(backends, Iterable)
+        if several and backends is not ALL and not list(backends):
+            raise ValueError("sdpa_kernel expects at least one kernel or backend, got an empty list")
         key = (tuple(backends) if several else (backends,), set_priority, strict)
         text = TEXTS.get(key)
         self._text = remember_text(*key) if text is None else text
@@ -85,14 +88,15 @@ class sdpa_kernel:
         if torch.compiler.is_compiling():
             TRACED.append(self._text)
         else:
-            self._token = CURRENT.set(self._text)
+            CURRENT.set((self._text, CURRENT.get()))
         return self
 
     def __exit__(self, *exception: object) -> None:
         if torch.compiler.is_compiling():
             TRACED.pop()
         else:
-            CURRENT.reset(self._token)
+            _, outer = CURRENT.get()
+            CURRENT.set(outer)
 
 
 def remember_text(backends: tuple, set_priority: bool, strict: bool) -> str:
@@ -118,18 +122,27 @@ def request_text(kernel: str | None) -> str:
         return Setting((backend_name(kernel),), forced=True).encode()
     if torch.compiler.is_compiling():
         return TRACED[-1] if TRACED else ""
-    return CURRENT.get() or environment_text()
+    return current_text() or environment_text()
+
+
+def current_text() -> str:
+    """The setting of the innermost with-block of this context, or ""."""
+    setting = CURRENT.get()
+    return "" if setting is None else setting[0]
 
 
 def effective(text: str) -> str:
     """What an operator was asked, completed by the context it runs in: in a graph, "" means whatever holds."""
-    return text or CURRENT.get() or environment_text()
+    return text or current_text() or environment_text()
 
 
 @lru_cache(maxsize=1)
 def environment_text() -> str:
     names = [name.strip() for name in default_kernel().split(",") if name.strip()]
-    return Setting(tuple(backend_name(name) for name in names)).encode()
+    try:
+        return Setting(tuple(backend_name(name) for name in names)).encode()
+    except ValueError as error:
+        raise ValueError(f"environment variable SDPA_KERNEL: {error}") from None
 
 
 def torch_toggles() -> int:

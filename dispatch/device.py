@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +33,6 @@ class Device:
     float32_flops: float
     float64_flops: float
     bandwidth: float  # bytes/s
-    launch: float  # seconds a kernel launch costs at least
 
     def peak(self, dtype: torch.dtype) -> float:
         if dtype == torch.float64:
@@ -49,7 +47,7 @@ def device_of(name: str) -> Device:
         return cpu(torch.get_num_threads())
     if kind == "cuda" and torch.cuda.is_available():
         return cuda(int(index or 0))
-    return Device(kind, kind, (kind,), 1, 4e12, 2e12, 1e11, 1e11, 1e-5)
+    return Device(kind, kind, (kind,), 1, 4e12, 2e12, 1e11, 1e11)
 
 
 @lru_cache(maxsize=64)
@@ -57,7 +55,7 @@ def cpu(threads: int) -> Device:
     isa = cpu_isa()
     flops = threads * DEFAULT_CPU_HERTZ * CPU_FLOPS_PER_CYCLE[isa]
     names = tuple(dict.fromkeys((cpu_table_name(), f"cpu_{isa}")))
-    return Device("cpu", cpu_model(), names, threads, flops, flops, flops / 2, DEFAULT_CPU_BANDWIDTH, 0.0)
+    return Device("cpu", cpu_model(), names, threads, flops, flops, flops / 2, DEFAULT_CPU_BANDWIDTH)
 
 
 def cpu_isa() -> str:
@@ -99,10 +97,6 @@ def cpu_table_name() -> str:
     return f"cpu_{cpu_isa()}"
 
 
-def physical_cores() -> int:
-    return os.cpu_count() or 1
-
-
 @lru_cache(maxsize=16)
 def cuda(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
@@ -123,5 +117,4 @@ def cuda(index: int) -> Device:
         float32,
         float32 / 2,
         memory_clock * bus * HALF_RATE_OF_MEMORY_CLOCK,
-        4e-6,
     )

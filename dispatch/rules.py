@@ -32,6 +32,14 @@ def one_mask(problem: AttentionProblem) -> str | None:
     return None
 
 
+def dense_mask_without_lse(problem: AttentionProblem) -> str | None:
+    """torch's CPU flash reports 0 as the log-sum-exp of a row whose mask hides every key."""
+    asked = "lse" in problem.features or problem.direction == "backward"
+    if asked and problem.features & {"bias", "allowed"}:
+        return "takes a dense mask only where neither a gradient nor the log-sum-exp is asked for"
+    return None
+
+
 def square_causal(problem: AttentionProblem) -> str | None:
     """Kernels that align causal masks to the bottom right agree with torch only when M == N."""
     if "band" not in problem.features or problem.M == problem.N:

@@ -17,6 +17,7 @@ from sdpa.problem import AttentionProblem, Tile
 # Scores of a problem (B * H * M * N) above which falling to math on an accelerator is worth a warning.
 LARGE_PROBLEM = 1 << 24
 CACHED_CHOICES = 4096
+KNOWN = frozenset(FAMILIES) | frozenset(by_name())
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,18 @@ def disabled_sentence(setting: Setting, toggles: int) -> str:
 
 
 def fell_to_math(choice: Choice, setting: Setting) -> None:
-    """Strict mode refuses math; a large problem on an accelerator warns, once because choices are cached."""
+    """Strict mode refuses math unless nothing else was asked for; otherwise a large problem on an accelerator warns.
+
+    It warns once, because choices are cached, and not where math was named among what is allowed.
+    """
     problem = choice.problem
-    asked_for = "math" in setting.allowed or choice.kernel.name in setting.allowed
-    if asked_for:
+    families = {name if name in FAMILIES else by_name()[name].family for name in setting.allowed if name in KNOWN}
+    if families == {"math"}:
         return
     if setting.strict:
         raise NoKernelError(f"strict mode: only math can run this problem:\n{explanation_of(problem)}")
+    if "math" in families:
+        return
     if problem.device_type != "cpu" and problem.B * problem.H * problem.M * problem.N >= LARGE_PROBLEM:
         warnings.warn(
             f"attention falls to {choice.kernel.name} on a large problem:\n{explanation_of(problem)}", stacklevel=2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdpa import flops
-from sdpa.batching import fold_batch
+from sdpa.batching import map_backward, map_forward
 from sdpa.kernels.math.composite import backward_terms, forward_terms
 from sdpa.ops import BACKWARD, FIELDS, FORWARD, no_tensor
 from sdpa.problem import AttentionInputs, Results
@@ -63,9 +63,8 @@ class AttentionEager(Attention):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        folded, unfold = fold_batch(info, in_dims, args)
-        results = AttentionEager.apply(*folded)
-        return unfold(results), (0,) * len(results)
+        results = map_forward(AttentionEager.apply, info, in_dims, args)
+        return results, (0,) * len(results)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -106,9 +105,8 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        folded, unfold = fold_batch(info, in_dims, args, leading=4)
-        results = AttentionBackward.apply(*folded)
-        return unfold(results), (0,) * len(results)
+        results = map_backward(AttentionBackward.apply, info, in_dims, args)
+        return results, (0,) * len(results)
 
 
 def remember(ctx, args, results) -> None:

@@ -1,52 +1,89 @@
-"""vmap: the mapped dimension is folded into the batch, so that one kernel call serves all of it."""
+"""vmap: the mapped dimension is folded into the batch, so that one kernel call serves all of it.
+
+Where one call cannot, samples are taken one by one: dropout, whose random numbers are counted by batch entry and must
+be those of each sample by itself (in every derivative, too), and sinks, which have no batch dimension that would keep
+samples apart. That is as slow as the number of samples, and correct.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sdpa.problem import AttentionInputs
 
 FIELDS = AttentionInputs._fields
-# Tensors whose first dimension is B, or 1 to broadcast.
-BATCHED = {"q", "k", "v", "bias", "allowed", "q_lengths", "k_lengths", "q_segments", "k_segments", "prefix", "alibi"}
+RESULTS = ("out", "lse")
+UPSTREAM = ("grad_out", "grad_lse", "out", "lse")
+GRADIENTS = ("q", "k", "v", "bias", "sinks")
+# Fields (B|1, ...), whose 1 broadcasts also after folding.
+BROADCAST = {"bias", "allowed", "q_segments", "k_segments", "alibi"}
 
 
-def fold_batch(info, in_dims, args, leading: int = 0):
-    """Arguments with the vmapped dimension folded into the batch, and the function that unfolds the results.
-
-    `leading` tensors (B, ...) stand before the fields of AttentionInputs. sinks and the bias of a mapped call come out
-    per entry, which one call cannot reduce: a mapped `sinks` or a gradient of a broadcast bias is therefore refused.
-    """
-    S = info.batch_size
-    q, q_dim = args[leading], in_dims[leading]
-    B = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
-    names = ("",) * leading + FIELDS
-    folded = []
-    for position, value in enumerate(args):
-        name = names[position] if position < len(names) else None
-        folded.append(fold_one(name, value, in_dims[position], S, B) if isinstance(value, Tensor) else value)
-    return folded, lambda results: tuple(unfold_one(r, S, B) for r in results)
+def map_forward(function, info, in_dims, args) -> tuple[Tensor, ...]:
+    """(out, lse), each (S, ...), of Attention's arguments of which some have a mapped dimension of S samples."""
+    names = FIELDS
+    if has_dropout(names, args) or in_dims[names.index("sinks")] is not None:
+        return one_by_one(function, info.batch_size, in_dims, args)
+    S, B = info.batch_size, batch_of(names, in_dims, args)
+    results = function(*fold(names, in_dims, args, S, B))
+    return tuple(result.unflatten(0, (S, B)) for result in results)
 
 
-def fold_one(name: str | None, value: Tensor, dim: int | None, S: int, B: int) -> Tensor:
-    """One tensor (B|1, ...) with a mapped dimension, or shared by all entries, as (S * B, ...)."""
-    if name == "rng":
-        return value if dim is None else value.movedim(dim, 0)[0]
-    if name == "sinks":
-        if dim is not None:
-            raise RuntimeError("vmap over attention sinks is not supported: map over query, key, value, bias or masks")
-        return value
-    if dim is None:
-        if (value.shape[0] == 1 and B != 1) or (name not in (None, "", "q", "k", "v") and value.shape[0] == 1):
-            return value
-        return value.unsqueeze(0).expand(S, *value.shape).flatten(0, 1)
-    value = value.movedim(dim, 0)
-    if value.shape[1] != B:
-        value = value.expand(S, B, *value.shape[2:])
-    return value.flatten(0, 1)
+def map_backward(function, info, in_dims, args) -> tuple[Tensor, ...]:
+    """The five gradients, each (S, ...), of AttentionBackward's arguments; also of what samples share, per sample."""
+    names = UPSTREAM + FIELDS
+    if has_dropout(names, args) or args[names.index("sinks")] is not None:
+        return one_by_one(function, info.batch_size, in_dims, args)
+    S, B = info.batch_size, batch_of(names, in_dims, args)
+    position, bias_grad = names.index("bias"), args[len(names)]
+    folded = fold(names, in_dims, args, S, B, keep_apart={"bias"} if bias_grad else set())
+    present = {"q", "k", "v", "bias"} if bias_grad else {"q", "k", "v"}
+    results = []
+    for name, result in zip(GRADIENTS, function(*folded), strict=True):
+        if name not in present:  # empty: nobody asked
+            results.append(result.unsqueeze(0).expand(S, *result.shape))
+            continue
+        unfolded = result.unflatten(0, (S, B))
+        if name == "bias" and entries_of(args[position], in_dims[position]) != B:
+            unfolded = unfolded.sum(1, keepdim=True)
+        results.append(unfolded)
+    return tuple(results)
 
 
-def unfold_one(result: Tensor, S: int, B: int) -> Tensor:
-    if result.shape[0] == S * B:
-        return result.unflatten(0, (S, B))
-    return result.unsqueeze(0).expand(S, *result.shape)
+def has_dropout(names, args) -> bool:
+    return args[names.index("dropout_p")] != 0.0
+
+
+def one_by_one(function, S: int, in_dims, args) -> tuple[Tensor, ...]:
+    """`function` of each sample, stacked."""
+    samples = [
+        function(*(a if dim is None else a.select(dim, s) for a, dim in zip(args, in_dims, strict=True)))
+        for s in range(S)
+    ]
+    return tuple(torch.stack(results) for results in zip(*samples, strict=True))
+
+
+def batch_of(names, in_dims, args) -> int:
+    """B of one sample."""
+    position = names.index("q")
+    return entries_of(args[position], in_dims[position])
+
+
+def entries_of(value: Tensor, dim: int | None) -> int:
+    """The first size of one sample of `value`."""
+    return value.shape[0] if dim is None or dim > 0 else value.shape[1]
+
+
+def fold(names, in_dims, args, S: int, B: int, keep_apart=frozenset()) -> list:
+    """Arguments with the S samples folded into the batch; what is named in `keep_apart` has an entry for each."""
+    folded = list(args)
+    for position, name in enumerate(names):
+        value, dim = args[position], in_dims[position]
+        if not isinstance(value, Tensor) or name == "sinks":
+            continue
+        if dim is None and value.shape[0] == 1 and name in BROADCAST and name not in keep_apart:
+            continue
+        value = value.unsqueeze(0) if dim is None else value.movedim(dim, 0)
+        folded[position] = value.expand(S, B, *value.shape[2:]).flatten(0, 1)
+    return folded

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sdpa.autograd import AttentionBackward
 from sdpa.dispatch import select
-from sdpa.dispatch.context import CURRENT, effective, request_text, torch_toggles
+from sdpa.dispatch.context import current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 
@@ -29,6 +29,7 @@ class Plan:
     __slots__ = (
         "backward_choice",
         "backward_problem",
+        "backward_state",
         "choice",
         "forward",
         "is_bias",
@@ -47,6 +48,7 @@ class Plan:
         self.forward, self.tile = self.choice.forward, self.choice.tile
         self.backward_problem = self.problem._replace(direction="backward", features=self.problem.features - {"lse"})
         self.backward_choice: select.Choice | None = None
+        self.backward_state: tuple | None = None
 
     def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionInputs:
         if mask is None:
@@ -61,10 +63,13 @@ class Plan:
         return self.forward(inputs, self.problem, self.tile)
 
     def run_backward(self, inputs: AttentionInputs, results: Results, upstream: Results):
-        if self.backward_choice is None:
-            self.backward_choice = select.select(self.backward_problem, select.backward_setting(self.setting))
+        state = (torch_toggles(), torch._C._get_deterministic_algorithms())
+        if state != self.backward_state:
+            problem = self.backward_problem = self.backward_problem._replace(deterministic=state[1])
+            self.backward_choice = select.select(problem, select.backward_setting(self.setting))
+            self.backward_state = state
         choice = select.LAST.choice = self.backward_choice
-        return choice.backward(inputs, results, upstream, self.backward_problem, choice.tile)
+        return choice.backward(inputs, results, upstream, choice.problem, choice.tile)
 
 
 class PlannedAttention(torch.autograd.Function):
@@ -92,7 +97,7 @@ def plan_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *ar
     """Everything a plan depends on, or None where the ordinary path must be taken."""
     try:
         return (
-            None if mask is None else (mask.shape, mask.dtype, mask.device),
+            None if mask is None else (mask.shape, mask.dtype, mask.device, mask.layout),
             query.shape,
             key.shape,
             value.shape,
@@ -106,7 +111,7 @@ def plan_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *ar
             key.device,
             value.device,
             arguments,
-            CURRENT.get(),
+            current_text(),
             torch_toggles(),
             torch._C._get_deterministic_algorithms(),
             torch._C._get_float32_matmul_precision(),

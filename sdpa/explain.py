@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
 from sdpa.inputs import Options, build_inputs
+from sdpa.interop import as_mask, cast_for_autocast, is_nested, pack_jagged, under_autocast
 from sdpa.mask import Mask
 from sdpa.problem import AttentionProblem
 
@@ -19,10 +21,13 @@ def explain(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
     direction: str = "forward",
-    **options: object,
 ) -> Explanation:
     """Every kernel with its reasons, or its time and where that figure comes from, for this call.
 
@@ -31,9 +36,10 @@ def explain(
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction must be 'forward' or 'backward', got {direction!r}")
-    inputs = build_inputs(query, key, value, Options(attn_mask, dropout_p, is_causal, **options))  # type: ignore[arg-type]
-    tensors = (query, key, value, inputs.bias, inputs.sinks)
-    learns = any(t is not None and t.requires_grad for t in tensors)
+    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    inputs = build_inputs(*prepare(query, key, value, options, return_lse))
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     extra = set()
     if direction == "forward" and (learns or return_lse):
         extra.add("lse")
@@ -41,3 +47,19 @@ def explain(
         extra.add("bias_grad")
     problem = AttentionProblem.of(inputs, direction, frozenset(extra))
     return explain_problem(problem, effective(request_text(kernel)))
+
+
+def prepare(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """What the front door does to a call before it is checked: CausalBias, jagged tensors and autocast."""
+    mask = as_mask(options.attn_mask)
+    if mask is not options.attn_mask:
+        if options.is_causal:
+            raise ValueError("CausalBias should not be used with causal=True")
+        options = options._replace(attn_mask=mask)
+    if is_nested(query, key, value):
+        query, key, value, options = pack_jagged(query, key, value, options, return_lse)
+    if under_autocast(query):
+        return cast_for_autocast(query, key, value, options, query.device.type)
+    return query, key, value, options

@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
         options = options._replace(attn_mask=mask)
     request = request_text(kernel)
     if is_nested(query, key, value):
-        return nested_attention(query, key, value, options, request, attend)
+        return nested_attention(query, key, value, options, request, attend, return_lse)
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         query, key, value, options = cast_for_autocast(query, key, value, options, device_type)
@@ -117,12 +117,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, needs_ls
 def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
     """The operator, inside the autograd.Function where a derivative may be asked for."""
     if torch.compiler.is_compiling():
-        return Results(*Attention.apply(*inputs, request)) if needs_grad(inputs) else plain(inputs, needs_lse, request)
+        if not needs_grad(inputs):
+            return plain(inputs, needs_lse, request)
+        return Results(*Attention.apply(*distinct(inputs), request))
     if eager.select_by_modes():
         flops.announce()
     if needs_grad(inputs) or is_transformed():
         return Results(*AttentionEager.apply(*inputs, request))
     return plain(inputs, needs_lse, request)
+
+
+def distinct(inputs: AttentionInputs) -> AttentionInputs:
+    """q, k and v as three tensors, which Dynamo wants of a Function's arguments."""
+    q, k, v = inputs[:3]
+    k = k.view_as(k) if k is q else k
+    v = v.view_as(v) if v is inputs.q or v is inputs.k else v
+    return AttentionInputs(q, k, v, *inputs[3:])
 
 
 def plain(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:

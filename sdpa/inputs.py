@@ -10,14 +10,16 @@ from torch import Tensor
 
 from sdpa import philox
 from sdpa.mask import Mask
-from sdpa.problem import AttentionInputs, Results
+from sdpa.problem import UNLIMITED, AttentionInputs, Results
 from sdpa.validate import (
+    check_flag,
     check_heads,
     check_mask_dtype,
     check_numbers,
     check_same_device,
     check_shape,
     check_sizes,
+    check_strided,
     check_tensors,
 )
 
@@ -38,7 +40,9 @@ def build_inputs(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
     """Check a call and bring it into the form that kernels take."""
     check_tensors(query, key, value)
     check_sizes(query, key, value)
-    check_numbers(options.dropout_p, options.scale, options.softcap, options.is_causal)
+    check_numbers(options.dropout_p, options.scale, options.softcap)
+    check_flag("is_causal", options.is_causal)
+    check_flag("enable_gqa", options.enable_gqa)
     q, k, v = four_dimensions(query, key, value, options.enable_gqa)
     inputs = AttentionInputs(
         q,
@@ -80,6 +84,7 @@ def mask_of(options: Options, query: Tensor) -> Mask:
         return given
     if not isinstance(given, Tensor):
         raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type(given).__name__}")
+    check_strided("attn_mask", given)
     check_mask_dtype(given, query)
     return Mask(allowed=given) if given.dtype == torch.bool else Mask(bias=given)
 
@@ -151,8 +156,8 @@ def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size | None = Non
             f"Expected attn_mask to be on the query's device {q.device}, but got {mask.device()} instead."
         )
     q_segments, k_segments = fit_segments(mask, B, M, N)
-    left, right = mask.band
-    # A band wider than the matrix hides nothing; saying so keeps such calls on the unmasked path.
+    # A side wider than the matrix hides nothing; saying so keeps such calls on the unmasked path.
+    left, right = (side if side < M + N else UNLIMITED for side in mask.band)
     return inputs._replace(
         left=left,
         right=right,
@@ -192,11 +197,29 @@ def fit_segments(mask: Mask, B: int, M: int, N: int) -> tuple[Tensor | None, Ten
     pair = given if isinstance(given, tuple) else (given, given)
     if mask.cu_seqlens is not None:
         pair = tuple(ids_of(cu, size) for cu, size in zip(pair, (M, N), strict=True))
-    fitted = []
     for name, ids, size in zip(("query", "key"), pair, (M, N), strict=True):
         check_shape(f"{name} segments", ids, ((B, size), (1, size), (size,)))
-        fitted.append(ids.to(torch.int32).reshape(-1, size))
-    return fitted[0], fitted[1]
+    queries, keys = (ids.reshape(-1, size) for ids, size in zip(pair, (M, N), strict=True))
+    if torch.int64 not in (queries.dtype, keys.dtype):
+        return queries.to(torch.int32), keys.to(torch.int32)
+    if pair[0] is pair[1]:
+        ranks = rank(queries)
+        return ranks, ranks
+    return renumbered(queries, keys)
+
+
+def renumbered(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """64-bit ids (hashes, say) as ranks that fit 32 bits, equal where the ids are, without synchronising."""
+    rows = max(queries.shape[0], keys.shape[0])
+    ranks = rank(torch.cat([queries.expand(rows, -1), keys.expand(rows, -1)], dim=1).to(torch.int64))
+    return ranks[:, : queries.shape[1]], ranks[:, queries.shape[1] :]
+
+
+def rank(ids: Tensor) -> Tensor:
+    """The place of each id among the different ones of its row, int32."""
+    ordered, places = ids.sort(dim=1)
+    steps = torch.nn.functional.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
+    return torch.empty_like(steps).scatter_(1, places, steps).to(torch.int32)
 
 
 def ids_of(cu_seqlens: Tensor, size: int) -> Tensor:
@@ -206,23 +229,30 @@ def ids_of(cu_seqlens: Tensor, size: int) -> Tensor:
             f"Expected cu_seqlens to have shape (documents + 1,), but got {tuple(cu_seqlens.shape)} instead."
         )
     positions = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True, out_int32=True)
 
 
 def fit_alibi(slopes: Tensor | None, B: int, H: int) -> Tensor | None:
     if slopes is None:
         return None
     check_shape("alibi slopes", slopes, ((H,), (1, H), (B, H)))
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected alibi slopes without requires_grad, because they have no gradient; detach them, or pass "
+            "-slope * distance as a bias, which has one."
+        )
     return slopes.to(torch.float32).reshape(-1, H)
 
 
 def fit_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     if sinks is None:
         return None
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a Tensor of shape (H,) or None, but got {type(sinks).__name__}")
     check_same_device("sinks", sinks, q)
     check_shape("sinks", sinks, ((q.shape[1],),))
     if sinks.dtype not in (torch.float32, q.dtype):
-        raise RuntimeError(f"Expected sinks to be float32 or {q.dtype}, but got {sinks.dtype} instead.")
+        raise RuntimeError(f"Expected sinks to be float32 or of the query's dtype {q.dtype}, but got {sinks.dtype}.")
     return sinks
 
 

@@ -12,6 +12,11 @@ from sdpa.inputs import Options
 from sdpa.mask import Mask
 
 
+def under_autocast(query: object) -> bool:
+    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def cast_for_autocast(query: Tensor, key: Tensor, value: Tensor, options: Options, device_type: str):
     """Floating inputs and masks in the autocast dtype; float64 stays, as torch's rule for this function has it."""
     dtype = torch.get_autocast_dtype(device_type)
@@ -40,17 +45,37 @@ def is_nested(query: object, key: object, value: object) -> bool:
 
 
 def nested_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, request: str, attend: Callable
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    request: str,
+    attend: Callable,
+    return_lse: bool = False,
 ) -> Tensor:
-    """Jagged (batch, H, length, D) tensors as one packed batch entry whose documents do not see each other."""
-    check_jagged(query, key, value, options)
-    q, k, v = (t.transpose(1, 2).values().transpose(0, 1).unsqueeze(0) for t in (query, key, value))  # (1, H, T, D)
-    offsets = (query.offsets(), key.offsets())
-    mask = Mask(cu_seqlens=offsets, causal=options.is_causal)
-    options = options._replace(attn_mask=mask, is_causal=False)
-    results = attend(q, k, v, options, False, request)
+    """Jagged (batch, H, length, D) tensors as one packed batch entry; autocast is applied here, too."""
+    q, k, v, packed_options = pack_jagged(query, key, value, options, return_lse)
+    if under_autocast(query):
+        device_type = query.device.type
+        q, k, v, packed_options = cast_for_autocast(q, k, v, packed_options, device_type)
+        with torch.autocast(device_type, enabled=False):
+            results = attend(q, k, v, packed_options, False, request)
+    else:
+        results = attend(q, k, v, packed_options, False, request)
     packed = results.out.squeeze(0).transpose(0, 1)  # (T, H, Dv)
     return torch.nested.nested_tensor_from_jagged(packed, query.offsets()).transpose(1, 2)
+
+
+def pack_jagged(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """Checked jagged tensors as (1, H, T, D), and the options by which their documents do not see each other."""
+    check_jagged(query, key, value, options)
+    if return_lse:
+        raise RuntimeError("return_lse=True is not supported with nested tensors: call with padded or packed tensors.")
+    q, k, v = (t.transpose(1, 2).values().transpose(0, 1).unsqueeze(0) for t in (query, key, value))
+    mask = Mask(cu_seqlens=(query.offsets(), key.offsets()), causal=options.is_causal)
+    return q, k, v, options._replace(attn_mask=mask, is_causal=False)
 
 
 def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
@@ -68,6 +93,11 @@ def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
         raise RuntimeError(
             "Scaled_dot_product_attention: Nested tensors for query / key are not supported when an explicit attn_mask "
             "is set"
+        )
+    batches = [t.offsets().shape[0] - 1 for t in (query, key)]
+    if batches[0] != batches[1]:
+        raise RuntimeError(
+            f"Expected query and key to have the same batch size, but got {batches[0]} and {batches[1]} nested tensors."
         )
     same_offsets = query.offsets() is key.offsets() or torch.equal(query.offsets(), key.offsets())
     if options.is_causal and not same_offsets:

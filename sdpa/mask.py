@@ -54,6 +54,8 @@ class Mask:
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, (bool, torch.SymBool)):
+            raise TypeError(f"Mask.causal must be bool, got {kind_of(self.causal)}")
         if self.align not in ALIGNMENTS:
             raise ValueError(f"Mask.align must be one of {ALIGNMENTS}, got {self.align!r}")
         check_window(self.window)
@@ -126,6 +128,8 @@ class Mask:
 
         Recognition reads the tensor on the host, which synchronises an accelerator: never done by default.
         """
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"Mask.from_tensor expects a Tensor, got {type(mask).__name__}")
         if mask.dtype != torch.bool:
             return cls(bias=mask)
         if recognise:
@@ -140,11 +144,15 @@ def kind_of(value: object) -> torch.dtype | str:
     return value.dtype if isinstance(value, Tensor) else type(value).__name__
 
 
+def is_count(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value >= 0
+
+
 def check_window(window: Window | None) -> None:
     if window is None:
         return
     sides = isinstance(window, tuple) and len(window) == 2
-    if not sides or any(side is not None and (not isinstance(side, int) or side < 0) for side in window):
+    if not sides or not all(side is None or is_count(side) for side in window):
         raise ValueError(f"Mask.window must be (left, right), each an integer >= 0 or None, got {window!r}")
 
 
@@ -152,9 +160,15 @@ def check_integers(mask: Mask) -> None:
     """Lengths, ids, cumulative lengths and prefixes are integer tensors."""
     for name in ("lengths", "query_lengths", "segments", "cu_seqlens", "prefix"):
         value = getattr(mask, name)
-        if value is None or (name == "prefix" and isinstance(value, int) and value >= 0):
+        if value is None or (name == "prefix" and is_count(value)):
             continue
+        if name == "prefix" and isinstance(value, int):
+            raise TypeError(f"Mask.prefix must be an integer >= 0 or an integer tensor, got {value!r}")
         items = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, tuple) and (len(value) != 2 or name not in ("segments", "cu_seqlens")):
+            raise TypeError(
+                f"Mask.{name} must be a tensor or, for segments and cu_seqlens, a pair, got {len(value)} items"
+            )
         for item in items:
             if not isinstance(item, Tensor) or item.is_floating_point() or item.dtype == torch.bool:
                 got = item.dtype if isinstance(item, Tensor) else repr(item)

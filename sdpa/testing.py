@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sdpa.dispatch.catalog import by_name
+from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.mask import Mask
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
@@ -159,9 +159,9 @@ def run_kernel(name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias
     """(Results, Gradients | None) of one kernel of the catalog, forward and backward by itself."""
     module = by_name()[name].load()
     tile = (getattr(module, "TILES", ()) or (None,))[0]
-    results = module.forward(inputs, problem_of(inputs, "forward"), tile)
     if grad_out is None:
-        return results, None
+        return module.forward(inputs, AttentionProblem.of(inputs), tile), None
+    results = module.forward(inputs, problem_of(inputs, "forward"), tile)
     problem = problem_of(inputs, "backward", bias_grad)
     return results, module.backward(inputs, results, Results(grad_out, None), problem, tile)
 
@@ -212,11 +212,23 @@ def exponent_size(inputs: AttentionInputs, lse: Tensor) -> float:
 
 
 def forward_band(inputs: AttentionInputs, wanted: Results) -> float:
-    """What rounded exponents do to `out`: in float64 only, elsewhere `plain` shows it."""
-    if inputs.q.dtype != torch.float64:
+    """What rounded exponents do to `out`; half precisions round more than that.
+
+    In float64 `plain` is the reference itself, so the bound of a whole product counts. In float32 it is one rounding of
+    the largest score, which `plain` shows only where its luck is no better than the kernel's.
+    """
+    dtype = inputs.q.dtype
+    if dtype not in (torch.float32, torch.float64):
         return 0.0
     values = inputs.v[torch.isfinite(inputs.v)].abs()
-    return accumulator(torch.float64) * exponent_size(inputs, wanted.lse) * largest(values) / (1 - inputs.dropout_p)
+    size = exponent_size(inputs, wanted.lse) if dtype == torch.float64 else largest_score(inputs) / 2
+    return accumulator(dtype) * size * largest(values) / (1 - inputs.dropout_p)
+
+
+def largest_score(inputs: AttentionInputs) -> float:
+    q, k = inputs.q.double(), inputs.k.double().repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], dim=1)
+    scores = (q @ k.mT).abs()
+    return abs(inputs.scale) * largest(scores[torch.isfinite(scores)])
 
 
 def backward_bands(inputs: AttentionInputs, grad_out: Tensor, wanted: Results, grads: Gradients) -> dict[str, float]:
@@ -229,7 +241,8 @@ def backward_bands(inputs: AttentionInputs, grad_out: Tensor, wanted: Results, g
     eps, sum_eps = torch.finfo(inputs.q.dtype).eps, accumulator(inputs.q.dtype)
     products = longest(grad_out) * longest(inputs.v.double()) / (1 - inputs.dropout_p)
     bands = from_scores(inputs, sum_eps * products + eps * longest(out * grad_out))
-    bands["sinks"] = sum_eps * cancelling_sinks(inputs, wanted, grad_out)
+    if inputs.sinks is not None:
+        bands["sinks"] = cancelling_sinks(inputs, wanted, grad_out, sum_eps, eps)
     exponent = exponent_size(inputs, wanted.lse)
     sizes = {
         name: exponent * largest(g[torch.isfinite(g)].abs()) for name, g in grads._asdict().items() if g is not None
@@ -248,13 +261,16 @@ def from_scores(inputs: AttentionInputs, error: float) -> dict[str, float]:
     return bands
 
 
-def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor) -> float:
-    """grad_sinks is the sum over rows of -P_sink * delta with either sign: the length of a random walk of its terms."""
-    if inputs.sinks is None:
-        return 0.0
+def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor, sum_eps: float, eps: float) -> float:
+    """grad_sinks sums -P_sink * delta over rows with either sign: a random walk of the errors of its terms.
+
+    A delta is off by a rounded sum and by the rounding of each `out` in it.
+    """
     weight = torch.exp(inputs.sinks.double()[:, None] - wanted.lse.double())  # [B, H, M]
-    norms = (torch.linalg.vector_norm(t.double(), dim=-1) for t in (wanted.out, grad_out))
-    return largest(torch.linalg.vector_norm(weight * math.prod(norms), dim=(0, 2)))
+    out = wanted.out.double()
+    sums = torch.linalg.vector_norm(out, dim=-1) * torch.linalg.vector_norm(grad_out, dim=-1)
+    rounded = torch.linalg.vector_norm(out * grad_out, dim=-1)
+    return largest(torch.linalg.vector_norm(weight * (sum_eps * sums + eps * rounded), dim=(0, 2)))
 
 
 def longest(rows: Tensor) -> float:
@@ -282,7 +298,7 @@ def check_kernel(name: str, case: Case, seed: int = 0) -> list[Comparison]:
 def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad: bool = False) -> list[Comparison]:
     """The same for inputs that are there already."""
     q, k = inputs.q, inputs.k
-    with_backward = "backward" in by_name()[name].directions
+    with_backward = trains(by_name()[name], inputs)
     results, grads = run_kernel(name, inputs, grad_out if with_backward else None, bias_grad)
     wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
     plain, plain_grads = differentiate(inputs, grad_out, q.dtype)
@@ -302,7 +318,14 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
 def able(name: str, case: Case) -> list[str]:
     """The reasons of `why_not` for both directions of a case; empty when the kernel takes it."""
     inputs, kernel = make_inputs(case), by_name()[name]
-    reasons = kernel.why_not(problem_of(inputs, "forward") if "lse" in kernel.features else AttentionProblem.of(inputs))
-    if "backward" in kernel.directions:
+    reasons = kernel.why_not(AttentionProblem.of(inputs))
+    if trains(kernel, inputs):
         reasons += kernel.why_not(problem_of(inputs, "backward", case.requires_bias_grad))
+    elif case.requires_bias_grad:
+        reasons += kernel.why_not(problem_of(inputs, "forward"))
     return reasons
+
+
+def trains(kernel: Kernel, inputs: AttentionInputs) -> bool:
+    """Whether the kernel's forward also gives what a backward needs; a few do so for some problems only."""
+    return "backward" in kernel.directions and not kernel.why_not(problem_of(inputs, "forward"))

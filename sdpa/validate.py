@@ -39,6 +39,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(
                 f"scaled_dot_product_attention(): argument '{name}' must be Tensor, not {type(tensor).__name__}"
             )
+    for name, tensor in named.items():
+        check_strided(name, tensor)
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
             "Expected query, key, and value to have the same dtype, but got query.dtype: "
@@ -62,6 +64,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
+def check_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise RuntimeError(f"Expected {name} to be a dense tensor (torch.strided), but got {tensor.layout} instead.")
+
+
 def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Head size of query and key, and length of key and value, agree."""
     if query.shape[-1] != key.shape[-1]:
@@ -76,23 +83,25 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def check_numbers(dropout_p: float, scale: object, softcap: object, is_causal: object) -> None:
+def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
     if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)) or isinstance(dropout_p, bool):
         raise TypeError(f"dropout_p must be a number between 0 and 1, but got {dropout_p!r}")
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    if not isinstance(is_causal, (bool, torch.SymBool)):
-        raise TypeError(
-            f"scaled_dot_product_attention(): argument 'is_causal' must be bool, not {type(is_causal).__name__}"
-        )
     if isinstance(scale, Tensor) and scale.dim() != 0:
         raise TypeError(
             f"scale must be a number or a 0-dimensional tensor, but got a tensor of shape {tuple(scale.shape)}"
         )
     if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type(scale).__name__}")
-    if softcap is not None and not (isinstance(softcap, numbers.Real) and softcap >= 0):
+    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if softcap is not None and not (number and softcap >= 0):
         raise RuntimeError(f"softcap must be None or a number >= 0 (0 means none), but got {softcap!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(f"scaled_dot_product_attention(): argument '{name}' must be bool, not {type(value).__name__}")
 
 
 def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:

@@ -99,6 +99,7 @@ FORBIDDEN = {
     "sdpa/ops.py": ("sdpa.functional", "sdpa.autograd", "sdpa.eager", "sdpa.kernels"),
     "sdpa/autograd.py": ("sdpa.functional", "sdpa.eager", "sdpa.dispatch"),
     "sdpa/functional.py": ("sdpa.kernels",),
+    "sdpa/eager.py": ("sdpa.functional", "sdpa.kernels"),
 }
 HEAVY = ("triton", "rich", "click", "matplotlib")
 

@@ -221,7 +221,7 @@ def test_grid_covers_directions_dtypes_and_masks():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_measured_entry_is_one_the_dispatcher_reads(mask, direction, tmp_path):
-    problem = square(33, 16, dtype="float32", mask=mask, direction=direction)
+    problem = square(161, 16, dtype="float32", mask=mask, direction=direction)  # wider than the window
     entry = tuner.measure(problem, 0.0)
     assert tuner.entry_key_of(entry) == tuner.entry_key(problem)
     bucket = tuning.parse_entry(0, entry)

@@ -230,6 +230,67 @@ def test_vmap_over_learned_biases():
         assert torch.allclose(got[i], torch.func.grad(loss)(bias[i]))
 
 
+SHARED = {
+    "matrix": (4, 4),
+    "row": (1, 1, 1, 4),
+    "heads": (1, 2, 4, 4),
+    "full": (None, 2, 4, 4),
+    "full_row": (None, 1, 1, 4),
+}
+
+
+@pytest.mark.parametrize("B", [1, 2, 3])
+@pytest.mark.parametrize("mapped", [False, True], ids=["shared", "mapped"])
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_per_sample_of_a_bias(name, mapped, B):
+    shape = tuple(B if n is None else n for n in SHARED[name])
+    q, bias = draw(5, B, 2, 4, 3), draw(*((5,) if mapped else ()), *shape)
+    loss = lambda a, b: attention(a, a, a, b).square().sum()  # noqa: E731
+    both = torch.func.grad(loss, argnums=(0, 1))
+    for outer in (q, None):
+        in_dims = (None if outer is None else 0, 0 if mapped else None)
+        if in_dims == (None, None):
+            continue
+        got = torch.vmap(both, in_dims=in_dims)(q[0] if outer is None else q, bias)
+        for i in range(5):
+            wanted = both(q[0] if outer is None else q[i], bias[i] if mapped else bias)
+            assert all(a[i].shape == b.shape and torch.allclose(a[i], b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_gradients_per_sample_of_a_bias_twice_and_of_second_order():
+    q, bias = draw(3, 5, 2, 2, 4, 3), draw(4, 4)
+    loss = lambda a, b: attention(a, a, a, b).square().sum()  # noqa: E731
+    one = torch.func.grad(loss, argnums=1)
+    got = torch.vmap(torch.vmap(one, in_dims=(0, None)), in_dims=(0, None))(q, bias)
+    assert torch.allclose(got, torch.stack([torch.stack([one(a, bias) for a in row]) for row in q]))
+    second = torch.func.grad(lambda a, b: one(a, b).square().sum(), argnums=1)
+    got = torch.vmap(second, in_dims=(0, None))(q[0], bias)
+    assert torch.allclose(got, torch.stack([second(a, bias) for a in q[0]]))
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["shared", "mapped"])
+@pytest.mark.parametrize("H", [2, 10])
+def test_gradients_per_sample_of_sinks(H, mapped):
+    """H = 10 is the number of samples times the batch: results are told apart by name, not by size."""
+    q, sinks = draw(5, 2, H, 4, 3), draw(*((5,) if mapped else ()), H)
+    loss = lambda a, s: attention(a, a, a, sinks=s).square().sum()  # noqa: E731
+    both = torch.func.grad(loss, argnums=(0, 1))
+    in_dims = (0, 0 if mapped else None)
+    values = torch.vmap(loss, in_dims=in_dims)(q, sinks)
+    got = torch.vmap(both, in_dims=in_dims)(q, sinks)
+    for i in range(5):
+        given = q[i], sinks[i] if mapped else sinks
+        assert torch.allclose(values[i], loss(*given))
+        assert all(torch.allclose(a[i], b) for a, b in zip(got, both(*given), strict=True))
+
+
+def test_vmap_of_one_entry_with_shared_lengths():
+    q = draw(5, 1, 2, 4, 3)
+    mask = Mask(lengths=torch.tensor([2]))
+    got = torch.vmap(lambda a: attention(a, a, a, mask))(q)
+    assert all(torch.allclose(got[i], attention(q[i], q[i], q[i], mask)) for i in range(5))
+
+
 def test_vmap_asks_for_a_kind_of_randomness():
     q = draw(5, 2, 2, 4, 3)
     run = lambda q: attention(q, q, q, dropout_p=0.5)  # noqa: E731
@@ -238,8 +299,37 @@ def test_vmap_asks_for_a_kind_of_randomness():
     for randomness in ("same", "different"):
         out = torch.vmap(run, randomness=randomness)(q)
         assert out.shape == q.shape and out.isfinite().all()
-    same = torch.vmap(run, randomness="different")(q[:1].expand(5, -1, -1, -1, -1))
-    assert not torch.equal(same[0], same[1])
+    equal = q[:1].expand(5, -1, -1, -1, -1)
+    different = torch.vmap(run, randomness="different")(equal)
+    assert not torch.equal(different[0], different[1])
+    same = torch.vmap(run, randomness="same")(equal)
+    assert all(torch.equal(one, same[0]) for one in same)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_of_dropout_has_the_same_mask_in_every_derivative(randomness):
+    """The loss is linear in v, so its gradient times v is the loss if, and only if, both dropped the same weights."""
+    q, k, v = (draw(5, 2, 2, 4, 3, seed=i) for i in range(3))
+
+    def losses(q, k, v, function):
+        torch.manual_seed(3)
+        return torch.vmap(function, randomness=randomness)(q, k, v)
+
+    loss = lambda *t: attention(*t, dropout_p=0.5).sum()  # noqa: E731
+    values = losses(q, k, v, loss)
+    backward = losses(q, k, v, torch.func.grad(loss, argnums=2))
+    forward = losses(q, k, v, lambda q, k, v: torch.func.jvp(lambda v: loss(q, k, v), (v,), (v,))[1])
+    assert torch.allclose((backward * v).sum((1, 2, 3, 4)), values) and torch.allclose(forward, values)
+
+
+def test_vmap_of_a_gradient_drops_what_its_forward_dropped():
+    q, k, v = (draw(2, 2, 4, 3, seed=i) for i in range(3))
+    torch.manual_seed(3)
+    out, pull_back = torch.func.vjp(lambda v: attention(q, k, v, dropout_p=0.5), v)
+    upstream = draw(5, *out.shape)
+    (got,) = torch.vmap(pull_back, randomness="same")(upstream)
+    for i in range(5):
+        assert torch.allclose(got[i], pull_back(upstream[i])[0])
 
 
 def test_functional_gradients_agree_with_autograd():

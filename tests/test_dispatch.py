@@ -23,7 +23,7 @@ from sdpa.problem import FEATURES, AttentionProblem
 
 attention = sdpa.scaled_dot_product_attention
 PLAIN = AttentionProblem("cpu", torch.float32, 2, 4, 4, 128, 128, 64, 64)
-GPU = device.Device("cuda", "A GPU", ("nvidia_test",), 132, 9e14, 6e13, 3e13, 3e12, 4e-6)
+GPU = device.Device("cuda", "A GPU", ("nvidia_test",), 132, 9e14, 6e13, 3e13, 3e12)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ SENTENCES = {
     "dtype": ("vendor_flash", {}, "takes bfloat16, float16, got float32"),
     "head_size": ("vendor_flash", {"D": 320}, "takes head sizes up to 256, got D = 320, Dv = 64"),
     "direction": ("vendor_math", {"direction": "backward"}, "has no backward pass"),
-    "feature": ("vendor_cpu_flash", {"features": frozenset({"bias"})}, "does not support an additive attention bias"),
+    "feature": ("vendor_flash", {"features": frozenset({"bias"})}, "does not support an additive attention bias"),
     "features_in_order": (
         "vendor_cpu_flash",
         {"features": frozenset({"sinks", "alibi", "segments"})},

@@ -187,7 +187,7 @@ ERRORS = {
     "segments_bool": (lambda: Mask(segments=torch.ones(2).bool()), TypeError, "segments.*got torch.bool"),
     "segments_pair": (lambda: Mask(segments=(integers(1), 2)), TypeError, "segments must be an integer tensor, got 2"),
     "both_segments": (lambda: Mask(segments=integers(1), cu_seqlens=integers(0, 1)), ValueError, "got both"),
-    "prefix": (lambda: Mask(prefix=-1), TypeError, "prefix must be an integer tensor, got -1"),
+    "prefix": (lambda: Mask(prefix=-1), TypeError, "prefix must be an integer >= 0 or an integer tensor, got -1"),
     "allowed": (lambda: Mask(allowed=torch.ones(2, 2)), TypeError, "allowed must be a bool tensor, got torch.float32"),
     "allowed_list": (lambda: Mask(allowed=[[True]]), TypeError, "allowed must be a bool tensor, got list"),
     "bias": (lambda: Mask(bias=torch.ones(2, 2).bool()), TypeError, "bias must be a floating.*torch.bool"),

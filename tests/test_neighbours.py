@@ -6,10 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sdpa
 from sdpa import Mask
 from sdpa.dispatch.catalog import ALL_DTYPES
+from sdpa.functional import attend
+from sdpa.inputs import Options
+from sdpa.interop import nested_attention
 
 attention = sdpa.scaled_dot_product_attention
 DTYPES = sorted(ALL_DTYPES, key=str)
@@ -206,6 +210,56 @@ def test_jagged_gradients_and_cross_attention():
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     attention(*leaves).values().sum().backward()
     assert all(t.grad.shape == t.shape for t in leaves)
+
+
+def test_jagged_calls_have_no_log_sum_exp():
+    q, _ = jagged((4, 1, 7))
+    with pytest.raises(RuntimeError, match="return_lse=True is not supported with nested tensors"):
+        nested_attention(q, q, q, Options(), "", attend, return_lse=True)
+
+
+def test_jagged_batch_sizes_must_agree():
+    (q, _), (k, _) = jagged((4, 1, 7)), jagged((4, 8))
+    with pytest.raises(RuntimeError, match="query and key to have the same batch size, but got 3 and 2"):
+        attention(q, k, k)
+
+
+def test_jagged_autocast():
+    (q, _), (k, _), (v, _) = (jagged((4, 1, 7), seed=s) for s in (0, 10, 20))
+    wanted = attention(*(t.bfloat16() for t in (q, k, v)))
+    with torch.autocast("cpu", torch.bfloat16):
+        for out in (attention(q, k, v), attention(q.bfloat16(), k, v)):
+            assert out.dtype == torch.bfloat16 and torch.equal(out.values(), wanted.values())
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*leaves)
+    out.values().float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in leaves)
+
+
+def test_explain_describes_the_call_under_autocast():
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        explained = sdpa.explain(q, k, v, draw(9, 11)).problem
+    assert explained.dtype == explained.bias_dtype == torch.bfloat16
+
+
+def test_explain_describes_causal_bias_and_jagged_calls():
+    q, k, v = qkv()
+    for make, align in ((causal_upper_left, "top_left"), (causal_lower_right, "bottom_right")):
+        assert (
+            sdpa.explain(q, k, v, make(9, 11)).problem == sdpa.explain(q, k, v, Mask(causal=True, align=align)).problem
+        )
+        with pytest.raises(ValueError, match="CausalBias"):
+            sdpa.explain(q, k, v, make(9, 11), is_causal=True)
+    nested, _ = jagged((4, 1, 7))
+    problem = sdpa.explain(nested, nested, nested).problem
+    assert (problem.B, problem.H, problem.M) == (1, 3, 12) and "segments" in problem.features
+
+
+def test_explain_refuses_an_unknown_keyword():
+    with pytest.raises(TypeError, match=r"explain\(\).*'softcaps'"):
+        sdpa.explain(*qkv(), softcaps=2.0)
 
 
 META = {"plain": {}, "causal": {"is_causal": True}, "dropout": {"dropout_p": 0.2}, "lse": {"return_lse": True}}

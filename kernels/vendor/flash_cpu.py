@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdpa.kernels.vendor.common import is_causal
+from sdpa.kernels.vendor.common import float_mask, is_causal
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -20,13 +20,13 @@ def unavailable() -> str | None:
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        inputs.q, inputs.k, inputs.v, 0.0, is_causal(inputs), scale=inputs.scale
+        inputs.q, inputs.k, inputs.v, 0.0, is_causal(inputs), attn_mask=float_mask(inputs), scale=inputs.scale
     )
     # torch writes zeros into a row whose scores hold a NaN; the row's log-sum-exp still tells.
     broken = torch.isnan(lse)
     if broken.any():
         out = out.masked_fill(broken.unsqueeze(-1), torch.nan)
-    return Results(out, lse)
+    return Results(out, lse if "lse" in problem.features else None)
 
 
 def backward(

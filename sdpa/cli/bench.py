@@ -60,7 +60,7 @@ def bench(suite, list_suites, only, peer, kernel, repeat, time_limit, threads, f
     if plot is not None:
         draw(plot, suite, rows)
     out.print(record.summary(suite, rows), soft_wrap=True)
-    click.get_current_context().exit(1 if any(row.error for row in rows) else 0)
+    click.get_current_context().exit(1 if not any(row.ratio for row in rows) or any(row.error for row in rows) else 0)
 
 
 def chosen_problems(suite: str | None, only: str, device: str | None) -> list[Problem]:
