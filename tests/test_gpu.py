@@ -1,0 +1,45 @@
+"""Every kernel that serves CUDA against the float64 reference there; cases from the catalog. Run by `make gpu-test`."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import sdpa
+from sdpa.dispatch.catalog import FLOATS, kernels_for
+from sdpa.testing import MASKS, Case, able, check_kernel
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (
+    {"M": 67, "N": 67},
+    {"M": 64, "N": 128, "D": 64, "Dv": 64},
+    {"M": 200, "N": 200, "D": 128, "Dv": 128, "Hkv": 1},
+    {"M": 1, "N": 264, "D": 128, "Dv": 128, "Hkv": 2},
+)
+CASES = [
+    Case(**size, mask=mask, dtype=dtype, device="cuda")
+    for size, mask, dtype in itertools.product(SIZES, MASKS, sorted(FLOATS, key=str))
+]
+
+
+@pytest.mark.parametrize("kernel", kernels_for("cuda"), ids=lambda kernel: kernel.name)
+def test_kernel(kernel):
+    """All cases the kernel takes; that there are some is part of the test."""
+    taken = [case for case in CASES if not able(kernel.name, case)]
+    assert taken
+    for case in taken:
+        found = check_kernel(kernel.name, case)
+        assert all(c.ok for c in found), f"{case}: " + "; ".join(str(c) for c in found if not c.ok)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_default_choice_trains(dtype):
+    q, k, v = (torch.randn(2, 8, 256, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    out = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out.backward(torch.ones_like(out))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert (out.double() - wanted).abs().max() < 8 * torch.finfo(dtype).eps * wanted.abs().max()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
