@@ -266,7 +266,8 @@ def fit_bias(
 
 
 def fit_dense(mask: Tensor | None, lead: torch.Size | None, shape: tuple[int, int, int, int]) -> Tensor | None:
-    """A dense mask as a four-dimensional view whose sizes are 1 or those of `shape`, never expanded in memory."""
+    """A dense mask as a four-dimensional view whose sizes are 1 or those of `shape`, not expanded in memory;
+    only batch dimensions beyond the first that broadcast apart from each other are."""
     if mask is None:
         return None
     lead = torch.Size([shape[0]]) if lead is None else lead
