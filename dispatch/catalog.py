@@ -12,11 +12,14 @@ from sdpa.dispatch.rules import (
     cudnn_head_size,
     dense_mask_without_lse,
     efficient_alignment,
+    eighths,
     flash_architecture,
+    hopper_only,
     no_row_limit,
     one_mask,
     same_head_sizes,
     square_causal,
+    triton_architecture,
 )
 from sdpa.problem import FEATURES
 
@@ -24,6 +27,10 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALF | {torch.float32}
 ALL_DTYPES = FLOATS | {torch.float64}
 EVERYTHING = frozenset(FEATURES)
+UNPACKED = EVERYTHING - {"packed", "paged"}
+# What triton_flash leaves to triton_efficient, whose tiles and estimate allow for more to be loaded.
+DENSE = frozenset({"bias", "allowed", "bias_grad", "dropout"})
+TRITON_HEAD_SIZE = 512  # the largest accumulator that fits the registers of a block
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel(
@@ -32,7 +39,7 @@ KERNELS: tuple[Kernel, ...] = (
         module="sdpa.kernels.cpu.flash",
         devices=("cpu",),
         dtypes=ALL_DTYPES,
-        features=EVERYTHING,
+        features=UNPACKED,
         summary="ours: C++, AVX-512, AVX2 or portable; skips key blocks outside the mask",
         efficiency=0.8,
         overhead=4e-6,
@@ -57,6 +64,61 @@ KERNELS: tuple[Kernel, ...] = (
             bias_in_query_dtype,
             dense_mask_without_lse,
         ),
+    ),
+    Kernel(
+        name="triton_hopper",
+        family="flash",
+        module="sdpa.kernels.triton.hopper",
+        devices=("cuda",),
+        dtypes=HALF,
+        features=frozenset({"band", "bottom_right", "gqa", "lse"}),
+        summary="ours: Gluon for Hopper; loads, two groups of products and softmax overlapped",
+        directions=("forward",),
+        max_head_size=256,
+        efficiency=0.7,
+        overhead=30e-6,
+        rules=(causal_only, same_head_sizes, eighths, any_unit_stride, hopper_only),
+    ),
+    Kernel(
+        name="triton_flash",
+        family="flash",
+        module="sdpa.kernels.triton.flash",
+        devices=("cuda",),
+        dtypes=FLOATS,
+        features=EVERYTHING - DENSE - {"paged"},
+        summary="ours: Triton; structured masks, skips key blocks outside them",
+        max_head_size=TRITON_HEAD_SIZE,
+        efficiency=0.6,
+        overhead=30e-6,
+        rules=(any_unit_stride, triton_architecture),
+    ),
+    Kernel(
+        name="triton_efficient",
+        family="efficient",
+        module="sdpa.kernels.triton.efficient",
+        devices=("cuda",),
+        dtypes=FLOATS,
+        features=EVERYTHING - {"paged"},
+        summary="ours: Triton; dense masks and bias through their strides, the bias' gradient, dropout",
+        max_head_size=TRITON_HEAD_SIZE,
+        efficiency=0.5,
+        overhead=30e-6,
+        rules=(any_unit_stride, triton_architecture),
+    ),
+    Kernel(
+        name="triton_decode",
+        family="flash",
+        module="sdpa.kernels.triton.decode",
+        devices=("cuda",),
+        dtypes=FLOATS,
+        features=EVERYTHING - {"packed", "dropout", "backward", "bias_grad", "lse_grad"},
+        summary="ours: Triton; few queries, split over keys, heads of a group together, pages",
+        directions=("forward",),
+        max_head_size=TRITON_HEAD_SIZE,
+        splits_keys=True,
+        efficiency=0.1,
+        overhead=40e-6,
+        rules=(any_unit_stride, triton_architecture),
     ),
     Kernel(
         name="vendor_cudnn",

@@ -1,8 +1,9 @@
-"""What a device is and what it can do at most: vendor, architecture, cores, instruction sets; cached."""
+"""What a device is and what it can do at most: vendor, architecture, cores, instruction sets, shared memory; cached."""
 
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +15,42 @@ CPU_FLOPS_PER_CYCLE = {"avx512": 32, "avx2": 32, "neon": 32, "scalar": 4}
 DEFAULT_CPU_HERTZ = 3.0e9
 DEFAULT_CPU_BANDWIDTH = 20e9  # bytes/s of one core's share of memory
 
-# Dense half-precision operations per cycle and multiprocessor, by compute capability (vendors' data sheets).
-TENSOR_FLOPS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+# Dense half-precision operations per cycle and multiprocessor or compute unit (vendors' data sheets: peak operations
+# divided by units and boost clock). NVIDIA by compute capability, AMD by architecture: HIP's major and minor collide.
+TENSOR_FLOPS_PER_CYCLE = {
+    "sm70": 1024,
+    "sm75": 1024,
+    "sm80": 2048,
+    "sm86": 1024,
+    "sm89": 1024,
+    "sm90": 4096,
+    "sm100": 8192,
+    "sm103": 8192,
+    "sm120": 1024,
+    "gfx90a": 1024,
+    "gfx942": 2048,
+    "gfx950": 4096,
+}
 DEFAULT_TENSOR_FLOPS = 1024
+# Ordinary float32 operations per cycle and multiprocessor: 128 fused multiply-adds, in older and in AMD's units 64.
 FLOAT32_FLOPS_PER_CYCLE = 256
-HALF_RATE_OF_MEMORY_CLOCK = 2  # double data rate
+NARROW_FLOAT32_FLOPS = 128
+NARROW_FLOAT32 = frozenset({"sm70", "sm75", "sm80", "gfx90a"})
+# Units made for computing run float64 at half the rate of float32, the others at a 64th.
+FULL_FLOAT64 = frozenset({"sm70", "sm80", "sm90", "sm100", "gfx90a", "gfx942", "gfx950"})
+SLOW_FLOAT64 = 64
+# TF32 products run at half the rate of bfloat16 ones.
+TF32_SHARE = 0.5
+# Transfers per cycle of the memory clock that is told: two, but of AMD's HBM3 half that clock is told.
+TRANSFERS = 2
+TRANSFERS_TOLD = {"gfx942": 4, "gfx950": 4}
+# What stands in where torch does not tell: clocks in kHz and the bus in bits of an H100-like card, the shared memory
+# that every architecture since sm80 gives one block, NVIDIA's warp.
+DEFAULT_CLOCK = 1_700_000
+DEFAULT_MEMORY_CLOCK = 2_600_000
+DEFAULT_BUS = 5120
+DEFAULT_SHARED_MEMORY = 99 << 10
+DEFAULT_WARP = 32
 
 
 @dataclass(frozen=True)
@@ -33,11 +65,18 @@ class Device:
     float32_flops: float
     float64_flops: float
     bandwidth: float  # bytes/s
+    vendor: str = ""  # "nvidia", "amd"; "" where it decides nothing
+    architecture: str = ""  # "sm90", "gfx942"
+    shared_memory: int = 0  # bytes that one block may ask for; 0: not known, or no such thing
+    warp_size: int = 0
 
-    def peak(self, dtype: torch.dtype) -> float:
+    def peak(self, dtype: torch.dtype, tf32: bool = False) -> float:
+        """Operations/s of matrix products in `dtype`; `tf32` allows float32 ones to be rounded to TF32."""
         if dtype == torch.float64:
             return self.float64_flops
-        return self.float32_flops if dtype == torch.float32 else self.half_flops
+        if dtype == torch.float32:
+            return max(self.float32_flops, TF32_SHARE * self.half_flops) if tf32 else self.float32_flops
+        return self.half_flops
 
 
 def device_of(name: str) -> Device:
@@ -99,22 +138,47 @@ def cpu_table_name() -> str:
 
 @lru_cache(maxsize=16)
 def cuda(index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    clock = getattr(properties, "clock_rate", 1_700_000) * 1e3
-    per_cycle = TENSOR_FLOPS_PER_CYCLE.get(capability, DEFAULT_TENSOR_FLOPS)
-    float32 = properties.multi_processor_count * clock * FLOAT32_FLOPS_PER_CYCLE
-    memory_clock = getattr(properties, "memory_clock_rate", 2_600_000) * 1e3
-    bus = getattr(properties, "memory_bus_width", 5120) / 8
-    slug = properties.name.lower().replace("nvidia", "").replace("amd", "").strip().replace(" ", "_").replace("-", "_")
-    vendor = "amd" if torch.version.hip else "nvidia"
+    return gpu(torch.cuda.get_device_properties(index), bool(torch.version.hip))
+
+
+def gpu(properties: object, hip: bool) -> Device:
+    """A GPU from what torch tells of it. Releases of torch differ in what they tell: what is missing is assumed."""
+
+    def told(name: str, default: int) -> int:
+        return getattr(properties, name, None) or default
+
+    vendor, architecture = ("amd" if hip else "nvidia"), gpu_architecture(properties, hip)
+    units, clock = properties.multi_processor_count, told("clock_rate", DEFAULT_CLOCK) * 1e3
+    per_cycle = NARROW_FLOAT32_FLOPS if architecture in NARROW_FLOAT32 else FLOAT32_FLOPS_PER_CYCLE
+    float32 = units * clock * per_cycle
+    memory_clock = told("memory_clock_rate", DEFAULT_MEMORY_CLOCK) * 1e3
     return Device(
-        "cuda",
-        properties.name,
-        (f"{vendor}_{slug}", f"{vendor}_sm{properties.major}{properties.minor}"),
-        properties.multi_processor_count,
-        properties.multi_processor_count * clock * per_cycle,
-        float32,
-        float32 / 2,
-        memory_clock * bus * HALF_RATE_OF_MEMORY_CLOCK,
+        kind="cuda",
+        description=properties.name,
+        names=(f"{vendor}_{slug(properties.name)}", f"{vendor}_{architecture}"),
+        cores=units,
+        half_flops=units * clock * TENSOR_FLOPS_PER_CYCLE.get(architecture, DEFAULT_TENSOR_FLOPS),
+        float32_flops=float32,
+        float64_flops=float32 / (2 if architecture in FULL_FLOAT64 else SLOW_FLOAT64),
+        bandwidth=memory_clock
+        * told("memory_bus_width", DEFAULT_BUS)
+        / 8
+        * TRANSFERS_TOLD.get(architecture, TRANSFERS),
+        vendor=vendor,
+        architecture=architecture,
+        shared_memory=told("shared_memory_per_block_optin", DEFAULT_SHARED_MEMORY),
+        warp_size=told("warp_size", DEFAULT_WARP),
     )
+
+
+def gpu_architecture(properties: object, hip: bool) -> str:
+    """ "sm90" or "gfx942"."""
+    if hip:
+        return getattr(properties, "gcnArchName", "").partition(":")[0] or "gfx"
+    return f"sm{properties.major}{properties.minor}"
+
+
+def slug(name: str) -> str:
+    """A device's name as part of a file's: lower case, the vendor left out, anything but letters and digits a line."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "_".join(word for word in words if word and word not in ("nvidia", "amd")) or "gpu"

@@ -18,6 +18,7 @@ class Row:
     reasons: tuple[str, ...]
     seconds: float | None
     source: str
+    tile: tuple[int, ...] | None = None  # BLOCK_M, BLOCK_N, warps, stages
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,19 @@ class Explanation:
         lines = [describe(self.problem), f"chosen: {self.chosen or 'none'} ({self.reason})"]
         for row in self.rows:
             time = f"{row.seconds * 1e3:9.3f} ms" if row.seconds is not None else " " * 12
-            note = "; ".join(row.reasons) or row.source
+            note = "; ".join(row.reasons) or with_tile(row)
             lines.append(f"  {row.kernel:<{width}}  {row.status:<8}  {time}  {note}")
         return "\n".join(lines)
+
+
+def with_tile(row: Row) -> str:
+    """Where the time comes from, and the tile it holds for where a kernel has several."""
+    tile = [str(size) for size in row.tile or () if size]
+    return f"{row.source}, tile {' x '.join(tile[:2])}{warps_of(tile)}" if tile else row.source
+
+
+def warps_of(tile: list[str]) -> str:
+    return f", {tile[2]} warps, {tile[3]} stages" if len(tile) > 3 else ""
 
 
 def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation:
@@ -55,7 +66,7 @@ def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation
         choice = choose(problem, setting, toggles)
         chosen, reason = choice.kernel.name, choice.reason
     except NoKernelError as error:
-        chosen, reason = None, str(error).splitlines()[0]
+        chosen, reason = None, str(error).splitlines()[0].rstrip(":")
     rows = tuple(row_of(c, chosen, setting, toggles) for c in consider(problem))
     return Explanation(problem, rows, chosen, reason)
 
@@ -68,4 +79,5 @@ def row_of(candidate: Candidate, chosen: str | None, setting: str, toggles: int)
         status = "refused"
     else:
         status = "able" if allows(Setting.decode(setting), toggles, candidate.kernel) else "disabled"
-    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source)
+    tile = None if candidate.tile is None else tuple(candidate.tile)
+    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source, tile)

@@ -38,6 +38,7 @@ class Kernel:
     efficiency: float = 0.5
     overhead: float = 5e-6
     materialises: bool = False  # needs memory of size M x N
+    splits_keys: bool = False  # spreads the keys of few queries over programs, heads of a group in one
     rules: tuple[Rule, ...] = ()
 
     def load(self) -> ModuleType:

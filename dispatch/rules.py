@@ -96,6 +96,28 @@ def flash_architecture(problem: AttentionProblem) -> str | None:
     )
 
 
+def triton_architecture(problem: AttentionProblem) -> str | None:
+    """Triton's matrix products want Ampere or newer on NVIDIA, CDNA2 or newer on AMD."""
+    if not problem.device.startswith("cuda") or not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    got = capability(problem.device)
+    return None if got >= AMPERE else f"needs compute capability 8.0 or newer, got {got[0]}.{got[1]}"
+
+
+def hopper_only(problem: AttentionProblem) -> str | None:
+    """Warpgroup products and the bulk copy engine as this kernel drives them are those of compute capability 9.0."""
+    got = capability(problem.device)
+    if got == NO_DEVICE or (got == HOPPER and torch.version.hip is None):
+        return None
+    return f"is made for compute capability 9.0, got {got[0]}.{got[1]}"
+
+
+def eighths(problem: AttentionProblem) -> str | None:
+    if problem.D % HALF_ALIGNMENT == 0:
+        return None
+    return f"needs a head size that is a multiple of {HALF_ALIGNMENT}, got D = {problem.D}"
+
+
 def capability(device: str) -> tuple[int, int]:
     """Compute capability of a CUDA device; NO_DEVICE where torch sees none, which is a reason of its own."""
     if not device.startswith("cuda") or not torch.cuda.is_available():

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sdpa.dispatch import cost, tuning
+from sdpa.dispatch import cost, failure, tuning
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import Setting, enabled_families, torch_toggles
 from sdpa.dispatch.kernel import FAMILIES, Kernel
-from sdpa.problem import AttentionProblem, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 # Scores of a problem (B * H * M * N) above which falling to math on an accelerator is worth a warning.
 LARGE_PROBLEM = 1 << 24
@@ -28,6 +29,20 @@ class Choice:
     tile: Tile | None
     problem: AttentionProblem
     reason: str  # why this one, in a clause
+    setting: str = ""  # what it was chosen under, and where it fails another is
+
+    def run(self, *tensors: AttentionInputs | Results) -> Results | Gradients:
+        """The forward of (inputs,), or the backward of (inputs, results, upstream), as the problem's direction says;
+        where the kernel cannot be started, that of the next able one (`recover`)."""
+        try:
+            return self.call(*tensors)
+        except Exception as error:
+            return recover(self, error, *tensors)
+
+    def call(self, *tensors: AttentionInputs | Results) -> Results | Gradients:
+        """Like `run`, without a second try."""
+        function = self.forward if self.problem.direction == "forward" else self.backward
+        return function(*tensors, self.problem, self.tile)
 
     @property
     def forward(self) -> Callable:
@@ -46,6 +61,8 @@ class Candidate:
     reasons: tuple[str, ...]
     seconds: float | None
     source: str  # where `seconds` comes from
+    tile: Tile | None = None
+    measured: bool = False
 
     @property
     def able(self) -> bool:
@@ -83,8 +100,9 @@ def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
     able = [candidate for candidate in candidates if candidate.able]
     if not able:
         raise NoKernelError(refusal(problem, setting, candidates))
-    best = by_preference(able, setting) if setting.priority else min(able, key=lambda c: c.seconds)
-    choice = Choice(best.kernel, tile_of(best.kernel), problem, why(best, able, setting))
+    rank = ranking(able)
+    best = by_preference(able, setting, rank) if setting.priority else min(able, key=rank)
+    choice = Choice(best.kernel, best.tile, problem, why(best, able, setting), text)
     if choice.kernel.family == "math":
         fell_to_math(choice, setting)
     return choice
@@ -97,12 +115,38 @@ def consider(problem: AttentionProblem) -> list[Candidate]:
 
 
 def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
-    reasons = tuple(kernel.why_not(problem))
+    reasons = (*kernel.why_not(problem), *failure.reasons(kernel, problem))
     if reasons:
         return Candidate(kernel, reasons, None, "")
+    tile = tile_of(kernel, problem, table.tile.get(kernel.name) if table else None)
     if table is not None and kernel.name in table.seconds:
-        return Candidate(kernel, (), table.seconds[kernel.name], table.source)
-    return Candidate(kernel, (), cost.estimate(kernel, problem), "estimated")
+        return Candidate(kernel, (), table.seconds[kernel.name], table.source, tile, measured=True)
+    return Candidate(kernel, (), cost.estimate(kernel, problem, tile), "estimated", tile)
+
+
+def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
+    """The tiles a kernel offers for a problem, its best guess first."""
+    module = kernel.load()
+    offered = getattr(module, "tiles", None)
+    return tuple(offered(problem) if offered else getattr(module, "TILES", ()))
+
+
+def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = None) -> Tile | None:
+    """The measured tile if the kernel still offers it (as the object it offers), else the kernel's first."""
+    offered = tiles_of(kernel, problem)
+    if measured in offered:
+        return offered[offered.index(measured)]
+    return offered[0] if offered else None
+
+
+def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
+    """The order among candidates: by time, but those without a figure after those with one.
+
+    An estimate is an optimist beside a measurement: with a bucket near, a kernel it lacks could not run or is newer
+    than the table. Only where nothing was measured but kernels that write out the scores may an estimate come first.
+    """
+    decided = any(c.measured and not c.kernel.materialises for c in able)
+    return lambda c: (decided and not c.measured, c.seconds)
 
 
 def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
@@ -119,19 +163,13 @@ def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
     return kernel.family in enabled_families(toggles)
 
 
-def by_preference(able: list[Candidate], setting: Setting) -> Candidate:
-    def rank(candidate: Candidate) -> tuple[int, float]:
+def by_preference(able: list[Candidate], setting: Setting, rank: Callable[[Candidate], tuple]) -> Candidate:
+    def place(candidate: Candidate) -> tuple[int, tuple]:
         kernel = candidate.kernel
         name = kernel.name if kernel.name in setting.allowed else kernel.family
-        return (setting.allowed.index(name) if name in setting.allowed else len(setting.allowed), candidate.seconds)
+        return setting.allowed.index(name) if name in setting.allowed else len(setting.allowed), rank(candidate)
 
-    return min(able, key=rank)
-
-
-@lru_cache(maxsize=256)
-def tile_of(kernel: Kernel) -> Tile | None:
-    tiles = getattr(kernel.load(), "TILES", ())
-    return tiles[0] if tiles else None
+    return min(able, key=place)
 
 
 def why(best: Candidate, able: list[Candidate], setting: Setting) -> str:
@@ -206,11 +244,62 @@ def backward_setting(text: str) -> str:
     return text
 
 
+def recover(choice: Choice, error: Exception, *tensors: AttentionInputs | Results) -> Results | Gradients:
+    """What the next able kernel makes of `tensors` after `choice` failed with `error`; called while handling it.
+
+    Errors that are not the device's are raised as they are: those are faults, and hiding them would be worse. So is,
+    with a sentence, any error of a kernel asked for by name. Out of memory falls only to kernels that do not write out
+    the scores. Warns with the text; a launch that failed is not tried again.
+    """
+    failed: set[str] = set()
+    while True:
+        kind = failure.kind_of(error)
+        if kind is None:
+            raise error
+        failed.add(choice.kernel.name)
+        told = failure.sentence(kind, choice.kernel.name, describe(choice.problem), error)
+        if kind == failure.LAUNCH:
+            failure.remember(choice.kernel, choice.problem, error)
+            forget_choices()
+        heir = successor(choice, kind, failed)
+        if heir is None:
+            raise failure.as_error(kind, told) from error
+        warnings.warn(f"{told}; {heir.kernel.name} answers instead", stacklevel=3)
+        # The frames of the failed call hold its temporaries: the next one needs that memory.
+        traceback.clear_frames(error.__traceback__)
+        choice = LAST.choice = heir
+        try:
+            return heir.call(*tensors)
+        except Exception as following:
+            error = following
+
+
+def successor(choice: Choice, kind: str, failed: set[str]) -> Choice | None:
+    """Who may answer in place of `choice`, or None."""
+    setting, toggles, problem = Setting.decode(choice.setting), torch_toggles(), choice.problem
+    if setting.forced:
+        return None
+    able = [
+        c for c in consider(problem) if c.able and allows(setting, toggles, c.kernel) and c.kernel.name not in failed
+    ]
+    if kind == failure.MEMORY or setting.strict:
+        able = [c for c in able if not c.kernel.materialises]
+    if not able:
+        return None
+    best = min(able, key=ranking(able))
+    return Choice(best.kernel, best.tile, problem, f"in place of {choice.kernel.name}, which failed", choice.setting)
+
+
 # What `clear_caches` empties; holders of choices further up add themselves.
 CACHES: list[Callable[[], None]] = [choose.cache_clear, tuning.read.cache_clear]
 
 
 def clear_caches() -> None:
-    """Forget choices and tables, after a table was written or the number of threads changed."""
+    """Forget choices, tables and failed launches, after a table was written or the number of threads changed."""
+    failure.FAILED.clear()
+    forget_choices()
+
+
+def forget_choices() -> None:
     for clear in CACHES:
         clear()

@@ -9,7 +9,12 @@ A table is one YAML file named after its device (`device.names`):
     command: sdpa tune --suite cpu
     entries:
       - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
-         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}}
+         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [192, 64, 0, 0]}}
+
+`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages.
+
+A bucket answers for a problem when it is near in every size (`distances`). Its dtype and its kind of mask are the
+problem's or, where nothing near was measured with those, the next that `dtype_names` and `mask_kinds` name.
 """
 
 from __future__ import annotations
@@ -24,9 +29,9 @@ from typing import NamedTuple
 
 import yaml
 
-from sdpa.dispatch.device import device_of
+from sdpa.dispatch.device import Device, device_of
 from sdpa.environment import tuning_dir
-from sdpa.problem import AttentionProblem
+from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 
 SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
@@ -34,6 +39,16 @@ HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "comma
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 # A bucket further away than this factor in any size says nothing about a problem: the estimate is used instead.
 FARTHEST = math.log(8.0)
+# Batch and heads beyond what fills a device only multiply the time; they break ties between equally near buckets.
+PARALLEL_WEIGHT = 0.25
+# Rows of queries one program of a GPU kernel takes, and how many programs per multiprocessor make a GPU full: beyond
+# two waves the last, partly filled one no longer decides.
+GPU_ROWS = 128
+GPU_WAVES = 2
+# A band that leaves this share of the pairs is measured as no mask.
+NEARLY_ALL = 0.9
+# The loader in C takes half the time of the one in Python, which the first call in a process waits for.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Bucket(NamedTuple):
@@ -44,6 +59,7 @@ class Bucket(NamedTuple):
     mask: str
     sizes: tuple[int, ...]  # in the order of SIZES
     ms: dict[str, float]
+    tile: dict[str, Tile]  # of the kernels that were measured with more than one
 
 
 class Table(NamedTuple):
@@ -57,6 +73,7 @@ class Measurement(NamedTuple):
 
     seconds: dict[str, float]
     source: str
+    tile: dict[str, Tile]
 
 
 def measured(problem: AttentionProblem) -> Measurement | None:
@@ -66,25 +83,26 @@ def measured(problem: AttentionProblem) -> Measurement | None:
         if bucket is not None:
             scale = work(problem) / bucket_work(bucket, problem)
             seconds = {name: ms * 1e-3 * scale for name, ms in bucket.ms.items()}
-            return Measurement(seconds, f"{table.device}: {describe(bucket)}")
+            return Measurement(seconds, f"{table.device}: {describe(bucket)}", bucket.tile)
     return None
 
 
 def nearest(buckets: tuple[Bucket, ...], problem: AttentionProblem) -> Bucket | None:
-    """The bucket of the same direction, dtype and kind of mask that is nearest in log space, within FARTHEST."""
-    dtype, mask = str(problem.dtype).removeprefix("torch."), mask_kind(problem)
-    best, best_distance = None, math.inf
-    for bucket in buckets:
-        if (bucket.direction, bucket.dtype, bucket.mask) != (problem.direction, dtype, mask):
-            continue
-        steps = distances(bucket, problem)
-        if max(steps) <= FARTHEST and sum(steps) < best_distance:
-            best, best_distance = bucket, sum(steps)
-    return best
+    """The bucket of the same direction that is nearest in log space, within FARTHEST, of the first dtype and kind of
+    mask that has one."""
+    device = device_of(problem.device)
+    for dtype in dtype_names(problem):
+        for mask in mask_kinds(problem):
+            wanted = (problem.direction, dtype, mask)
+            found = [(distances(b, problem, device), b) for b in buckets if b[:3] == wanted]
+            near = [(sum(steps), b) for steps, b in found if max(steps) <= FARTHEST]
+            if near:
+                return min(near, key=lambda pair: pair[0])[1]
+    return None
 
 
-def distances(bucket: Bucket, problem: AttentionProblem) -> list[float]:
-    """Log ratios of the sizes that decide speed: B * H only matters through how much work there is in parallel."""
+def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list[float]:
+    """Log ratios of the sizes that decide speed. B * H counts in full only as far as it fills the device."""
     B, H, Hkv, M, N, D, Dv = bucket.sizes
     pairs = (
         (M, problem.M),
@@ -92,20 +110,76 @@ def distances(bucket: Bucket, problem: AttentionProblem) -> list[float]:
         (D, problem.D),
         (Dv, problem.Dv),
         (H // max(1, Hkv), problem.G),
+        (fill(B * H, M, device), fill(problem.B * problem.H, problem.M, device)),
     )
-    parallel = 0.25 * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
+    parallel = PARALLEL_WEIGHT * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
     return [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs] + [parallel]
 
 
+def fill(heads: int, M: int, device: Device) -> int:
+    """Programs a GPU kernel has for `heads` matrices of M queries, up to as many as keep the GPU busy. On a CPU tasks
+    are so many more than threads that this does not tell problems apart."""
+    if device.kind == "cpu":
+        return 1
+    return min(heads * -(-M // GPU_ROWS), GPU_WAVES * device.cores)
+
+
+def dtype_names(problem: AttentionProblem) -> tuple[str, ...]:
+    """The dtypes of buckets that speak for a problem, the nearest first.
+
+    On GPUs float32 products in TF32 are a dtype of their own, and both half precisions run at one speed.
+    """
+    name = str(problem.dtype).removeprefix("torch.")
+    if problem.device_type == "cpu":
+        return (name,)
+    if name == "float32" and problem.tf32:
+        return ("tfloat32",)
+    return (name, "bfloat16") if name == "float16" else (name,)
+
+
 def mask_kind(problem: AttentionProblem) -> str:
-    """The kind of mask a bucket is measured for."""
+    """The kind of mask a problem is measured as. On a CPU the finer kinds rank the kernels alike."""
+    return coarse_kind(problem) if problem.device_type == "cpu" else mask_kinds(problem)[0]
+
+
+def coarse_kind(problem: AttentionProblem) -> str:
     if problem.features & {"bias", "allowed"}:
         return "dense"
-    if problem.features & {"k_lengths", "segments", "prefix"}:
+    if problem.features & STRUCTURED:
         return "structured"
+    return band_kind(problem)
+
+
+def band_kind(problem: AttentionProblem) -> str:
+    """A causal mask that hides next to nothing, as the bottom-right one of a few new queries, is none."""
     if "band" not in problem.features:
         return "none"
-    return "causal" if problem.left < 0 and problem.right == 0 else "window"
+    if problem.right == 0 and problem.left == UNLIMITED and problem.visible_share() >= NEARLY_ALL:
+        return "none"
+    return "causal" if problem.left == UNLIMITED and problem.right == 0 else "window"
+
+
+STRUCTURED = frozenset({"k_lengths", "q_lengths", "segments", "prefix", "packed", "paged"})
+BY_DOCUMENT = frozenset({"segments", "packed"})
+
+
+def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
+    """The kinds of mask whose buckets speak for a problem, the nearest first.
+
+    "rows" is a dense mask with one row for all queries (padding), which moves next to nothing; "dense" one of M rows,
+    boolean; "bias" one of numbers; "bias_grad" one that learns. Lengths and segments fall back to the band alone: which
+    kernels take them at all is `why_not`'s business, and tiles change little.
+    """
+    features = problem.features
+    if features & {"bias", "allowed"}:
+        bias = ("bias", "dense") if "bias" in features else ("dense", "bias")
+        if "bias_grad" in features:
+            return ("bias_grad", *bias)
+        return ("rows", *bias) if problem.row_mask else bias
+    if features & STRUCTURED:
+        kind = "segments" if features & BY_DOCUMENT else "lengths"
+        return (kind, "structured", band_kind(problem))
+    return (band_kind(problem),)
 
 
 def work(problem: AttentionProblem) -> float:
@@ -134,7 +208,7 @@ def read(path: str) -> Table | None:
     if not Path(path).is_file():
         return None
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data = yaml.load(Path(path).read_text(), Loader=LOADER)
         return parse(path, data)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         warnings.warn(f"tuning table {path} is ignored: {error}", stacklevel=2)
@@ -169,7 +243,24 @@ def parse_entry(number: int, entry: object) -> Bucket:
     ms = entry.get("ms")
     if not isinstance(ms, dict) or not ms or not all(is_time(name, value) for name, value in ms.items()):
         raise ValueError(f"entry {number}: expected ms to map kernels to positive milliseconds, got {ms!r}")
-    return Bucket(*texts, sizes, {name: float(value) for name, value in ms.items()})
+    times = {name: float(value) for name, value in ms.items()}
+    return Bucket(*texts, sizes, times, parse_tiles(number, entry.get("tile", {}), times))
+
+
+def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str, Tile]:
+    """Tiles by kernel. Raises ValueError where one is no tile, or of a kernel without a time."""
+    if not isinstance(tiles, dict) or not all(name in times and is_tile(value) for name, value in tiles.items()):
+        fields = ", ".join(Tile._fields)
+        raise ValueError(f"entry {number}: expected tile to map kernels of ms to [{fields}], got {tiles!r}")
+    return {name: Tile(*value) for name, value in tiles.items()}
+
+
+def is_tile(value: object) -> bool:
+    """Four integers, the blocks positive, warps and stages not negative."""
+    if not isinstance(value, list) or len(value) != len(Tile._fields):
+        return False
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in value)
+    return whole and min(value[:2]) > 0 and min(value[2:]) >= 0
 
 
 def is_time(name: object, value: object) -> bool:
@@ -178,8 +269,14 @@ def is_time(name: object, value: object) -> bool:
 
 
 def write(path: Path, data: dict) -> None:
-    """Replace a table atomically: whoever reads sees the old one or the new one. The folder is created private."""
+    """Replace a table that has been checked, and forget what was read before."""
     parse(str(path), data)
+    save(path, data)
+    read.cache_clear()
+
+
+def save(path: Path, data: dict) -> None:
+    """Replace a file atomically: whoever reads sees the old one or the new one. The folder is created private."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
@@ -189,4 +286,3 @@ def write(path: Path, data: dict) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    read.cache_clear()

@@ -1,0 +1,302 @@
+"""From AttentionInputs to what kernels take; what calls of one problem share is made once and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sdpa.kernels.triton.launch import Launch
+from sdpa.kernels.triton.nouns import (
+    FLAG,
+    AllStrides,
+    Build,
+    Dense,
+    DenseBuild,
+    Dropout,
+    Fixed,
+    Mask,
+    Pages,
+    Prepared,
+    Segments,
+    Side,
+    Sizes,
+    Strides,
+)
+from sdpa.kernels.triton.spans import Ids, Spans, find_spans
+from sdpa.kernels.triton.target import target_of
+from sdpa.layout import empty_as
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
+
+# The bulk copy engine wants addresses and strides in multiples of 16 bytes.
+DESCRIPTOR_ALIGNMENT = 16
+MIN_BLOCK = 16  # the tensor cores' smallest side
+# Share of the L2 cache that the keys and values of one section of heads may fill.
+L2_SHARE = 0.4
+
+FIXED: dict[Hashable, Fixed] = {}
+MAX_FIXED = 4096
+# The fields of AttentionInputs that are tensors of the mask.
+FIRST_OPTION, END_OPTIONS = AttentionInputs._fields.index("bias"), AttentionInputs._fields.index("softcap")
+FIRST_LATER = AttentionInputs._fields.index("rng")
+
+
+def prepare(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, grad_out: Tensor | None = None
+) -> tuple[Prepared, list[Launch]]:
+    """Arguments of a kernel whose loop runs over `side`, and the launches that must come before it."""
+    q, k, v = inputs[:3]
+    options = [t for t in (*inputs[FIRST_OPTION:END_OPTIONS], *inputs[FIRST_LATER:]) if isinstance(t, Tensor)]
+    target = target_of(problem.device)
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    key = (problem, tile, side, target, q.shape[2], q.stride(), k.stride(), v.stride())
+    if grad_out is not None:
+        addresses |= grad_out.data_ptr()
+        key = (*key, grad_out.stride())
+    if options:
+        key = (*key, inputs.dropout_p, *map(form, options))
+    aligned = addresses % DESCRIPTOR_ALIGNMENT == 0
+    key = (*key, aligned)
+    fixed = FIXED.get(key)
+    if fixed is None:
+        if len(FIXED) >= MAX_FIXED:
+            FIXED.clear()
+        fixed = FIXED[key] = fix(inputs, problem, tile, side, grad_out, aligned)
+    mask, launches = (fixed.mask, []) if not options else mask_of(inputs, problem, tile, side, fixed)
+    if mask is None:
+        mask = fixed.mask = mask_of(inputs, problem, tile, side, fixed)[0]
+    tensors = (q, k, v, grad_out, inputs.bias, None if inputs.allowed is None else inputs.allowed.view(torch.uint8))
+    given = map(describe, fixed.descriptors, tensors)
+    prepared = Prepared(*given, fixed.strides, fixed.sizes, mask, dropout_of(inputs), fixed.build, fixed.compiled)
+    return prepared, launches
+
+
+def form(tensor: Tensor) -> tuple:
+    """What a kernel is compiled for in a tensor of the mask."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+
+
+def fix(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, grad_out: Tensor | None, aligned: bool
+) -> Fixed:
+    copies = target_of(problem.device).has_bulk_copy and side is not Side.SPLIT_KEYS
+    allowed = None if inputs.allowed is None else inputs.allowed.view(torch.uint8)
+    rows, dense = (*inputs[:3], grad_out), (inputs.bias, allowed)
+    described = copies and aligned and all(t is None or describable(t) for t in rows)
+    full = [copies and is_full(t, inputs) for t in dense]
+    build = build_of(inputs, problem, tile, side)._replace(
+        DESCRIBED=described,
+        BIAS=None if inputs.bias is None else dense_build(inputs.bias, full[0]),
+        ALLOWED=None if allowed is None else dense_build(allowed, full[1]),
+    )
+    M, N, scores = tile.BLOCK_M, tile.BLOCK_N, (tile.BLOCK_M, tile.BLOCK_N)
+    shapes = ((M, build.BLOCK_D), (N, build.BLOCK_D), (N, build.BLOCK_DV), (M, build.BLOCK_DV), scores, scores)
+    chosen = [described and t is not None for t in rows] + full
+    return Fixed(
+        build,
+        sizes_of(inputs, problem, tile, side),
+        AllStrides(*(None if t is None else strides_of(t) for t in rows)),
+        *(None if t is None else dense_of(t, on) for t, on in zip(dense, full, strict=True)),
+        tuple(descriptor_of(t, *s) if on else None for t, s, on in zip((*rows, *dense), shapes, chosen, strict=True)),
+    )
+
+
+def is_full(mask: Tensor | None, inputs: AttentionInputs) -> bool:
+    """A dense mask with all rows and columns, in strides that a descriptor can hold."""
+    if mask is None or mask.shape[2:] != (inputs.q.shape[2], inputs.k.shape[2]):
+        return False
+    return mask.stride(3) == 1 and mask.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 and describable(mask)
+
+
+def dense_build(mask: Tensor, described: bool) -> DenseBuild:
+    return DenseBuild(mask.shape[2] > 1, mask.shape[3] > 1, described)
+
+
+def empty_results(inputs: AttentionInputs, problem: AttentionProblem) -> Results:
+    """Results to be filled; rows that belong to no packed sequence are 0 and -inf already."""
+    q = inputs.q
+    out = empty_as(q, inputs.v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if inputs.cu_q is not None:
+        return Results(out.zero_(), lse.fill_(-torch.inf))
+    return Results(out, lse)
+
+
+def strides_of(tensor: Tensor) -> Strides:
+    return Strides(*tensor.stride()[:3])
+
+
+def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side) -> Sizes:
+    p = problem
+    if side is Side.SPLIT_KEYS:
+        blocks, entries = -(-p.M * p.G // tile.BLOCK_M), p.B * p.Hkv
+    elif side is Side.KEYS:
+        blocks, entries = -(-p.M // tile.BLOCK_M), p.B * p.H
+    else:
+        blocks, entries = -(-p.N // tile.BLOCK_N), p.B * p.Hkv
+    return Sizes(p.M, p.N, p.H, p.G, inputs.q.shape[2], blocks, entries, section_of(p, entries))
+
+
+def section_of(problem: AttentionProblem, entries: int) -> int:
+    """Heads whose keys and values share the L2 cache; 1 where all blocks take equally long."""
+    if "band" not in problem.features:
+        return 1
+    size = problem.N * (problem.D + problem.Dv) * problem.dtype.itemsize
+    fitting = int(L2_SHARE * target_of(problem.device).l2) // max(1, size)
+    return min(entries, max(1, fitting) * problem.G)
+
+
+def build_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side) -> Build:
+    D, Dv = problem.D, problem.Dv
+    spans = has_spans(inputs, side)
+    left, right = (None if reach == UNLIMITED else reach for reach in (inputs.left, inputs.right))
+    near, far = (right, left) if side is Side.QUERIES else (left, right)
+    length, block = (problem.M, tile.BLOCK_M) if side is Side.QUERIES else (problem.N, tile.BLOCK_N)
+    lengths = any(t is not None for t in (inputs.k_lengths, inputs.q_lengths, inputs.cu_q))
+    everywhere = asks_everywhere(inputs, side)
+    structured = far is not None or lengths or spans or inputs.prefix is not None or everywhere
+    return Build(
+        tile.BLOCK_M,
+        tile.BLOCK_N,
+        D,
+        Dv,
+        block_size(D),
+        block_size(Dv),
+        DESCRIBED=False,
+        PRECISION=precision(problem),
+        MODIFIED=inputs.scale <= 0 or inputs.softcap != 0.0 or inputs.bias is not None or inputs.alibi is not None,
+        LENGTHS=lengths,
+        PACKED=inputs.cu_q is not None,
+        REVERSED=side is Side.KEYS and right is not None,
+        LEADING=near is not None or spans,
+        FULL=not everywhere,
+        TRAILING=structured or length % block != 0,
+        BIAS=None,
+        ALLOWED=None,
+    )
+
+
+def block_size(size: int) -> int:
+    return max(MIN_BLOCK, triton.next_power_of_2(size))
+
+
+def precision(problem: AttentionProblem) -> str:
+    """How float32 products are made. Six products of three-part bfloat16 keep float32's accuracy and, on an H200, took
+    less time and erred less than three TF32 products; CDNA has float32 matrix units, and so has the interpreter."""
+    if problem.dtype != torch.float32 or knobs.runtime.interpret or target_of(problem.device).backend == "hip":
+        return "ieee"
+    return "tf32" if problem.tf32 else "bf16x6"
+
+
+def describable(tensor: Tensor) -> bool:
+    size = tensor.element_size()
+    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return tensor.numel() > 0 and all(n == 1 or (s > 0 and s * size % DESCRIPTOR_ALIGNMENT == 0) for n, s in strides)
+
+
+def descriptor_of(tensor: Tensor, block: int, size: int) -> dict:
+    """Descriptor of (B, H, rows, size) read by [1, 1, block, size]; a dimension of one needs no true stride."""
+    unit = DESCRIPTOR_ALIGNMENT // tensor.element_size()
+    strides = [unit if n == 1 else s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    return vars(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, size])) | {"base": None}
+
+
+def describe(fields: dict | None, tensor: Tensor | None) -> TensorDescriptor | Tensor | None:
+    """A checked descriptor with another address; the tensor itself where there is none."""
+    if fields is None:
+        return tensor
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=tensor)
+    return descriptor
+
+
+def mask_of(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, fixed: Fixed
+) -> tuple[Mask, list[Launch]]:
+    """The mask as kernels take it, and the launches that find its spans."""
+    spans, launches = spans_of(inputs, tile, side, fixed.compiled) if has_spans(inputs, side) else (None, [])
+    mask = Mask(
+        left=None if inputs.left == UNLIMITED else inputs.left,
+        right=None if inputs.right == UNLIMITED else inputs.right,
+        bottom_right=FLAG if problem.bottom_right else None,
+        prefix=inputs.prefix,
+        k_lengths=inputs.k_lengths,
+        q_lengths=inputs.q_lengths,
+        cu_q=inputs.cu_q,
+        cu_k=inputs.cu_k,
+        pages=pages_of(inputs),
+        q_segments=ids_of(inputs.q_segments),
+        k_segments=ids_of(inputs.k_segments),
+        key_spans=None if side is Side.QUERIES else spans,
+        query_spans=spans if side is Side.QUERIES else None,
+        alibi=ids_of(inputs.alibi),
+        bias=fixed.bias,
+        allowed=fixed.allowed,
+        dense=FLAG if asks_everywhere(inputs, side) else None,
+        softcap=inputs.softcap or None,
+    )
+    return mask, launches
+
+
+def asks_everywhere(inputs: AttentionInputs, side: Side) -> bool:
+    """Whether no block can do without the dense mask or the ids, because nobody looked for their spans."""
+    if side is Side.SPLIT_KEYS:
+        return inputs.allowed is not None or inputs.q_segments is not None
+    return inputs.allowed is not None and not masks_keys_only(inputs)
+
+
+def pages_of(inputs: AttentionInputs) -> Pages | None:
+    table = inputs.block_table
+    return None if table is None else Pages(table, table.stride(0), inputs.k.shape[2])
+
+
+def masks_keys_only(inputs: AttentionInputs) -> bool:
+    """A (B|1, H|1, 1, N) mask, each row of which lies dense in memory: its spans can be found beforehand."""
+    allowed = inputs.allowed
+    if allowed is None or inputs.q_segments is not None:
+        return False
+    return allowed.shape[2] == 1 and allowed.shape[3] == inputs.k.shape[2] and allowed.stride(3) == 1
+
+
+def has_spans(inputs: AttentionInputs, side: Side) -> bool:
+    return side is not Side.SPLIT_KEYS and (inputs.q_segments is not None or masks_keys_only(inputs))
+
+
+def spans_of(inputs: AttentionInputs, tile: Tile, side: Side, compiled: dict) -> tuple[Spans, list[Launch]]:
+    M, N = inputs.q.shape[2], inputs.k.shape[2]
+    if inputs.q_segments is not None:
+        q, k = ids_of(inputs.q_segments), ids_of(inputs.k_segments)
+        entries = (max(len(inputs.q_segments), len(inputs.k_segments)), 1)
+        queries, keys = Ids(q.pointer, q.batch, 0, M), Ids(k.pointer, k.batch, 0, N)
+    else:
+        mask = inputs.allowed.view(torch.uint8)
+        dense, entries = dense_of(mask, False), mask.shape[:2]
+        queries, keys = Ids(None, 0, 0, M), Ids(mask, dense.batch, dense.head, N)
+    own, other, block = (keys, queries, tile.BLOCK_N) if side is Side.QUERIES else (queries, keys, tile.BLOCK_M)
+    spans, launch = find_spans(own, other, entries, block, inputs.q.device)
+    return spans, [launch._replace(compiled=compiled)]
+
+
+def ids_of(values: Tensor | None) -> Segments | None:
+    """(B|1, positions) with its batch stride."""
+    if values is None:
+        return None
+    values = values if values.stride(1) == 1 else values.contiguous()
+    return Segments(values, values.stride(0) if values.shape[0] > 1 else 0)
+
+
+def dense_of(mask: Tensor, described: bool) -> Dense:
+    batch, head, row, column = (stride if n > 1 else 0 for n, stride in zip(mask.shape, mask.stride(), strict=True))
+    if described:
+        return Dense(int(mask.shape[0] > 1), int(mask.shape[1] > 1), row, column)
+    return Dense(batch, head, row, column)
+
+
+def dropout_of(inputs: AttentionInputs) -> Dropout | None:
+    if inputs.rng is None:
+        return None
+    return Dropout(inputs.rng, int(inputs.dropout_p * 2**32), 1.0 / (1.0 - inputs.dropout_p))

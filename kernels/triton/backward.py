@@ -1,0 +1,330 @@
+"""The backward: delta, then dK and dV by blocks of keys, then dQ by blocks of queries; no atomics, the same bits twice.
+
+The probabilities are computed again from the log-sum-exp (FlashAttention-2; Dao, 2023). Blocks of keys work on
+transposed scores, so that P^T and dS^T go into their products from registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sdpa.kernels.triton.arguments import block_size, prepare, strides_of
+from sdpa.kernels.triton.bias_grad import bias_grad_launches
+from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.mask import (
+    Spot,
+    cap_slope,
+    capped,
+    key_span,
+    memory_batch,
+    modified,
+    place_of,
+    query_span,
+    visible,
+)
+from sdpa.kernels.triton.nouns import Rows, Side
+from sdpa.kernels.triton.primitives import (
+    keep_tile,
+    load_lse,
+    load_rows,
+    locate,
+    probabilities,
+    store_rows,
+)
+from sdpa.kernels.triton.tiles import Part, passes, queries_tile
+from sdpa.layout import empty_as
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+
+DELTA_ROWS = 64  # a few rows a warp: the kernel only streams
+DELTA_TILE = Tile(DELTA_ROWS, 0, 4, 1)
+
+
+@triton.jit
+def delta_kernel(out, grad_out, grad_lse, delta, out_strides, grad_strides, H, rows, DV: tl.constexpr,
+                 BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """delta [B, H, rows] = rowsum(out * grad_out) - grad_lse. Grid: blocks * B * H."""
+    blocks = tl.cdiv(rows, BLOCK)
+    entry = tl.program_id(0) // blocks
+    start = tl.program_id(0) % blocks * BLOCK
+    batch, head = entry // H, entry % H
+    o = load_rows(out, out_strides, batch, head, start, rows, DV, BLOCK, BLOCK_DV, False, True)
+    g = load_rows(grad_out, grad_strides, batch, head, start, rows, DV, BLOCK, BLOCK_DV, False, True)
+    total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    offsets = tl.cast(entry, tl.int64) * rows + start + tl.arange(0, BLOCK)
+    inside = start + tl.arange(0, BLOCK) < rows
+    if grad_lse is not None:
+        total -= tl.load(grad_lse + offsets, mask=inside, other=0.0)
+    tl.store(delta + offsets, total, mask=inside)
+
+
+@triton.jit
+def weights_of(s, row_lse, bias, mask, place, spot, scale, BUILD: tl.constexpr):
+    """(probabilities, derivative of softcap or 1) of a tile of products s; row_lse is [.., 1] or [1, ..]."""
+    slope = 1.0
+    if mask.softcap is not None:
+        slope = cap_slope(capped(s, mask, scale), mask)
+    if BUILD.MODIFIED:
+        s = modified(s, bias, mask, place, spot, scale, BUILD)
+    return probabilities(s, scale, row_lse, BUILD.MODIFIED), slope
+
+
+@triton.jit
+def collect_keys(grads, k_tile, v_tile, q, grad_out, bias, allowed, lse, delta, strides, sizes, mask, dropout, place,
+                 column, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):  # fmt: skip
+    """(dK, dV) of one block of keys with what queries [begin, end) of one head add."""
+    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
+    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
+    dk, dv = grads
+    columns = column + tl.arange(0, BLOCK_N)[:, None]
+    batch = memory_batch(mask, place.batch)
+    limit = place.q_first + place.q_length
+    origin = tl.cast(batch * sizes.H + place.head, tl.int64) * sizes.rows + place.q_first
+    for start in tl.range(begin, end, BLOCK_M):
+        start = tl.multiple_of(start, BLOCK_M)
+        offsets = start + tl.arange(0, BLOCK_M)
+        spot = Spot(start, column, offsets[None, :], columns)
+        first = place.q_first + start
+        q_tile = load_rows(q, strides.q, batch, place.head, first, limit, BUILD.D, BLOCK_M, BUILD.BLOCK_D,
+                           BUILD.DESCRIBED, CLIP)  # fmt: skip
+        row_lse = load_lse(lse + origin, offsets, offsets < place.q_length)
+        st = tl.dot(k_tile, q_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_N, BLOCK_M]
+        pt, slope = weights_of(st, row_lse[None, :], bias, mask, place, spot, scale, BUILD)
+        if MASKED:
+            pt = tl.where(visible(allowed, mask, place, spot, BUILD), pt, 0.0)
+        g_tile = load_rows(grad_out, strides.other, batch, place.head, first, limit, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV,
+                           BUILD.DESCRIBED, CLIP)  # fmt: skip
+        wt = pt
+        if dropout is not None:
+            stream = place.batch * sizes.H + place.head
+            keep = tl.trans(keep_tile(dropout, stream, start, column, BLOCK_M, BLOCK_N))
+            wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
+        if BUILD.VALUES:
+            dv = tl.dot(wt.to(g_tile.dtype), g_tile, dv, input_precision=BUILD.PRECISION)
+        if BUILD.KEYS:
+            row_delta = tl.load(delta + origin + offsets, mask=offsets < place.q_length, other=0.0)
+            dpt = tl.dot(v_tile, g_tile.T, input_precision=BUILD.PRECISION)
+            if dropout is not None:
+                dpt = tl.where(keep, dpt * dropout.inverse_keep, 0.0)
+            dst = pt * (dpt - row_delta[None, :])
+            if MASKED:
+                dst = tl.where(pt == 0.0, 0.0, dst)
+            dk = tl.dot((dst * slope).to(q_tile.dtype), q_tile, dk, input_precision=BUILD.PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def keys_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, dk_strides, dv_strides, sizes, mask,
+                dropout, scale, BUILD: tl.constexpr):  # fmt: skip
+    """dK and dV, or one of them, of one block of keys, summed over the heads of its group. Grid: blocks * B * Hkv."""
+    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    BLOCK_D: tl.constexpr = BUILD.BLOCK_D
+    BLOCK_DV: tl.constexpr = BUILD.BLOCK_DV
+    block, entry = locate(sizes.blocks, sizes.entries, sizes.section, BUILD.REVERSED)
+    kv_heads = sizes.H // sizes.G
+    batch, kv_head = entry // kv_heads, entry % kv_heads
+    column = block * BLOCK_N
+    place = place_of(mask, sizes, batch, kv_head * sizes.G, kv_head)
+    limit = sizes.N
+    if BUILD.PACKED:
+        limit = place.k_length
+        if column >= limit:
+            return
+    memory = memory_batch(mask, batch)
+    seen = place.k_first + place.k_length
+    CLIP: tl.constexpr = BUILD.LENGTHS or not BUILD.DESCRIBED
+    k_tile = load_rows(k, strides.k, memory, kv_head, place.k_first + column, seen, BUILD.D, BLOCK_N, BUILD.BLOCK_D,
+                       BUILD.DESCRIBED, CLIP)  # fmt: skip
+    v_tile = k_tile
+    if BUILD.KEYS:
+        v_tile = load_rows(v, strides.v, memory, kv_head, place.k_first + column, seen, BUILD.DV, BLOCK_N,
+                           BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)  # fmt: skip
+    grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
+    for g in range(sizes.G):
+        at = place_of(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
+        span = query_span(mask, at, column, BUILD)
+        shared = (k_tile, v_tile, q, grad_out, bias, allowed, lse, delta, strides, sizes, mask, dropout, at, column)
+        if BUILD.LEADING:
+            grads = collect_keys(grads, *shared, span.begin, span.full_begin, scale, True, BUILD)
+        if BUILD.FULL:
+            grads = collect_keys(grads, *shared, span.full_begin, span.full_end, scale, False, BUILD)
+        if BUILD.TRAILING:
+            grads = collect_keys(grads, *shared, span.full_end, span.end, scale, True, BUILD)
+    rows = column + tl.arange(0, BLOCK_N)[:, None]
+    first = place.k_first + column
+    if BUILD.KEYS:
+        for_keys = tl.where(rows < place.k_length, grads[0] * scale, 0.0)
+        store_rows(dk, dk_strides, memory, kv_head, first, place.k_first + limit, for_keys, BUILD.D)
+    if BUILD.VALUES:
+        for_values = tl.where(rows < place.k_length, grads[1], 0.0)
+        store_rows(dv, dv_strides, memory, kv_head, first, place.k_first + limit, for_values, BUILD.DV)
+
+
+@triton.jit
+def collect_queries(dq, q_tile, g_tile, row_lse, row_delta, k, v, bias, allowed, strides, sizes, mask, dropout, place,
+                    row, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):  # fmt: skip
+    """dQ of one block of queries with what keys [begin, end) add."""
+    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
+    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    batch = memory_batch(mask, place.batch)
+    limit = place.k_first + place.k_length
+    for start in tl.range(begin, end, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        spot = Spot(row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
+        first = place.k_first + start
+        k_tile = load_rows(k, strides.k, batch, place.kv_head, first, limit, BUILD.D, BLOCK_N, BUILD.BLOCK_D,
+                           BUILD.DESCRIBED, CLIP)  # fmt: skip
+        v_tile = load_rows(v, strides.v, batch, place.kv_head, first, limit, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV,
+                           BUILD.DESCRIBED, CLIP)  # fmt: skip
+        s = tl.dot(q_tile, k_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = tl.dot(g_tile, v_tile.T, input_precision=BUILD.PRECISION)
+        p, slope = weights_of(s, row_lse[:, None], bias, mask, place, spot, scale, BUILD)
+        if MASKED:
+            p = tl.where(visible(allowed, mask, place, spot, BUILD), p, 0.0)
+        if dropout is not None:
+            stream = place.batch * sizes.H + place.head
+            keep = keep_tile(dropout, stream, row, start, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
+        ds = p * (dp - row_delta[:, None])
+        if MASKED:
+            ds = tl.where(p == 0.0, 0.0, ds)
+        ds = ds * slope
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=BUILD.PRECISION)
+    return dq
+
+
+@triton.jit
+def queries_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq_strides, sizes, mask, dropout, scale,
+                   BUILD: tl.constexpr):  # fmt: skip
+    """dQ of one block of queries of one head. Grid: blocks * B * H."""
+    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
+    BLOCK_D: tl.constexpr = BUILD.BLOCK_D
+    block, entry = locate(sizes.blocks, sizes.entries, sizes.section, BUILD.REVERSED)
+    batch, head = entry // sizes.H, entry % sizes.H
+    place = place_of(mask, sizes, batch, head, head // sizes.G)
+    row = block * BLOCK_M
+    limit = sizes.M
+    if BUILD.PACKED:
+        limit = place.q_length
+        if row >= limit:
+            return
+    memory = memory_batch(mask, batch)
+    first, seen = place.q_first + row, place.q_first + limit
+    q_tile = load_rows(q, strides.q, memory, head, first, seen, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED,
+                       not BUILD.DESCRIBED)  # fmt: skip
+    g_tile = load_rows(grad_out, strides.other, memory, head, first, seen, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV,
+                       BUILD.DESCRIBED, not BUILD.DESCRIBED)  # fmt: skip
+    offsets = row + tl.arange(0, BLOCK_M)
+    origin = tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + place.q_first
+    row_lse = load_lse(lse + origin, offsets, offsets < limit)
+    row_delta = tl.load(delta + origin + offsets, mask=offsets < limit, other=0.0)
+    dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    span = key_span(mask, place, row, BLOCK_M, BUILD)
+    shared = (q_tile, g_tile, row_lse, row_delta, k, v, bias, allowed, strides, sizes, mask, dropout, place, row)
+    if BUILD.LEADING:
+        dq_tile = collect_queries(dq_tile, *shared, span.begin, span.full_begin, scale, True, BUILD)
+    if BUILD.FULL:
+        dq_tile = collect_queries(dq_tile, *shared, span.full_begin, span.full_end, scale, False, BUILD)
+    if BUILD.TRAILING:
+        dq_tile = collect_queries(dq_tile, *shared, span.full_end, span.end, scale, True, BUILD)
+    store_rows(dq, dq_strides, memory, head, first, seen, dq_tile * scale, BUILD.D)
+
+
+def backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
+) -> Gradients:
+    gradients, launches, finish = backward_launches(inputs, results, upstream, problem, tile)
+    run(launches, problem)
+    return finish(gradients)
+
+
+def backward_launches(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
+):
+    """(Gradients to be filled, the launches that fill them, what is to be done with them afterwards)."""
+    grad_out = upstream.out if upstream.out.stride(3) == 1 else upstream.out.contiguous()
+    delta, first = delta_launch(results.out, grad_out, upstream.lse)
+    row = Rows(grad_out, results.lse, delta)
+    grads = empty_gradients(inputs)
+    launches = [
+        first,
+        *keys_launches(inputs, problem, tile, row, grads),
+        *queries_launches(inputs, problem, tile, row, grads),
+    ]
+    reduce_bias = None
+    if "bias_grad" in problem.features:
+        more, reduce_bias = bias_grad_launches(inputs, problem, tile, row)
+        launches += more
+
+    def finish(grads: Gradients) -> Gradients:
+        bias = None if reduce_bias is None else reduce_bias()
+        sinks = None if inputs.sinks is None else sinks_grad(inputs.sinks, results.lse, delta)
+        return grads._replace(bias=bias, sinks=sinks)
+
+    return grads, launches, finish
+
+
+def empty_gradients(inputs: AttentionInputs) -> Gradients:
+    """Gradients in the layouts of their tensors; rows that belong to no packed sequence are 0 already."""
+    grads = [empty_as(t, t.shape[3]) for t in inputs[:3]]
+    if inputs.cu_q is not None:
+        for grad in grads:
+            grad.zero_()
+    return Gradients(*grads)
+
+
+def delta_launch(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Launch]:
+    B, H, rows, Dv = out.shape
+    delta = torch.empty((B, H, rows), dtype=torch.float32, device=out.device)
+    upstream = None if grad_lse is None else grad_lse.contiguous()
+    args = (
+        out,
+        grad_out,
+        upstream,
+        delta,
+        strides_of(out),
+        strides_of(grad_out),
+        H,
+        rows,
+        Dv,
+        DELTA_ROWS,
+        block_size(Dv),
+    )
+    return delta, Launch(delta_kernel, (-(-rows // DELTA_ROWS) * B * H,), args, DELTA_TILE)
+
+
+def keys_launches(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows, grads: Gradients
+) -> list[Launch]:
+    """dK and dV in one pass, or in two where the registers do not hold the sums of both."""
+    launches = []
+    for part, parts_tile in passes(problem, tile):
+        given, before = prepare(inputs, problem, parts_tile, Side.QUERIES, row.grad_out)
+        build = given.build._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS)
+        targets = (grads.k, grads.v, row.lse, row.delta, given.strides, strides_of(grads.k), strides_of(grads.v))
+        args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, build)
+        grid = (given.sizes.blocks * given.sizes.entries,)
+        launches += [*before, Launch(keys_kernel, grid, args, parts_tile, given.compiled)]
+    return launches
+
+
+def queries_launches(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows, grads: Gradients
+) -> list[Launch]:
+    tile = queries_tile(problem, tile)
+    given, before = prepare(inputs, problem, tile, Side.KEYS, row.grad_out)
+    targets = (grads.q, row.lse, row.delta, given.strides, strides_of(grads.q))
+    args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.build)
+    grid = (given.sizes.blocks * given.sizes.entries,)
+    return [*before, Launch(queries_kernel, grid, args, tile, given.compiled)]
+
+
+def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """-sum of P_sink * delta over batch and rows."""
+    weight = torch.exp(sinks.float().view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

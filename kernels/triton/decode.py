@@ -1,0 +1,195 @@
+"""The kernel `triton_decode`: few queries over many keys, cut along the keys so that every core has work.
+
+A program packs the query heads of a group into the rows of its tile, so that keys and values are read once for all of
+them, and takes one part of the keys, which may lie in pages; a second kernel combines the parts (Flash-Decoding; Dao,
+Haziza, Massa and Sizov, 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sdpa.kernels.triton.arguments import block_size, empty_results, prepare, strides_of
+from sdpa.kernels.triton.availability import unavailable
+from sdpa.kernels.triton.forward import attend, unit_of
+from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.mask import key_span, place_of
+from sdpa.kernels.triton.nouns import Side, Strides
+from sdpa.kernels.triton.primitives import LN2, LOG2E, Softmax, finish_softmax
+from sdpa.kernels.triton.target import target_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+
+__all__ = ["TILES", "forward", "tiles", "unavailable"]
+
+# Rows are query heads of a group times queries: 16, the least that the tensor cores take, mostly.
+TILES = tuple(
+    Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (128, 2), (64, 2), (32, 4), (32, 2), (16, 2))
+)
+PROGRAMS_PER_CORE = 2  # as many as the shared memory of a core holds at the default tile
+MIN_KEYS = 256  # of a part: less does not hide the latency of its first loads
+MAX_PARTS = 128
+COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
+
+
+@triton.jit
+def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_stride, sizes, mask, sinks, scale, parts,
+                  BUILD: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
+    """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv."""
+    if CHAINED:
+        gdc_launch_dependents()
+    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
+    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    BLOCK_D: tl.constexpr = BUILD.BLOCK_D
+    BLOCK_DV: tl.constexpr = BUILD.BLOCK_DV
+    part, program = tl.program_id(0) % parts, tl.program_id(0) // parts
+    block, entry = program % sizes.blocks, program // sizes.blocks
+    kv_heads = sizes.H // sizes.G
+    batch, kv_head = entry // kv_heads, entry % kv_heads
+    packed = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rows, heads = packed // sizes.G, kv_head * sizes.G + packed % sizes.G
+    inside = rows < sizes.M
+    heads = tl.where(inside, heads, 0)
+    place = place_of(mask, sizes, batch, heads, kv_head)
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    origin = q + tl.cast(batch, tl.int64) * strides.q.batch
+    q_tile = tl.load(origin + heads.to(tl.int64) * strides.q.head + rows.to(tl.int64) * strides.q.row + columns,
+                     mask=inside & (columns < BUILD.D), other=0.0)  # fmt: skip
+    first_row = block * BLOCK_M // sizes.G
+    span = key_span(mask, place, first_row, (block * BLOCK_M + BLOCK_M - 1) // sizes.G + 1 - first_row, BUILD)
+    length = tl.cdiv(tl.cdiv(span.end - span.begin, BLOCK_N), parts) * BLOCK_N
+    begin = span.begin + part * length
+    end = tl.minimum(begin + length, span.end)
+    full_begin = tl.minimum(tl.maximum(span.full_begin, begin), tl.maximum(end, begin))
+    full_end = tl.minimum(tl.maximum(span.full_end, full_begin), tl.maximum(end, begin) // BLOCK_N * BLOCK_N)
+    full_end = tl.maximum(full_end, full_begin)
+    unit = unit_of(scale, BUILD)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + heads).to(tl.float32).reshape(BLOCK_M) / unit
+        row_max = tl.where(part == 0, sink, row_max)
+    row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    state = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32), row_sum, row_max)
+    shared = (q_tile, k, v, bias, allowed, strides, sizes, mask, None, place, first_row, rows)
+    if BUILD.LEADING:
+        state = attend(state, *shared, begin, full_begin, scale, True, BUILD)
+    if BUILD.FULL:
+        state = attend(state, *shared, full_begin, full_end, scale, False, BUILD)
+    if BUILD.TRAILING:
+        state = attend(state, *shared, full_end, end, scale, True, BUILD)
+    acc, row_lse = finish_softmax(state, unit)
+    columns = tl.arange(0, BLOCK_DV)[None, :]
+    target = out + tl.cast(part, tl.int64) * part_stride + tl.cast(batch, tl.int64) * strides.other.batch
+    pointers = target + heads.to(tl.int64) * strides.other.head + rows.to(tl.int64) * strides.other.row + columns
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside & (columns < BUILD.DV))
+    offsets = part * lse_stride + (batch * sizes.H + heads).to(tl.int64) * sizes.M + rows
+    if SPLIT:  # apart: where the largest score is huge, its logarithm's sum would lose the number of keys
+        tl.store(lse + offsets, (state.row_max * unit)[:, None], mask=inside)
+        tl.store(lse + parts * lse_stride + offsets, state.row_sum[:, None], mask=inside)
+    else:
+        tl.store(lse + offsets, row_lse[:, None], mask=inside)
+
+
+@triton.jit
+def combine_kernel(parts_out, parts_max, out, lse, out_strides, H, M, rows, parts, DV: tl.constexpr,
+                   BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
+    """One row of the result from its parts, weighted by their sums, which lie behind their largest scores.
+
+    Grid: B * H * M.
+
+    CHAINED: it is launched before the parts are done (programmatic dependent launch), and waits here for them.
+    """
+    if CHAINED:
+        gdc_wait()
+    row = tl.program_id(0)
+    entry, i = row // M, row % M
+    columns = tl.arange(0, BLOCK_DV)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        inside = part < parts
+        top = tl.maximum(top, tl.load(parts_max + part * rows + row, mask=inside, other=float("-inf")))
+    base = tl.max(top, 0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    total = 0.0
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        inside = part < parts
+        part_max = tl.load(parts_max + part * rows + row, mask=inside, other=float("-inf"))
+        part_sum = tl.load(parts_max + (parts + part) * rows + row, mask=inside, other=0.0)
+        weight = tl.math.exp2((part_max - base) * LOG2E) * part_sum
+        offsets = (part[:, None] * rows + row).to(tl.int64) * DV + columns[None, :]
+        values = tl.load(parts_out + offsets, mask=inside[:, None] & (columns < DV)[None, :], other=0.0)
+        acc += tl.sum(values * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+    dead = total == 0.0
+    target = out + tl.cast(entry // H, tl.int64) * out_strides.batch + tl.cast(entry % H, tl.int64) * out_strides.head
+    result = acc / tl.where(dead, 1.0, total)
+    tl.store(
+        target + tl.cast(i, tl.int64) * out_strides.row + columns, result.to(out.dtype.element_ty), mask=columns < DV
+    )
+    tl.store(lse + row, tl.where(dead, float("-inf"), base + tl.math.log2(tl.where(dead, 1.0, total)) * LN2))
+
+
+def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
+    """The fewest rows that hold a group's heads and queries, and keys by what shared memory holds."""
+    rows = min(64, max(16, triton.next_power_of_2(problem.M * problem.G)))
+    width = (block_size(problem.D) + block_size(problem.Dv)) * problem.dtype.itemsize
+    limit = target_of(problem.device).shared_memory
+    fitting = tuple(t for t in TILES if t.BLOCK_M == rows and t.num_stages * t.BLOCK_N * width <= limit)
+    return fitting or tuple(t for t in TILES if t.BLOCK_M == rows)[-1:]
+
+
+def parts_of(problem: AttentionProblem, tile: Tile) -> int:
+    """Parts of the keys that give every core its programs."""
+    programs = -(-problem.M * problem.G // tile.BLOCK_M) * problem.B * problem.Hkv
+    wanted = PROGRAMS_PER_CORE * target_of(problem.device).cores // max(1, programs)
+    return max(1, min(wanted, MAX_PARTS, -(-problem.N // MIN_KEYS)))
+
+
+def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> tuple[Results, list[Launch]]:
+    p, parts = problem, parts_of(problem, tile)
+    results = empty_results(inputs, problem)
+    out, lse = results
+    rows = p.B * p.H * p.M
+    if parts > 1:
+        out = torch.empty((parts, p.B, p.H, p.M, p.Dv), dtype=torch.float32, device=inputs.q.device)
+        lse = torch.empty((2, parts, p.B, p.H, p.M), dtype=torch.float32, device=inputs.q.device)
+    given, _ = prepare(inputs, problem, tile, Side.SPLIT_KEYS)
+    own = strides_of(out) if parts == 1 else Strides(*out.stride()[1:4])
+    strides = given.strides._replace(other=own)
+    args = (
+        given.q,
+        given.k,
+        given.v,
+        out,
+        lse,
+        given.bias,
+        given.allowed,
+        strides,
+        rows * p.Dv,
+        rows,
+        given.sizes,
+        given.mask,
+        inputs.sinks,
+    )
+    chained = parts > 1 and target_of(p.device).has_chained_launch
+    grid = (parts * given.sizes.blocks * given.sizes.entries,)
+    launches = [
+        Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.build, parts > 1, chained), tile, given.compiled)
+    ]
+    if parts > 1:
+        args = (out, lse, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
+        launches.append(
+            Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, chained), COMBINE, given.compiled, chained)
+        )
+    return results, launches
+
+
+def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:
+    results, launches = forward_launches(inputs, problem, tile)
+    run(launches, problem)
+    return results

@@ -1,0 +1,10 @@
+"""The kernel `triton_efficient`: the same loops with dense masks, bias, the gradient of a bias, and dropout."""
+
+from __future__ import annotations
+
+from sdpa.kernels.triton.availability import unavailable
+from sdpa.kernels.triton.backward import backward
+from sdpa.kernels.triton.forward import forward
+from sdpa.kernels.triton.tiles import TILES, tiles
+
+__all__ = ["TILES", "backward", "forward", "tiles", "unavailable"]

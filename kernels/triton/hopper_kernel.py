@@ -1,0 +1,457 @@
+"""Hopper's forward kernel in Gluon: warps with roles, and the softmax in the shade of the matrix products.
+
+The algorithm is FlashAttention-3's (Shah et al., 2024): a block of BLOCK_M queries belongs to BLOCK_M / 64 groups of
+four warps, each with its own 64 rows, and one more warp does nothing but start bulk copies. A group issues the product
+q k^T of the next keys before p v of the present ones, so that its softmax runs while the tensor cores work; the other
+groups fill what gaps remain. Keys come last to first: the masked blocks, at the diagonal or the end, come early.
+
+Who waits for whom. Every barrier counts its completed phases, and a wait names the parity of the phase it waits for.
+  q_full[g], q_empty[g]    the rows of group g are in shared memory; group g needs them no more. One use per block of
+                           queries, so use t waits for parity t & 1 when full and for the parity before it when empty.
+  k_full[s], k_empty[s]    the same for stage s of a ring of key blocks, and again for values: block i of a program,
+  v_full[s], v_empty[s]    counted through all its blocks of queries, lives in stage i % STAGES and is that stage's use
+                           i // STAGES. A full barrier takes one arrival (the loader's) and the bytes it announced; an
+                           empty one takes an arrival from each group.
+A fresh barrier lets the parity before its first phase pass: the loader never waits for a stage that was not yet used.
+The loader's order (keys i, values i - 1) is the order in which groups ask, so no wait can close a circle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+GROUP_ROWS = gl.constexpr(64)  # rows of one warp group's matrix product
+GROUP_WARPS = gl.constexpr(4)
+LANE_BITS = gl.constexpr(6)  # of a column number
+
+
+class Operands(NamedTuple):
+    """Descriptors of tensors in memory, or their places in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Barriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+class Schedule(NamedTuple):
+    """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side."""
+
+    blocks: Any
+    entries: Any
+    section: Any
+    H: Any
+
+
+class State(NamedTuple):
+    """The online softmax of a group, in base 2, behind by one product."""
+
+    p: Any  # [64, BLOCK_N] probabilities not yet in acc
+    acc: Any  # [64, D]
+    row_max: Any  # [64]
+    row_sum: Any  # [64, 4]: what each of the four threads of a row has seen
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is fixed when the kernel is compiled."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    D: int
+    STAGES: int
+    CAUSAL: bool
+    BOTTOM_RIGHT: bool
+    PERSISTENT: bool  # one program per core goes through many shares of blocks of queries
+    OWN_OUT: bool  # results leave through shared memory of their own, not through that of the queries
+    PINGPONG: bool  # two groups take turns in issuing their products
+    GROUP_REGISTERS: int
+    LOADER_REGISTERS: int
+
+
+@gluon.jit
+def locate(program, schedule, BUILD: gl.constexpr):
+    """(batch, head, first row) where a program has one block: equal blocks of `section` heads lie side by side, longest
+    first."""
+    first = (program // (schedule.section * schedule.blocks)) * schedule.section
+    inside = program - first * schedule.blocks
+    width = gl.minimum(schedule.section, schedule.entries - first)
+    block = inside // width
+    entry = first + inside % width
+    if BUILD.CAUSAL:
+        block = schedule.blocks - 1 - block
+    return entry // schedule.H, entry % schedule.H, block * BUILD.BLOCK_M
+
+
+@gluon.jit
+def share_count(schedule, BUILD: gl.constexpr):
+    """How many shares of work the grid has: a block of queries each; where causal, the n-th block from the end and the
+    n-th from the front of the same head, so that all shares take equally long."""
+    per_entry = schedule.blocks
+    if BUILD.CAUSAL:
+        per_entry = (schedule.blocks + 1) // 2
+    return per_entry * schedule.entries
+
+
+@gluon.jit
+def share_size(share, schedule, BUILD: gl.constexpr):
+    """How many blocks a share has: of an odd number of blocks the middle one is alone."""
+    size = 1
+    if BUILD.CAUSAL:
+        n = share % ((schedule.blocks + 1) // 2)
+        size = 2 - (2 * n + 1) // schedule.blocks
+    return size
+
+
+@gluon.jit
+def locate_in(share, part, schedule, BUILD: gl.constexpr):
+    """(batch, head, first row) of the blocks of a share, the longer one first."""
+    per_entry = schedule.blocks
+    if BUILD.CAUSAL:
+        per_entry = (schedule.blocks + 1) // 2
+    entry, block = share // per_entry, share % per_entry
+    if BUILD.CAUSAL:
+        block += (1 - part) * (schedule.blocks - 1 - 2 * block)
+    return entry // schedule.H, entry % schedule.H, block * BUILD.BLOCK_M
+
+
+@gluon.jit
+def key_blocks(row, rows, M, N, BUILD: gl.constexpr):
+    """How many blocks of keys `rows` rows from `row` on visit: at least one, so that dead rows end like all others."""
+    end = N
+    if BUILD.CAUSAL:
+        end = gl.minimum(N, row + rows + diagonal(M, N, BUILD))
+    return gl.maximum(gl.cdiv(end, BUILD.BLOCK_N), 1)
+
+
+@gluon.jit
+def full_blocks(row, M, N, BUILD: gl.constexpr):
+    """How many leading blocks of keys are visible to row `row` and all below it."""
+    end = N
+    if BUILD.CAUSAL:
+        end = gl.maximum(gl.minimum(N, row + 1 + diagonal(M, N, BUILD)), 0)
+    return end // BUILD.BLOCK_N
+
+
+@gluon.jit
+def diagonal(M, N, BUILD: gl.constexpr):
+    shift = 0
+    if BUILD.BOTTOM_RIGHT:
+        shift = N - M
+    return shift
+
+
+@gluon.jit
+def largest(s):
+    """The maximum of each row of s [64, BLOCK_N], neighbours first: half the length of one chain."""
+    left, right = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
+    return gl.max(gl.maximum(left, right), 1)
+
+
+@gluon.jit
+def own_sums(p):
+    """[64, 4] from p [64, BLOCK_N]: each thread of a row adds what it holds, and nothing passes between threads."""
+    left, right = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    return gl.sum(gl.reshape(left + right, [p.shape[0], p.shape[1] // 8, 4]), 1)
+
+
+@gluon.jit
+def soften(s, row_max, scale_log2, MASKED: gl.constexpr):
+    """(probabilities, factor for what was summed before, new row_max) of scores s [64, BLOCK_N]."""
+    raised = gl.maximum(row_max, gl.convert_layout(largest(s), row_max.type.layout, assert_trivial=True) * scale_log2)
+    base = raised
+    if MASKED:  # a row that has seen no key yet subtracts nothing
+        base = gl.where(raised == float("-inf"), 0.0, raised)
+    return gl.exp2(s * scale_log2 - gl.expand_dims(base, 1)), gl.exp2(row_max - base), raised
+
+
+@gluon.jit
+def hide(s, row, start, M, N, BUILD: gl.constexpr):
+    """-inf where a key of the block at `start` is not visible to its row.
+
+    In the product's register layout bits 1 and 2 of a column come from the lane and the others from the register: taken
+    apart, every comparison is of one value per row with a constant.
+    """
+    layout: gl.constexpr = s.type.layout
+    rows = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
+    limit = gl.full([GROUP_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + N
+    if BUILD.CAUSAL:
+        limit = gl.minimum(limit, rows + 1 + diagonal(M, N, BUILD))
+    columns = gl.expand_dims(gl.arange(0, BUILD.BLOCK_N, gl.SliceLayout(0, layout)), 0)
+    left = gl.expand_dims(limit - start, 1) - (columns & LANE_BITS)
+    return gl.where((columns & ~LANE_BITS) < left, s, float("-inf"))
+
+
+@gluon.jit
+def start_scores(q, k, barriers, i, BUILD: gl.constexpr, LAYOUT: gl.constexpr):
+    """q k^T [64, BLOCK_N] of block i of the ring, under way."""
+    stage = i % BUILD.STAGES
+    mbarrier.wait(barriers.index(stage), (i // BUILD.STAGES) & 1)
+    tile = k.index(stage).reshape([BUILD.BLOCK_N, BUILD.D])
+    nothing = gl.full([GROUP_ROWS, BUILD.BLOCK_N], 0.0, gl.float32, LAYOUT)
+    return warpgroup_mma(q, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_values(p, v, acc, barriers, i, BUILD: gl.constexpr):
+    """acc + p v [64, D] of block i of the ring, under way."""
+    stage = i % BUILD.STAGES
+    mbarrier.wait(barriers.index(stage), (i // BUILD.STAGES) & 1)
+    return warpgroup_mma(p, v.index(stage).reshape([BUILD.BLOCK_N, BUILD.D]), acc, is_async=True)
+
+
+@gluon.jit
+def release(barriers, i, BUILD: gl.constexpr):
+    mbarrier.arrive(barriers.index(i % BUILD.STAGES), count=1)
+
+
+@gluon.jit
+def hold(row_sum):
+    """row_sum itself, complete before whatever comes next. ptxas would wait for the tensor cores ahead of the
+    exponentials, and not behind them; it moves no wait across a barrier, even one that no thread ever reaches, because
+    no sum is below -1 (0fBF800000). Triton numbers barriers from 0, one per partition; 13 to 15 are free."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; .reg .f32 both; add.f32 both, $2, $3; setp.lt.f32 never, both, 0fBF800000;"
+        " @never bar.arrive 15, 128; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=r,=r,r,r", [row_sum], dtype=gl.float32, is_pure=False, pack=2)  # fmt: skip
+
+
+@gluon.jit
+def take_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
+    """Wait until the other group has issued its products."""
+    if BUILD.PINGPONG:
+        if GROUP == 0:
+            gl.inline_asm_elementwise("bar.sync 13, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+        else:
+            gl.inline_asm_elementwise("bar.sync 14, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def give_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
+    """Let the group other than GROUP issue its products."""
+    if BUILD.PINGPONG:
+        if GROUP == 0:
+            gl.inline_asm_elementwise("bar.arrive 14, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+        else:
+            gl.inline_asm_elementwise("bar.arrive 13, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc [64, .] times alpha [64], which lies in the registers of scores."""
+    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def step(state, q, smem, bars, i, row, start, full, M, N, scale_log2, GROUP: gl.constexpr, BUILD: gl.constexpr,
+         LAYOUT: gl.constexpr):  # fmt: skip
+    """Add block i - 1 to acc while the scores of block i, which starts at key `start`, become probabilities."""
+    take_turn(GROUP, BUILD)
+    s = start_scores(q, smem.k, bars.k_full, i, BUILD, LAYOUT)
+    acc = start_values(state.p, smem.v, state.acc, bars.v_full, i - 1, BUILD)
+    give_turn(GROUP, BUILD)
+    s = warpgroup_mma_wait(1, deps=[s])
+    release(bars.k_empty, i, BUILD)
+    if BUILD.CAUSAL:
+        if start >= full:
+            s = hide(s, row, start, M, N, BUILD)
+    e, alpha, row_max = soften(s, state.row_max, scale_log2, BUILD.CAUSAL)
+    row_sum = hold(rescale(state.row_sum, alpha) + own_sums(e))
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(bars.v_empty, i - 1, BUILD)
+    p = gl.convert_layout(e.to(state.p.dtype), state.p.type.layout, assert_trivial=True)
+    return State(p, rescale(acc, alpha), row_max, row_sum)
+
+
+@gluon.jit
+def attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP: gl.constexpr, BUILD: gl.constexpr):
+    """The 64 rows of GROUP in the program's t-th block of queries, whose keys are blocks i.. of the ring."""
+    batch, head, block_row = place
+    M, N, H = descs.q.shape[2], descs.k.shape[2], descs.q.shape[1]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BUILD.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [GROUP_WARPS, 1], [16, BUILD.D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    row = block_row + GROUP * GROUP_ROWS
+    blocks = key_blocks(block_row, BUILD.BLOCK_M, M, N, BUILD)
+    full = full_blocks(row, M, N, BUILD) * BUILD.BLOCK_N
+
+    mbarrier.wait(bars.q_full.index(GROUP), t & 1)
+    q = smem.q.index(GROUP).reshape([GROUP_ROWS, BUILD.D])
+    s = start_scores(q, smem.k, bars.k_full, i, BUILD, S_LAYOUT)
+    s = warpgroup_mma_wait(0, deps=[s])
+    release(bars.k_empty, i, BUILD)
+    start = (blocks - 1) * BUILD.BLOCK_N
+    s = hide(s, row, start, M, N, BUILD)
+    row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    e, _, row_max = soften(s, row_max, scale_log2, True)
+    p = gl.convert_layout(e.to(descs.q.dtype), P_LAYOUT, assert_trivial=True)
+    acc = gl.full([GROUP_ROWS, BUILD.D], 0.0, gl.float32, O_LAYOUT)
+    state = State(p, acc, row_max, own_sums(e))
+    for _ in range(blocks - 1):
+        i += 1
+        start -= BUILD.BLOCK_N
+        state = step(state, q, smem, bars, i, row, start, full, M, N, scale_log2, GROUP, BUILD, S_LAYOUT)
+    if BUILD.OWN_OUT:
+        mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
+    acc = start_values(state.p, smem.v, state.acc, bars.v_full, i, BUILD)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(bars.v_empty, i, BUILD)
+
+    row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+    dead = row_sum == 0.0
+    total = gl.where(dead, 1.0, row_sum)
+    row_lse = gl.where(dead, float("-inf"), (state.row_max + gl.log2(total)) * LN2)
+    rows = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
+    gl.store(lse + (batch * H + head).to(gl.int64) * M + rows, row_lse, mask=rows < M)
+    out = smem.out.index(GROUP)
+    if BUILD.OWN_OUT:
+        tma.store_wait(0)
+    out.reshape([GROUP_ROWS, BUILD.D]).store(rescale(acc, 1.0 / total).to(descs.out.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(descs.out, [batch, head, row, 0], out)
+    if BUILD.PERSISTENT and not BUILD.OWN_OUT:
+        tma.store_wait(0)
+        mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
+    return i + 1
+
+
+@gluon.jit
+def group(descs, smem, bars, lse, schedule, scale_log2, GROUP: gl.constexpr, BUILD: gl.constexpr):
+    """What the four warps of GROUP do."""
+    t = 0
+    i = 0
+    if GROUP == 1:
+        give_turn(GROUP, BUILD)
+    if BUILD.PERSISTENT:
+        for share in range(gl.program_id(0), share_count(schedule, BUILD), gl.num_programs(0)):
+            for part in range(share_size(share, schedule, BUILD)):
+                place = locate_in(share, part, schedule, BUILD)
+                i = attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP, BUILD)
+                t += 1
+    else:
+        place = locate(gl.program_id(0), schedule, BUILD)
+        attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP, BUILD)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def first_group(descs, smem, bars, lse, schedule, scale_log2, BUILD: gl.constexpr):
+    group(descs, smem, bars, lse, schedule, scale_log2, 0, BUILD)
+
+
+@gluon.jit
+def second_group(descs, smem, bars, lse, schedule, scale_log2, BUILD: gl.constexpr):
+    group(descs, smem, bars, lse, schedule, scale_log2, 1, BUILD)
+
+
+@gluon.jit
+def third_group(descs, smem, bars, lse, schedule, scale_log2, BUILD: gl.constexpr):
+    group(descs, smem, bars, lse, schedule, scale_log2, 2, BUILD)
+
+
+@gluon.jit
+def fetch(desc, coordinates, smem, full, empty, i, BUILD: gl.constexpr):
+    """Start copying a block of keys or values into its stage of the ring, as soon as that is free."""
+    stage = i % BUILD.STAGES
+    mbarrier.wait(empty.index(stage), ((i // BUILD.STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, coordinates, full.index(stage), smem.index(stage))
+
+
+@gluon.jit
+def load_block(descs, smem, bars, place, t, i, BUILD: gl.constexpr):
+    """Start every copy that one block of queries needs."""
+    batch, head, row = place
+    kv_head = head // (descs.q.shape[1] // descs.k.shape[1])
+    blocks = key_blocks(row, BUILD.BLOCK_M, descs.q.shape[2], descs.k.shape[2], BUILD)
+    start = (blocks - 1) * BUILD.BLOCK_N
+    fetch(descs.k, [batch, kv_head, start, 0], smem.k, bars.k_full, bars.k_empty, i, BUILD)
+    for g in gl.static_range(BUILD.BLOCK_M // GROUP_ROWS):
+        mbarrier.wait(bars.q_empty.index(g), (t & 1) ^ 1)
+        mbarrier.expect(bars.q_full.index(g), descs.q.block_type.nbytes)
+        coordinates = [batch, head, row + g * GROUP_ROWS, 0]
+        tma.async_copy_global_to_shared(descs.q, coordinates, bars.q_full.index(g), smem.q.index(g))
+    for _ in range(blocks - 1):
+        fetch(descs.k, [batch, kv_head, start - BUILD.BLOCK_N, 0], smem.k, bars.k_full, bars.k_empty, i + 1, BUILD)
+        fetch(descs.v, [batch, kv_head, start, 0], smem.v, bars.v_full, bars.v_empty, i, BUILD)
+        start -= BUILD.BLOCK_N
+        i += 1
+    fetch(descs.v, [batch, kv_head, start, 0], smem.v, bars.v_full, bars.v_empty, i, BUILD)
+    return i + 1
+
+
+@gluon.jit
+def loader(descs, smem, bars, schedule, BUILD: gl.constexpr):
+    """What the loading warp does."""
+    t = 0
+    i = 0
+    if BUILD.PERSISTENT:
+        for share in range(gl.program_id(0), share_count(schedule, BUILD), gl.num_programs(0)):
+            for part in range(share_size(share, schedule, BUILD)):
+                i = load_block(descs, smem, bars, locate_in(share, part, schedule, BUILD), t, i, BUILD)
+                t += 1
+    else:
+        load_block(descs, smem, bars, locate(gl.program_id(0), schedule, BUILD), t, i, BUILD)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers of ARRIVALS arrivals each."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(COUNT):
+        mbarrier.init(made.index(b), count=ARRIVALS)
+    return made
+
+
+@gluon.jit(do_not_specialize=["blocks", "entries", "section"])
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, blocks, entries, section, scale_log2, BUILD: gl.constexpr):
+    """out (B, H, M, D) and lse (B, H, M); `blocks` of queries for each of `entries` = B * H."""
+    GROUPS: gl.constexpr = BUILD.BLOCK_M // GROUP_ROWS
+    STAGES: gl.constexpr = BUILD.STAGES
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    out_smem = q_smem
+    if BUILD.OWN_OUT:
+        out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS] + out_desc.block_type.shape, out_desc.layout)
+    bars = Barriers(barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS),
+            barriers(STAGES, 1), barriers(STAGES, GROUPS))  # fmt: skip
+    fence_async_shared()
+    descs, smem = Operands(q_desc, k_desc, v_desc, out_desc), Operands(q_smem, k_smem, v_smem, out_smem)
+    schedule = Schedule(blocks, entries, section, q_desc.shape[1])
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (first_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
+            (second_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
+            (loader, (descs, smem, bars, schedule, BUILD)),
+        ], [GROUP_WARPS, 1], [BUILD.GROUP_REGISTERS, BUILD.LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (first_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
+            (second_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
+            (third_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
+            (loader, (descs, smem, bars, schedule, BUILD)),
+        ], [GROUP_WARPS, GROUP_WARPS, 1],
+            [BUILD.GROUP_REGISTERS, BUILD.GROUP_REGISTERS, BUILD.LOADER_REGISTERS])  # fmt: skip

@@ -1,0 +1,188 @@
+"""What every kernel of the family shares on the device: where a program works, loads, the online softmax, dropout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+PHILOX_WORDS = tl.constexpr(4)
+WORD_BITS = tl.constexpr(32)
+# Below this the exponential form of tanh cancels, and its series to the ninth order is exact in float32.
+SMALL_TANH = tl.constexpr(0.25)
+
+
+class Place(NamedTuple):
+    """One entry and head: where its rows begin in memory, how many there are, and how far the diagonal is shifted."""
+
+    batch: tl.tensor
+    head: tl.tensor  # a query head; a column of them where a tile packs several
+    kv_head: tl.tensor
+    q_first: tl.tensor
+    q_length: tl.tensor
+    k_first: tl.tensor
+    k_length: tl.tensor
+    shift: tl.tensor
+
+
+class Softmax(NamedTuple):
+    """Online-softmax state (Milakov and Gimelshein, 2018)."""
+
+    acc: tl.tensor  # [BLOCK_M, BLOCK_DV]
+    row_sum: tl.tensor  # [BLOCK_M]
+    row_max: tl.tensor  # [BLOCK_M], in the units of the scores as they come from the product
+
+
+@triton.jit
+def locate(blocks, heads, section, REVERSED: tl.constexpr):
+    """(block, head) of this program. Heads come in sections whose keys and values fit the L2 cache together; within
+    one, equal blocks of all its heads run side by side, the longest first where REVERSED (causal)."""
+    program = tl.program_id(0)
+    first = (program // (section * blocks)) * section
+    inside = program - first * blocks
+    width = tl.minimum(section, heads - first)
+    block = inside // width
+    if REVERSED:
+        block = blocks - 1 - block
+    return block, first + inside % width
+
+
+@triton.jit
+def load_rows(source, strides, batch, head, start, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+              BLOCK_SIZE: tl.constexpr, DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
+    """[BLOCK, BLOCK_SIZE] rows `start`.. of one head, zeros beyond SIZE columns; beyond row `limit`, too, if CLIP.
+
+    DESCRIBED: `source` is a tensor descriptor (the bulk copy engine pads with zeros at the tensor's end by itself).
+    """
+    rows = tl.arange(0, BLOCK)[:, None]
+    if DESCRIBED:
+        tile = source.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_SIZE)
+        if CLIP:
+            tile = tl.where(start + rows < limit, tile, 0.0)
+    else:
+        columns = tl.arange(0, BLOCK_SIZE)[None, :]
+        origin = source + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
+        pointers = origin + tl.cast(start, tl.int64) * strides.row + rows * strides.row + columns
+        if CLIP:
+            tile = tl.load(pointers, mask=(start + rows < limit) & (columns < SIZE), other=0.0)
+        elif SIZE == BLOCK_SIZE:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=columns < SIZE, other=0.0)
+    return tile
+
+
+@triton.jit
+def load_keys(source, strides, mask, batch, head, start, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+              BLOCK_SIZE: tl.constexpr, DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
+    """load_rows of keys or values, which may lie in pages that the block table names."""
+    if mask.pages is None:
+        tile = load_rows(source, strides, batch, head, start, limit, SIZE, BLOCK, BLOCK_SIZE, DESCRIBED, CLIP)
+    else:
+        positions = start + tl.arange(0, BLOCK)
+        inside = positions < limit
+        table = mask.pages.pointer + batch * mask.pages.batch
+        page = tl.load(table + positions // mask.pages.size, mask=inside, other=0).to(tl.int64)
+        offsets = page * strides.batch + positions % mask.pages.size * strides.row
+        columns = tl.arange(0, BLOCK_SIZE)[None, :]
+        pointers = source + tl.cast(head, tl.int64) * strides.head + offsets[:, None] + columns
+        tile = tl.load(pointers, mask=inside[:, None] & (columns < SIZE), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(target, strides, batch, head, start, limit, tile, SIZE: tl.constexpr):
+    """Write the rows of `tile` [BLOCK, BLOCK_SIZE] below row `limit` and column SIZE."""
+    rows = tl.arange(0, tile.shape[0])[:, None]
+    columns = tl.arange(0, tile.shape[1])[None, :]
+    origin = target + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
+    pointers = origin + tl.cast(start, tl.int64) * strides.row + rows * strides.row + columns
+    tl.store(pointers, tile.to(target.dtype.element_ty), mask=(start + rows < limit) & (columns < SIZE))
+
+
+@triton.jit
+def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The state before the first key; a sink is a key without a value. Scores are `unit` times what state holds."""
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    if sinks is not None:
+        row_max = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) / unit
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    else:
+        row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    return Softmax(acc, row_sum, row_max)
+
+
+@triton.jit
+def raise_scores(state, s, unit, HIDDEN: tl.constexpr, FAR: tl.constexpr):
+    """(probabilities, state rescaled to them) of a tile [BLOCK_M, BLOCK_N] of scores s * unit.
+
+    HIDDEN: some may be -inf, and a row that has seen no other yet subtracts nothing. FAR: some may be so large (a mask
+    of the lowest finite number) that they must not be multiplied before the maximum is taken off.
+    """
+    row_max = tl.maximum(state.row_max, tl.max(s, 1))
+    base = row_max
+    if HIDDEN:
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    factor = unit * LOG2E
+    alpha = tl.math.exp2((state.row_max - base) * factor)
+    if FAR:
+        p = tl.math.exp2((s - base[:, None]) * factor)
+    else:
+        p = tl.math.exp2(s * factor - (base * factor)[:, None])
+    row_sum = state.row_sum * alpha + tl.sum(p, 1)
+    return p, Softmax(state.acc * alpha[:, None], row_sum, row_max)
+
+
+@triton.jit
+def finish_softmax(state, unit):
+    """(acc, lse): normalised; 0 and -inf for rows that saw no key."""
+    dead = state.row_sum == 0.0
+    total = tl.where(dead, 1.0, state.row_sum)
+    lse = tl.where(dead, float("-inf"), state.row_max * unit + tl.math.log2(total) * LN2)
+    return state.acc / total[:, None], lse
+
+
+@triton.jit
+def probabilities(s, unit, lse, FAR: tl.constexpr):
+    """exp(s * unit - lse), given lse as [.., 1] or [1, ..], +inf for rows that saw no key."""
+    if FAR:
+        p = tl.math.exp2((s - lse) * LOG2E)
+    else:
+        p = tl.math.exp2(s * (unit * LOG2E) - lse * LOG2E)
+    return p
+
+
+@triton.jit
+def load_lse(pointer, offsets, inside):
+    """A row's log-sum-exp; +inf where there is none, so that its probabilities are 0."""
+    lse = tl.load(pointer + offsets, mask=inside, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def tanh(x):
+    size = tl.abs(x)
+    e = tl.math.exp2(-2.0 * LOG2E * size)
+    large = (1.0 - e) / (1.0 + e)
+    y = x * x
+    series = 1.0 + y * (-1.0 / 3 + y * (2.0 / 15 + y * (-17.0 / 315 + y * (62.0 / 2835))))
+    return tl.where(size < SMALL_TANH, x * series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def keep_tile(dropout, stream, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] bool from row `row` and column `column` on, True where a pair is kept: Philox4x32-10 (Salmon
+    et al., 2011) with the counter layout of sdpa/philox.py, in which each call serves four neighbouring keys."""
+    key = tl.load(dropout.rng)
+    offset = tl.load(dropout.rng + 1).to(tl.uint32)
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    groups = column // PHILOX_WORDS + tl.arange(0, BLOCK_N // PHILOX_WORDS)[None, :]
+    zero = (rows * 0 + groups * 0).to(tl.uint32)
+    counter = (zero + groups.to(tl.uint32), zero + rows.to(tl.uint32), zero + stream.to(tl.uint32), zero + offset)
+    w0, w1, w2, w3 = tl.philox_impl(*counter, key.to(tl.uint32), (key >> WORD_BITS).to(tl.uint32))
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    return words.to(tl.uint32, bitcast=True).to(tl.int64) >= dropout.threshold

@@ -1,0 +1,65 @@
+"""What kernels are built for: architecture, shared memory, bulk copies; of the device at hand, or of one assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+HOPPER = 90
+AMD_SHARED_MEMORY = 64 << 10  # bytes of a CDNA compute unit's local data share
+UNLIMITED_MEMORY = 1 << 30
+DEFAULT_L2 = 40 << 20
+
+
+class Target(NamedTuple):
+    backend: str  # "cuda", "hip", or "interpreter" where Triton runs on the CPU
+    arch: int | str  # 90, or "gfx942"
+    shared_memory: int  # bytes that one program may use
+    cores: int
+    l2: int  # bytes
+
+    @property
+    def has_bulk_copy(self) -> bool:
+        """A copy engine that tensor descriptors drive; the interpreter reads descriptors as well."""
+        return self.backend == "interpreter" or (self.backend == "cuda" and self.arch >= HOPPER)
+
+    @property
+    def has_chained_launch(self) -> bool:
+        """Programmatic dependent launch: a kernel may begin before the one it depends on has ended."""
+        return self.backend == "cuda" and self.arch >= HOPPER
+
+
+INTERPRETER = Target("interpreter", 0, UNLIMITED_MEMORY, 1, DEFAULT_L2)
+ASSUMED: list[Target] = []
+
+
+@contextmanager
+def assume(target: Target) -> Iterator[None]:
+    """Prepare launches for a device that is not here, to compile them ahead."""
+    ASSUMED.append(target)
+    try:
+        yield
+    finally:
+        ASSUMED.pop()
+
+
+def target_of(device: str) -> Target:
+    """The target behind "cuda:0"; the interpreter behind "cpu"."""
+    return ASSUMED[-1] if ASSUMED else read(device)
+
+
+@lru_cache(maxsize=16)
+def read(device: str) -> Target:
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(int(index or 0))
+    cores, l2 = properties.multi_processor_count, getattr(properties, "L2_cache_size", DEFAULT_L2)
+    if torch.version.hip is not None:
+        return Target("hip", properties.gcnArchName.partition(":")[0], AMD_SHARED_MEMORY, cores, l2)
+    arch = properties.major * 10 + properties.minor
+    return Target("cuda", arch, properties.shared_memory_per_block_optin, cores, l2)

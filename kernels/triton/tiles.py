@@ -1,0 +1,121 @@
+"""Which tiles a kernel may be built with for a problem, best guess first: by head size, dtype and shared memory.
+
+BLOCK_M queries and BLOCK_N keys stay in registers as scores, BLOCK_M x head size as the accumulator. In a backward,
+BLOCK_M is the side that streams and BLOCK_N the side that stays, whichever of the two passes it is.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from sdpa.kernels.triton.arguments import block_size
+from sdpa.kernels.triton.target import HOPPER, Target, target_of
+from sdpa.problem import AttentionProblem, Tile
+
+# By the rounded head size: the tiles worth trying, the best measured on an H200 first.
+FORWARD = {
+    64: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2), Tile(128, 64, 4, 3), Tile(64, 32, 4, 3)),
+    128: (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    512: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
+}
+FORWARD_FLOAT32 = {
+    64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3), Tile(128, 128, 8, 2), Tile(32, 32, 4, 1)),
+    128: (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 1)),
+    256: (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    512: (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+}
+BACKWARD = {
+    64: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(32, 64, 4, 2)),
+    128: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+    256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
+    512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
+}
+# Above 64, sides below a warpgroup's 64 rows only: products are then made by mma.sync. Through wgmma, Triton 3.6's
+# bfloat16 emulation spills a kilobyte there, and some of those kernels read illegal addresses on an H200.
+BACKWARD_FLOAT32 = {
+    64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+    128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+    256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
+    512: (Tile(16, 16, 8, 1),),
+}
+TABLES = {
+    ("forward", False): FORWARD,
+    ("forward", True): FORWARD_FLOAT32,
+    ("backward", False): BACKWARD,
+    ("backward", True): BACKWARD_FLOAT32,
+}
+TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
+SIZES = (64, 128, 256, 512)
+
+
+# The sums of dK and dV of a block of keys in float32: more than half a core's registers, and they are made one by one.
+ACCUMULATOR_BYTES = 128 << 10
+
+
+class Part(Enum):
+    """What a pass over blocks of keys makes."""
+
+    BOTH = "dK and dV"
+    KEYS = "dK"
+    VALUES = "dV"
+
+
+def passes(problem: AttentionProblem, tile: Tile) -> tuple[tuple[Part, Tile], ...]:
+    """The passes of a backward over blocks of keys. dK keeps values beside keys in shared memory, so less streams."""
+    if not is_split(problem, tile):
+        return ((Part.BOTH, tile),)
+    return (Part.VALUES, tile), (Part.KEYS, half(tile))
+
+
+def queries_tile(problem: AttentionProblem, tile: Tile) -> Tile:
+    """The tile of the pass over blocks of queries: what stays is the larger side there, too."""
+    tile = half(tile) if is_split(problem, tile) else tile
+    return tile._replace(BLOCK_M=tile.BLOCK_N, BLOCK_N=tile.BLOCK_M)
+
+
+def is_split(problem: AttentionProblem, tile: Tile) -> bool:
+    return tile.BLOCK_N * (block_size(problem.D) + block_size(problem.Dv)) * 4 > ACCUMULATOR_BYTES
+
+
+def half(tile: Tile) -> Tile:
+    return tile._replace(BLOCK_M=tile.BLOCK_M // 2)
+
+
+def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
+    """The tiles that fit the device, at least the last (smallest) one."""
+    size = next((s for s in SIZES if max(block_size(problem.D), block_size(problem.Dv)) <= s), SIZES[-1])
+    listed = TABLES[problem.direction, problem.dtype == torch.float32][size]
+    target = target_of(problem.device)
+    fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
+    return fitting or listed[-1:]
+
+
+def shared_memory(problem: AttentionProblem, tile: Tile, target: Target) -> int:
+    """Bytes of shared memory a tile should take: what stays, and what streams as often as there are stages."""
+    width = block_size(problem.D) + block_size(problem.Dv)
+    size = problem.dtype.itemsize
+    scores = tile.BLOCK_M * tile.BLOCK_N
+    dense = 0 if problem.row_mask else scores * dense_bytes(problem)  # of a mask that streams with the keys
+    if problem.direction == "forward":
+        stays = tile.BLOCK_M * block_size(problem.D) if holds_operands(target) else 0
+        return stays * size + max(1, tile.num_stages) * (tile.BLOCK_N * width * size + dense)
+    streams = max(1, tile.num_stages) * (tile.BLOCK_M * width * size + dense)
+    if is_split(problem, tile):
+        one = tile.BLOCK_N * block_size(problem.D) * size + streams
+        return max(one, tile.BLOCK_N * width * size + streams // 2) + scores * size // 2
+    turned = 0 if holds_operands(target) else tile.BLOCK_M * block_size(problem.D) * size  # queries, transposed
+    return (tile.BLOCK_N * width + scores) * size + streams + turned
+
+
+def dense_bytes(problem: AttentionProblem) -> int:
+    """Bytes of dense masks per score."""
+    bias = problem.bias_dtype.itemsize if problem.bias_dtype is not None else 0
+    return bias + ("allowed" in problem.features)
+
+
+def holds_operands(target: Target) -> bool:
+    """Hopper's matrix units read both operands from shared memory; older ones take the queries from registers."""
+    return target.backend == "cuda" and target.arch >= HOPPER
