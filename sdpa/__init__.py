@@ -8,6 +8,7 @@ from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 from sdpa.patch import install, patch, uninstall
 from sdpa.problem import AttentionProblem
+from sdpa.varlen import paged_attention, varlen_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "explain",
     "install",
     "last_choice",
+    "paged_attention",
     "patch",
     "scaled_dot_product_attention",
     "sdpa_kernel",
     "uninstall",
+    "varlen_attention",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from sdpa import flops
 from sdpa.batching import map_backward, map_forward
 from sdpa.kernels.math.composite import backward_terms, forward_terms
+from sdpa.layout import like_layout
 from sdpa.ops import BACKWARD, FIELDS, FORWARD, no_tensor
 from sdpa.problem import AttentionInputs, Results
 
@@ -59,7 +60,8 @@ class AttentionEager(Attention):
             terms = forward_terms(with_differentiable(inputs, tensors))
             return terms.out.to(inputs.q.dtype), terms.lse
 
-        return push_forward(composite, inputs, tangents)
+        out, lse = push_forward(composite, inputs, tangents)
+        return like_layout(out, inputs.q), lse
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -97,11 +99,13 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        function, primals, _ = recompute(ctx)
+        function, primals, inputs = recompute(ctx)
         chosen = [tangents[0], tangents[1], *(tangents[4 + i] for i in DIFFERENTIABLE)]
         chosen = [t for t, present in zip(chosen, presence(ctx), strict=True) if present]
         moved = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, chosen, strict=True))
-        return directional(function, primals, moved)
+        *moved, bias, sinks = directional(function, primals, moved)
+        # A tangent has to lie in memory as its primal does.
+        return (*(like_layout(t, source) for t, source in zip(moved, inputs[:3], strict=True)), bias, sinks)
 
     @staticmethod
     def vmap(info, in_dims, *args):

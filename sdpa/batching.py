@@ -1,8 +1,9 @@
 """vmap: the mapped dimension is folded into the batch, so that one kernel call serves all of it.
 
 Where one call cannot, samples are taken one by one: dropout, whose random numbers are counted by batch entry and must
-be those of each sample by itself (in every derivative, too), and sinks, which have no batch dimension that would keep
-samples apart. That is as slow as the number of samples, and correct.
+be those of each sample by itself (in every derivative, too), sinks, which have no batch dimension that would keep
+samples apart, and packed or paged sequences, which have none either. That is as slow as the number of samples, and
+correct.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BROADCAST = {"bias", "allowed", "q_segments", "k_segments", "alibi"}
 def map_forward(function, info, in_dims, args) -> tuple[Tensor, ...]:
     """(out, lse), each (S, ...), of Attention's arguments of which some have a mapped dimension of S samples."""
     names = FIELDS
-    if has_dropout(names, args) or in_dims[names.index("sinks")] is not None:
+    if has_no_batch(names, args) or in_dims[names.index("sinks")] is not None:
         return one_by_one(function, info.batch_size, in_dims, args)
     S, B = info.batch_size, batch_of(names, in_dims, args)
     results = function(*fold(names, in_dims, args, S, B))
@@ -33,7 +34,7 @@ def map_forward(function, info, in_dims, args) -> tuple[Tensor, ...]:
 def map_backward(function, info, in_dims, args) -> tuple[Tensor, ...]:
     """The five gradients, each (S, ...), of AttentionBackward's arguments; also of what samples share, per sample."""
     names = UPSTREAM + FIELDS
-    if has_dropout(names, args) or args[names.index("sinks")] is not None:
+    if has_no_batch(names, args) or args[names.index("sinks")] is not None:
         return one_by_one(function, info.batch_size, in_dims, args)
     S, B = info.batch_size, batch_of(names, in_dims, args)
     position, bias_grad = names.index("bias"), args[len(names)]
@@ -51,8 +52,10 @@ def map_backward(function, info, in_dims, args) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
-def has_dropout(names, args) -> bool:
-    return args[names.index("dropout_p")] != 0.0
+def has_no_batch(names, args) -> bool:
+    """Whether the batch dimension cannot be made longer: dropout counts by it, pages and packed documents are it."""
+    unlike = any(args[names.index(name)] is not None for name in ("cu_q", "block_table"))
+    return unlike or args[names.index("dropout_p")] != 0.0
 
 
 def one_by_one(function, S: int, in_dims, args) -> tuple[Tensor, ...]:

@@ -60,7 +60,10 @@ class Plan:
 
     def run(self, inputs: AttentionInputs) -> Results:
         select.LAST.choice = self.choice
-        return self.forward(inputs, self.problem, self.tile)
+        try:
+            return self.forward(inputs, self.problem, self.tile)
+        except Exception as error:
+            return select.recover(self.choice, error, inputs)
 
     def run_backward(self, inputs: AttentionInputs, results: Results, upstream: Results):
         state = (torch_toggles(), torch._C._get_deterministic_algorithms())
@@ -69,7 +72,7 @@ class Plan:
             self.backward_choice = select.select(problem, select.backward_setting(self.setting))
             self.backward_state = state
         choice = select.LAST.choice = self.backward_choice
-        return choice.backward(inputs, results, upstream, choice.problem, choice.tile)
+        return choice.run(inputs, results, upstream)
 
 
 class PlannedAttention(torch.autograd.Function):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from sdpa.problem import AttentionInputs, lengths_of
+
 FORWARD_ARGUMENTS = 0
 BACKWARD_ARGUMENTS = 4  # grad_out, grad_lse, out and lse stand before q, k and v
 
@@ -37,7 +39,13 @@ def backward_flops(*args: object, **_: object) -> int:
 
 def sizes(args: tuple[object, ...], first: int) -> tuple[int, int, int]:
     """B * H * M * N, D and Dv."""
-    q, k, v = args[first : first + 3]
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    B, H, M, D = q.shape
-    return B * H * M * k.shape[2], D, v.shape[3]
+    inputs = AttentionInputs(*args[first : first + len(AttentionInputs._fields)])
+    return pairs_of(inputs) * inputs.q.shape[1], inputs.q.shape[3], inputs.v.shape[3]
+
+
+def pairs_of(inputs: AttentionInputs) -> int:
+    """B * M * N; of packed documents the sum of their M * N where it can be read, else as if all were the longest."""
+    B, M, N = lengths_of(inputs)
+    if type(inputs.cu_q) is Tensor and type(inputs.cu_k) is Tensor and inputs.cu_q.device.type != "meta":
+        return int((inputs.cu_q.diff().long() * inputs.cu_k.diff()).sum())
+    return B * M * N

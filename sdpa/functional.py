@@ -108,10 +108,14 @@ def scaled_dot_product_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, options: Options, needs_lse: bool, request: str) -> Results:
     """A checked call through autograd or straight to the operator."""
     inputs = build_inputs(query, key, value, options)
-    results = restore_rank(run(inputs, needs_lse, request), query, key, value)
-    if options.dropout_p == 1.0:
-        return results._replace(out=torch.nn.functional.dropout(results.out, 1.0))
-    return results
+    return dropped(restore_rank(run(inputs, needs_lse, request), query, key, value), options)
+
+
+def dropped(results: Results, options: Options) -> Results:
+    """Nothing is left where every weight is dropped; kernels only know probabilities below 1."""
+    if options.dropout_p != 1.0:
+        return results
+    return results._replace(out=torch.nn.functional.dropout(results.out, 1.0))
 
 
 def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
@@ -128,11 +132,13 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
 
 
 def distinct(inputs: AttentionInputs) -> AttentionInputs:
-    """q, k and v as three tensors, which Dynamo wants of a Function's arguments."""
+    """q, k and v as three tensors and cu_q and cu_k as two, which Dynamo wants of a Function's arguments."""
     q, k, v = inputs[:3]
     k = k.view_as(k) if k is q else k
     v = v.view_as(v) if v is inputs.q or v is inputs.k else v
-    return AttentionInputs(q, k, v, *inputs[3:])
+    cu_k = inputs.cu_k
+    cu_k = cu_k.view_as(cu_k) if cu_k is not None and cu_k is inputs.cu_q else cu_k
+    return inputs._replace(q=q, k=k, v=v, cu_k=cu_k)
 
 
 def plain(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdpa import philox
 from sdpa.mask import Mask
-from sdpa.problem import UNLIMITED, AttentionInputs, Results
+from sdpa.problem import UNLIMITED, AttentionInputs, Results, lengths_of
 from sdpa.validate import (
     check_flag,
     check_heads,
@@ -40,22 +40,28 @@ def build_inputs(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
     """Check a call and bring it into the form that kernels take."""
     check_tensors(query, key, value)
     check_sizes(query, key, value)
-    check_numbers(options.dropout_p, options.scale, options.softcap)
-    check_flag("is_causal", options.is_causal)
-    check_flag("enable_gqa", options.enable_gqa)
+    check_options(options)
     q, k, v = four_dimensions(query, key, value, options.enable_gqa)
-    inputs = AttentionInputs(
-        q,
-        k,
-        v,
-        scale_of(options.scale, query.shape[-1]),
-        softcap=float(options.softcap or 0.0),
-        sinks=fit_sinks(options.sinks, q),
-    )
-    inputs = with_mask(inputs, mask_of(options, query), leading_shape(query, key, value))
-    if 0.0 < options.dropout_p < 1.0:
-        inputs = inputs._replace(dropout_p=float(options.dropout_p), rng=philox.draw_seed(query.device))
-    return inputs
+    inputs = unmasked(q, k, v, options)
+    return with_dropout(with_mask(inputs, mask_of(options, query), leading_shape(query, key, value)), options)
+
+
+def check_options(options: Options, function: str = "scaled_dot_product_attention") -> None:
+    check_numbers(options.dropout_p, options.scale, options.softcap)
+    check_flag("is_causal", options.is_causal, function)
+    check_flag("enable_gqa", options.enable_gqa, function)
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionInputs:
+    """Four-dimensional tensors with scale, softcap and sinks."""
+    scale, softcap = scale_of(options.scale, q.shape[3]), float(options.softcap or 0.0)
+    return AttentionInputs(q, k, v, scale, softcap=softcap, sinks=fit_sinks(options.sinks, q))
+
+
+def with_dropout(inputs: AttentionInputs, options: Options) -> AttentionInputs:
+    if not 0.0 < options.dropout_p < 1.0:
+        return inputs
+    return inputs._replace(dropout_p=float(options.dropout_p), rng=philox.draw_seed(inputs.q.device))
 
 
 def restore_rank(results: Results, query: Tensor, key: Tensor, value: Tensor) -> Results:
@@ -99,6 +105,11 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     """(B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, Dv): batch dimensions broadcast by stride 0 and folded into one."""
     lead = leading_shape(query, key, value)
     q, k, v = (fold(t, lead) for t in (query, key, value))
+    return common_heads(q, k, v, enable_gqa)
+
+
+def common_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads checked; one query head expanded to those of the keys, keys and values brought to one number."""
     H, heads_k, heads_v = q.shape[1], k.shape[1], v.shape[1]
     if H == heads_k == heads_v:
         return q, k, v
@@ -106,7 +117,7 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     if H == 1 and not enable_gqa:
         q = q.expand(-1, max(heads_k, heads_v), -1, -1)
     if heads_k != heads_v:
-        k, v = common_heads(k, v)
+        k, v = common_key_heads(k, v)
     return q, k, v
 
 
@@ -134,7 +145,7 @@ def fold(tensor: Tensor, lead: torch.Size) -> Tensor:
     return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
 
 
-def common_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def common_key_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Key and value with different head counts brought to one; only a single head does so without a copy."""
     heads = math.lcm(k.shape[1], v.shape[1])
     return repeat_heads(k, heads), repeat_heads(v, heads)
@@ -150,7 +161,7 @@ def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size | None = None) -> AttentionInputs:
     """The fields of `mask` written into `inputs`, checked against its sizes."""
-    q, B, H, M, N = inputs.q, inputs.q.shape[0], inputs.q.shape[1], inputs.q.shape[2], inputs.k.shape[2]
+    q, H, (B, M, N) = inputs.q, inputs.q.shape[1], lengths_of(inputs)
     if mask.device() is not None and mask.device() != q.device:
         raise RuntimeError(
             f"Expected attn_mask to be on the query's device {q.device}, but got {mask.device()} instead."

@@ -12,13 +12,14 @@ from torch import Tensor
 from sdpa.dispatch.context import effective
 from sdpa.dispatch.select import backward_setting, select
 from sdpa.layout import empty_as, like_layout
-from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, lengths_of
 
 # The fields of AttentionInputs after q, k, v, in their order.
 MASK_SCHEMA = (
     "float scale, SymInt left, SymInt right, bool bottom_right, Tensor? bias, Tensor? allowed, Tensor? q_lengths, "
     "Tensor? k_lengths, Tensor? q_segments, Tensor? k_segments, Tensor? prefix, Tensor? alibi, Tensor? sinks, "
-    "float softcap, float dropout_p, Tensor? rng"
+    "float softcap, float dropout_p, Tensor? rng, Tensor? cu_q, Tensor? cu_k, Tensor? block_table, SymInt max_q, "
+    "SymInt max_k"
 )
 LIBRARY = torch.library.Library("sdpa", "DEF")
 LIBRARY.define(
@@ -40,7 +41,7 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
         return empty_results(inputs, needs_lse)
     problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
     choice = select(problem, effective(kernel))
-    out, lse = choice.forward(inputs, problem, choice.tile)
+    out, lse = choice.run(inputs)
     return out, lse if needs_lse else no_tensor(inputs.q)
 
 
@@ -53,7 +54,7 @@ def attention_backward(
     extra = {"bias_grad": bias_grad, "lse_grad": grad_lse is not None}
     problem = AttentionProblem.of(inputs, "backward", frozenset(name for name, on in extra.items() if on))
     choice = select(problem, backward_setting(effective(kernel)))
-    gradients = choice.backward(inputs, Results(out, lse), Results(grad_out, grad_lse), problem, choice.tile)
+    gradients = choice.run(inputs, Results(out, lse), Results(grad_out, grad_lse))
     q, k, v = (like_layout(grad, source) for grad, source in zip(gradients[:3], inputs[:3], strict=True))
     # A tensor each for what is missing: results may not alias.
     bias, sinks = (no_tensor(q) if grad is None else grad for grad in gradients[3:])
@@ -62,8 +63,9 @@ def attention_backward(
 
 def is_empty(inputs: AttentionInputs) -> bool:
     """Whether no query meets a key; without a head size scores are 0 and the softmax is still one."""
-    B, H, M, _ = inputs.q.shape
-    return not (B and H and M and (inputs.k.shape[2] or inputs.sinks is not None))
+    (B, M, N), q, k = lengths_of(inputs), inputs.q, inputs.k
+    keys = N and k.shape[0] and k.shape[2]
+    return not (B and q.shape[1] and M and q.shape[2] and (keys or inputs.sinks is not None))
 
 
 def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:

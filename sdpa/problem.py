@@ -23,6 +23,8 @@ FEATURES = {
     "k_lengths": "key lengths per batch entry",
     "q_lengths": "query lengths per batch entry",
     "segments": "segments (packed documents)",
+    "packed": "packed sequences (cu_q, cu_k)",
+    "paged": "a paged key/value cache",
     "prefix": "a bidirectional prefix",
     "alibi": "ALiBi slopes",
     "softcap": "softcap",
@@ -47,6 +49,13 @@ class AttentionInputs(NamedTuple):
       - q_segments[b, i] == k_segments[b, j];
       - allowed[b, h, i, j].
     The score is softcap(scale * q k^T) - alibi[b, h] * |i + shift - j| + bias[b, h, i, j].
+
+    Packed sequences: with `cu_q` and `cu_k`, q is (1, H, T_q, D), k and v are (1, Hkv, T_k, .), results (1, H, T_q, .).
+    Document b owns query rows cu_q[b] .. cu_q[b + 1] and key rows cu_k[b] .. cu_k[b + 1]; it is batch entry b of all
+    fields (B,) and of what is said above. Rows outside of every document are 0, with log-sum-exp -inf.
+
+    Paged keys: with `block_table`, k and v are (pages, Hkv, page_size, .) and block_table[b, p] is the page that holds
+    keys p * page_size and following of batch entry b. `k_lengths` is there; entries beyond it may hold anything.
     """
 
     q: Tensor  # (B, H, M, D)
@@ -68,6 +77,11 @@ class AttentionInputs(NamedTuple):
     softcap: float = 0.0  # 0 = none, else softcap * tanh(score / softcap)
     dropout_p: float = 0.0
     rng: Tensor | None = None  # (2,) int64: Philox key and offset
+    cu_q: Tensor | None = None  # (B + 1,) int32: cumulative query lengths of packed sequences
+    cu_k: Tensor | None = None  # (B + 1,) int32: cumulative key lengths
+    block_table: Tensor | None = None  # (B, pages per sequence) int32
+    max_q: int = 0  # no packed document has more queries than this
+    max_k: int = 0  # nor more keys
 
 
 class Results(NamedTuple):
@@ -86,10 +100,12 @@ class Gradients(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Sizes a kernel is built or run with."""
+    """Sizes a kernel is built or run with; 0 where a number does not apply, as warps on a CPU."""
 
     BLOCK_M: int
     BLOCK_N: int
+    num_warps: int = 0
+    num_stages: int = 0
 
 
 class AttentionProblem(NamedTuple):
@@ -113,6 +129,7 @@ class AttentionProblem(NamedTuple):
     tf32: bool = False  # float32 products may be rounded to TF32
     bias_dtype: torch.dtype | None = None
     direction: str = "forward"  # or "backward"
+    row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
 
     @classmethod
     def of(
@@ -120,8 +137,8 @@ class AttentionProblem(NamedTuple):
     ) -> AttentionProblem:
         """Describe `inputs`; `extra` adds what tensors cannot tell ("lse", "backward", "bias_grad", "lse_grad")."""
         q, k, v = inputs.q, inputs.k, inputs.v
-        B, H, M, D = q.shape
-        Hkv, N, Dv = k.shape[1], k.shape[2], v.shape[3]
+        H, D, Hkv, Dv = q.shape[1], q.shape[3], k.shape[1], v.shape[3]
+        B, M, N = lengths_of(inputs)
         return cls(
             str(q.device),
             q.dtype,
@@ -141,6 +158,7 @@ class AttentionProblem(NamedTuple):
             q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
             None if inputs.bias is None else inputs.bias.dtype,
             direction,
+            is_row_mask(inputs),
         )
 
     @property
@@ -179,22 +197,41 @@ class AttentionProblem(NamedTuple):
         return passes * (queries + keys) * self.dtype.itemsize
 
 
+def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:
+    """B, M and N as positions are counted: documents and their largest lengths where packed, a whole table of pages."""
+    q, k = inputs.q, inputs.k
+    if inputs.cu_q is not None:
+        return inputs.cu_q.shape[0] - 1, inputs.max_q, inputs.max_k
+    if inputs.block_table is not None:
+        return q.shape[0], q.shape[2], inputs.block_table.shape[1] * k.shape[2]
+    return q.shape[0], q.shape[2], k.shape[2]
+
+
+def is_row_mask(inputs: AttentionInputs) -> bool:
+    """Whether there is a dense mask or bias, and each of them has one row for all queries."""
+    given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]
+    return bool(given) and all(mask.shape[2] == 1 for mask in given)
+
+
 def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:
     """Whether the corner the diagonal is aligned to matters."""
     aligned = inputs.left != UNLIMITED or inputs.right != UNLIMITED or inputs.alibi is not None
-    return aligned and (M != N or inputs.k_lengths is not None or inputs.q_lengths is not None)
+    ragged = inputs.cu_q is not None or inputs.k_lengths is not None or inputs.q_lengths is not None
+    return aligned and (M != N or ragged)
 
 
 def features_of(inputs: AttentionInputs, gqa: bool) -> frozenset[str]:
     """The names in FEATURES that the tensors and numbers of a call ask for."""
     asked = (
         (inputs.left != UNLIMITED or inputs.right != UNLIMITED, "band"),
-        (inputs.bottom_right and has_band(inputs, inputs.q.shape[2], inputs.k.shape[2]), "bottom_right"),
+        (inputs.bottom_right and has_band(inputs, *lengths_of(inputs)[1:]), "bottom_right"),
         (inputs.bias is not None, "bias"),
         (inputs.allowed is not None, "allowed"),
         (inputs.k_lengths is not None, "k_lengths"),
         (inputs.q_lengths is not None, "q_lengths"),
         (inputs.q_segments is not None, "segments"),
+        (inputs.cu_q is not None, "packed"),
+        (inputs.block_table is not None, "paged"),
         (inputs.prefix is not None, "prefix"),
         (inputs.alibi is not None, "alibi"),
         (inputs.softcap != 0.0, "softcap"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdpa import dense, philox
+from sdpa import dense, packing, philox
 from sdpa.problem import AttentionInputs, Results
 
 WIDE = torch.float64
@@ -15,8 +15,10 @@ def attention(inputs: AttentionInputs, dtype: torch.dtype = WIDE) -> Results:
     """out (B, H, M, Dv) and lse (B, H, M), every step computed and rounded in `dtype`; differentiable by autograd.
 
     With the inputs' own low precision this is "the same attention done by torch operations" that error budgets are
-    measured from.
+    measured from. Packed documents and paged keys are gathered into batch entries first.
     """
+    if not packing.is_ordinary(inputs):
+        return packing.restored(attention(packing.ordinary(inputs), dtype), inputs)
     q, k, v = (t.to(dtype) for t in inputs[:3])
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.mask import Mask
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 from sdpa.reference import attention
 
 # A kernel may be this many times as far from float64 as torch operations in the same precision.
@@ -156,14 +157,24 @@ def problem_of(inputs: AttentionInputs, direction: str, bias_grad: bool = False)
 
 
 def run_kernel(name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias_grad: bool = False):
-    """(Results, Gradients | None) of one kernel of the catalog, forward and backward by itself."""
+    """(Results, Gradients | None) of one kernel of the catalog, forward and backward by itself; a kernel without a
+    forward gets the results of math."""
     module = by_name()[name].load()
-    tile = (getattr(module, "TILES", ()) or (None,))[0]
+    first = problem_of(inputs, "forward") if grad_out is not None else AttentionProblem.of(inputs)
+    if "forward" in by_name()[name].directions:
+        results = module.forward(inputs, first, default_tile(module, first))
+    else:
+        results = by_name()["math"].load().forward(inputs, first, None)
     if grad_out is None:
-        return module.forward(inputs, AttentionProblem.of(inputs), tile), None
-    results = module.forward(inputs, problem_of(inputs, "forward"), tile)
+        return results, None
     problem = problem_of(inputs, "backward", bias_grad)
-    return results, module.backward(inputs, results, Results(grad_out, None), problem, tile)
+    return results, module.backward(inputs, results, Results(grad_out, None), problem, default_tile(module, problem))
+
+
+def default_tile(module: ModuleType, problem: AttentionProblem) -> Tile | None:
+    """The tile a kernel takes where no table says otherwise."""
+    offered = module.tiles(problem) if hasattr(module, "tiles") else getattr(module, "TILES", ())
+    return offered[0] if offered else None
 
 
 def differentiate(inputs: AttentionInputs, grad_out: Tensor, dtype: torch.dtype) -> tuple[Results, Gradients]:
@@ -266,7 +277,8 @@ def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor,
 
     A delta is off by a rounded sum and by the rounding of each `out` in it.
     """
-    weight = torch.exp(inputs.sinks.double()[:, None] - wanted.lse.double())  # [B, H, M]
+    lse = wanted.lse.double()
+    weight = torch.exp(inputs.sinks.double()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)  # [B, H, M]
     out = wanted.out.double()
     sums = torch.linalg.vector_norm(out, dim=-1) * torch.linalg.vector_norm(grad_out, dim=-1)
     rounded = torch.linalg.vector_norm(out * grad_out, dim=-1)

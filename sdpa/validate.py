@@ -31,14 +31,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype))
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, function: str = "scaled_dot_product_attention") -> None:
     """Types, dtypes, devices and ranks of the three inputs agree."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"scaled_dot_product_attention(): argument '{name}' must be Tensor, not {type(tensor).__name__}"
-            )
+        check_tensor(name, tensor, function)
     for name, tensor in named.items():
         check_strided(name, tensor)
     if not query.dtype == key.dtype == value.dtype:
@@ -62,6 +59,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             "Expected query, key, and value to be float32, float64, bfloat16 or float16, but got "
             f"{dtype_name(query.dtype)} instead."
         )
+
+
+def check_tensor(name: str, tensor: object, function: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
@@ -99,9 +101,16 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
         raise RuntimeError(f"softcap must be None or a number >= 0 (0 means none), but got {softcap!r}")
 
 
-def check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object, function: str) -> None:
     if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"scaled_dot_product_attention(): argument '{name}' must be bool, not {type(value).__name__}")
+        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type(value).__name__}")
+
+
+def check_count(name: str, value: object, function: str) -> None:
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{function}(): argument '{name}' must be int, not {type(value).__name__}")
+    if value < 0:
+        raise RuntimeError(f"Expected {name} to be 0 or more, but got {value}.")
 
 
 def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:
@@ -141,6 +150,19 @@ def check_shape(name: str, tensor: Tensor, accepted: tuple[tuple[int, ...], ...]
     if tuple(tensor.shape) not in accepted:
         wanted = " or ".join(str(shape) for shape in accepted)
         raise RuntimeError(f"Expected {name} to have shape {wanted}, but got {tuple(tensor.shape)} instead.")
+
+
+def check_dimensions(name: str, tensor: Tensor, dimensions: str) -> None:
+    """`dimensions` are names separated by commas, as many as the tensor must have."""
+    if tensor.dim() != dimensions.count(",") + 1:
+        raise RuntimeError(f"Expected {name} to have shape ({dimensions}), but got {tuple(tensor.shape)} instead.")
+
+
+def check_int32(name: str, tensor: Tensor, query: Tensor) -> None:
+    """What kernels read as indices: int32 on the query's device."""
+    if tensor.dtype != torch.int32:
+        raise RuntimeError(f"Expected {name} to be int32, but got {dtype_name(tensor.dtype)} instead.")
+    check_same_device(name, tensor, query)
 
 
 def shapes(**tensors: Tensor) -> str:

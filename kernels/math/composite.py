@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sdpa import dense, philox
+from sdpa import dense, packing, philox
 from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
@@ -50,7 +50,18 @@ def backward(
 
 
 def forward_terms(inputs: AttentionInputs) -> Terms:
-    """softmax(mask(softcap(scale * q k^T) + bias)) v, with 0 and -inf for rows that see no key."""
+    """softmax(mask(softcap(scale * q k^T) + bias)) v, with 0 and -inf for rows that see no key.
+
+    Packed documents and pages are gathered first; `out` and `lse` are then packed again, the rest is as gathered.
+    """
+    if packing.is_ordinary(inputs):
+        return ordinary_terms(inputs)
+    terms = ordinary_terms(packing.ordinary(inputs))
+    out, lse = packing.restored(Results(terms.out, terms.lse), inputs)
+    return terms._replace(out=out, lse=lse)
+
+
+def ordinary_terms(inputs: AttentionInputs) -> Terms:
     wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     q, k, v = (t.to(wide) for t in inputs[:3])
     structured = dense.structured(inputs)
@@ -86,7 +97,21 @@ def scores_of(inputs: AttentionInputs, q: Tensor, k: Tensor, k_bad: Tensor | Non
 
 def backward_terms(inputs: AttentionInputs, upstream: Results, bias_grad: bool) -> Gradients:
     """Gradients by the closed formula, recomputing the probabilities so that the result is differentiable again."""
-    terms = forward_terms(inputs)
+    if inputs.block_table is not None:
+        raise RuntimeError("Expected no gradient to be asked for: attention over a paged cache has none.")
+    if inputs.cu_q is None:
+        return ordinary_gradients(inputs, upstream, bias_grad)
+    grads = ordinary_gradients(packing.ordinary(inputs), packing.apart_upstream(upstream, inputs), bias_grad)
+    q, k, v = (
+        packing.together(grad, cu, source.shape[2])
+        for grad, cu, source in zip(grads[:3], (inputs.cu_q, inputs.cu_k, inputs.cu_k), inputs[:3], strict=True)
+    )
+    return grads._replace(q=q, k=k, v=v)
+
+
+def ordinary_gradients(inputs: AttentionInputs, upstream: Results, bias_grad: bool) -> Gradients:
+    """The same for inputs that are neither packed nor paged."""
+    terms = ordinary_terms(inputs)
     grad_out = upstream.out.to(terms.out.dtype)
     delta = (terms.out * grad_out).sum(-1)  # [B, H, M]
     if upstream.lse is not None:

@@ -1,9 +1,10 @@
-"""sdpa bench: a named suite beside torch, a row per problem as it is measured."""
+"""sdpa bench: named suites beside torch, a row per problem as it is measured."""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -12,86 +13,160 @@ from rich.markup import escape
 from rich.table import Table
 
 from sdpa.bench import record
-from sdpa.bench.problems import SUITES, Problem
-from sdpa.bench.run import PEERS, Options, Row, run_suite
+from sdpa.bench.contest import DEFAULT, OWN
+from sdpa.bench.peers import PEERS
+from sdpa.bench.problems import Problem
+from sdpa.bench.run import Options, Row, run_suite
+from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
+from sdpa.cli.contest import draw_records, records_of, run_contests
 from sdpa.dispatch.context import backend_name
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 SLOWER = 0.9  # below this share of the peer's speed a cell is red
+CPU_SECONDS = 1.0  # per problem
 LINE = "{:<44} {:>9} {:>9} {:>7} {:>10}  {:<17} {}"
 
 
-@click.command(short_help="Times a suite of problems beside torch.")
-@click.option("--suite", metavar="NAME", help=f"One of {', '.join(SUITES)}.")
-@click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
-@click.option("--only", default="", metavar="TEXT", help="Only problems whose line contains TEXT, e.g. 'bfloat16'.")
-@click.option("--peer", type=click.Choice(PEERS), default="torch", show_default=True, help="In its default choice.")
-@click.option("--kernel", help="Force ours; problems it cannot do are listed and not counted.")
-@click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
-@click.option("--time-limit", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Seconds per problem.")
-@click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
-@click.option("--flush", is_flag=True, help="Cold caches before every call.")
-@click.option("--device", metavar="DEVICE", help="Run the suite on another device than it names.")
-@click.option("--json", "json_path", type=FILE, metavar="FILE", help="Write rows and header.")
-@click.option("--plot", type=FILE, metavar="FILE", help="Draw GFLOP/s; needs matplotlib.")
-def bench(suite, list_suites, only, peer, kernel, repeat, time_limit, threads, flush, device, json_path, plot) -> None:
-    """Times our default choice beside torch's default choice, alternating in one run, after checking that both give the
-    same result. ratio = peer / ours by the least time of each, above 1 means ours is faster; spread is the
-    interquartile range over the median, ours/peer.
+@dataclass(frozen=True)
+class Request:
+    """What the options ask for."""
 
-    Exit code 1 when a result is wrong or a problem raises.
+    suites: tuple[str, ...]
+    only: str
+    peers: tuple[str, ...]
+    kernels: tuple[str, ...]
+    repeat: int | None
+    time_limit: float | None
+    flush: bool
+    device: str | None
+    jobs: int | None
+    json: Path | None
+    csv: Path | None
+    merge: bool
+    plot: Path | None
+    from_csv: Path | None
+
+    def is_contest(self, problem: Problem) -> bool:
+        """Whether all peers take part, and not only torch's default choice beside ours."""
+        asked = len(self.kernels) > 1 or {DEFAULT, OWN} & set(self.kernels) or self.csv or set(self.peers) - {"torch"}
+        return bool(asked) or problem.device.startswith("cuda") or any(suite in GPU_SUITES for suite in self.suites)
+
+
+@click.command(short_help="Times suites of problems beside torch and others.")
+@click.option("--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}.")
+@click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
+@click.option("--only", "--cells", default="", metavar="TEXT", help="Only problems whose line contains TEXT.")
+@click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
+@click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
+@click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
+@click.option("--time-limit", type=click.FloatRange(0.0), help="Seconds: per problem 1, on a GPU per contestant 0.25.")
+@click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
+@click.option("--flush", is_flag=True, help="On a CPU, cold caches before every call; on a GPU they always are.")
+@click.option("--device", metavar="DEVICE", help="Run suites on another device than they name.")
+@click.option("--jobs", type=click.IntRange(0), help="Processes that compile on a GPU; the cores but two by default.")
+@click.option("--json", type=FILE, metavar="FILE", help="Write rows and header.")
+@click.option("--csv", type=FILE, metavar="FILE", help="Write rows beside all peers, as they are measured.")
+@click.option("--merge", is_flag=True, help="Keep what the CSV holds, but for cells that are measured again.")
+@click.option("--plot", type=FILE, metavar="FILE", help="Draw it; of several suites each adds its name to FILE's.")
+@click.option("--from-csv", type=FILE, metavar="FILE", help="Draw what a CSV holds, and measure nothing.")
+def bench(list_suites: bool, threads: int | None, **options) -> None:
+    """Times us beside torch, alternating in one run, after checking results.
+
+    On a CPU: our default choice beside torch's, by the least time. ratio = peer / ours, above 1 means ours is faster;
+    spread is the interquartile range over the median, ours/peer. On a GPU, and with --csv or several kernels: each of
+    our kernels beside every backend of torch, FlexAttention and FlashAttention-4, by the median on cold caches; what
+    raises or is wrong is not timed.
+
+    Exit code 1 when a result of ours is wrong or raises.
     """
     if list_suites:
         show_suites(console())
         return
-    problems = chosen_problems(suite, only, device)
-    if kernel is not None:
+    request = Request(**options)
+    require_outputs(request)
+    if request.from_csv is not None:
+        draw_csv(request)
+        return
+    problems = chosen_problems(request)
+    for kernel in request.kernels:
         check_name(kernel)
-    require_outputs(json_path, plot)
     set_threads(threads)
-    out = console()
-    out.print(describe_run(suite, problems[0].device), soft_wrap=True)
-    titles = LINE.format("problem", "ours", peer, "ratio", "spread", "kernel", "peer's backend")
-    out.print(titles, style="bold", soft_wrap=True)
-    rows = run_and_show(problems, Options(peer, kernel, repeat, time_limit, flush), out)
-    if json_path is not None:
-        record.write_json(json_path, suite, problems[0].device, rows)
-    if plot is not None:
-        draw(plot, suite, rows)
-    out.print(record.summary(suite, rows), soft_wrap=True)
-    click.get_current_context().exit(1 if not any(row.ratio for row in rows) or any(row.error for row in rows) else 0)
+    contests = request.is_contest(next(iter(problems.values()))[0])
+    well = run_contests(request, problems) if contests else run_beside_torch(request, problems)
+    click.get_current_context().exit(0 if well else 1)
 
 
-def chosen_problems(suite: str | None, only: str, device: str | None) -> list[Problem]:
+def chosen_problems(request: Request) -> dict[str, list[Problem]]:
+    """The problems asked for by suite, without suites of which none is."""
     known = ", ".join(SUITES)
-    if suite is None:
+    if not request.suites:
         raise click.UsageError(f"expected --suite NAME, one of {known}")
-    if suite not in SUITES:
-        raise click.UsageError(f"unknown suite {suite!r}; known suites: {known}")
-    problems = [problem for problem in SUITES[suite] if only in problem.label]
-    if not problems:
-        raise click.UsageError(f"no problem of suite {suite} contains {only!r}")
-    if device is not None:
+    chosen = {}
+    for suite in request.suites:
+        if suite not in SUITES:
+            raise click.UsageError(f"unknown suite {suite!r}; known suites: {known}")
+        problems = [problem for problem in SUITES[suite] if request.only in problem.label]
+        if problems:
+            chosen[suite] = [replace(p, device=request.device) if request.device else p for p in problems]
+    if not chosen:
+        suites = " or ".join(request.suites)
+        raise click.UsageError(f"no problem of suite {suites} contains {request.only!r}")
+    for device in {problem.device for problems in chosen.values() for problem in problems}:
         require_device(device)
-        problems = [replace(problem, device=device) for problem in problems]
-    return problems
+    return chosen
 
 
 def check_name(kernel: str) -> None:
     try:
-        backend_name(kernel)
+        if kernel not in (DEFAULT, OWN):
+            backend_name(kernel)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
 
-def require_outputs(json_path: Path | None, plot: Path | None) -> None:
+def require_outputs(request: Request) -> None:
     """Told before minutes are spent and not after."""
-    for path in (json_path, plot):
+    for path in (request.json, request.csv, request.plot):
         if path is not None and not path.parent.is_dir():
             raise click.UsageError(f"expected a file in a folder that exists, got {str(path)!r}")
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if request.merge and request.csv is None:
+        raise click.UsageError("--merge needs --csv FILE")
+    if request.from_csv is not None and request.plot is None:
+        raise click.UsageError("--from-csv needs --plot FILE")
+    if request.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'sdpa-kernels[cli]'")
+
+
+def draw_csv(request: Request) -> None:
+    """A picture of each suite asked for, or of all that the CSV holds."""
+    records = records_of(request.from_csv)
+    suites = request.suites or tuple(dict.fromkeys(record["suite"] for record in records))
+    draw_records(request.plot, suites, [record for record in records if request.only in record["problem"]])
+
+
+def run_beside_torch(request: Request, problems: dict[str, list[Problem]]) -> bool:
+    """Whether every suite had a time and no error."""
+    out, well = console(), True
+    limit = CPU_SECONDS if request.time_limit is None else request.time_limit
+    options = Options("torch", next(iter(request.kernels), None), request.repeat, limit, request.flush)
+    measured = {}
+    for suite, cells in problems.items():
+        out.print(describe_run(suite, cells[0].device), soft_wrap=True)
+        titles = LINE.format("problem", "ours", "torch", "ratio", "spread", "kernel", "peer's backend")
+        out.print(titles, style="bold", soft_wrap=True)
+        measured[suite] = run_and_show(cells, options, out)
+        if request.plot is not None:
+            draw(own_file(request.plot, suite, len(problems)), suite, measured[suite])
+        if request.json is not None:
+            record.write_json(own_file(request.json, suite, len(problems)), suite, cells[0].device, measured[suite])
+        out.print(record.summary(suite, measured[suite]), soft_wrap=True)
+        well = well and any(row.ratio for row in measured[suite]) and not any(row.error for row in measured[suite])
+    return well
+
+
+def own_file(path: Path, suite: str, suites: int) -> Path:
+    return path if suites == 1 else path.with_stem(f"{path.stem}_{suite}")
 
 
 def run_and_show(problems: list[Problem], options: Options, out: Console) -> list[Row]:
@@ -124,14 +199,14 @@ def describe_run(suite: str, device: str) -> str:
 
 
 def show_suites(out: Console) -> None:
-    table = Table("suite", "cells", "dtypes", "first cell")
+    table = Table("suite", "cells", "device", "dtypes", "first cell")
     for name, problems in SUITES.items():
         dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
-        table.add_row(name, str(len(problems)), dtypes, problems[0].label)
+        table.add_row(name, str(len(problems)), problems[0].device, dtypes, problems[0].label)
     out.print(table)
 
 
-def draw(path: Path, suite: str, rows: list[Row]) -> None:
+def draw(path: Path, suite: str, rows: Sequence[Row]) -> None:
     from sdpa.bench.plots import plot
 
     try:

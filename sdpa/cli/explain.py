@@ -122,6 +122,7 @@ def problem_of(
         frozenset(features | {"bottom_right"} if corner else features),
         bias_dtype=getattr(torch, dtype) if "bias" in features else None,
         direction="backward" if backward else "forward",
+        row_mask="padding" in masks and "bias" not in masks,
     )  # fmt: skip
 
 

@@ -3,113 +3,242 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import torch
 import yaml
 
 from sdpa import environment
-from sdpa.bench import record, tuner
+from sdpa.bench import pool, record, tuner, warm
 from sdpa.bench.problems import Problem
-from sdpa.cli.check import chosen_cases, run_check
+from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
-from sdpa.cli.common import console, device_option, progress, require_device, set_threads
+from sdpa.cli.common import console, device_option, progress, require_device, require_kernels, set_threads
 from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.select import clear_caches
+from sdpa.testing import Case
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
-# Seconds of alternating rounds per problem, beside calibration.
+# Seconds of alternating rounds per problem, beside calibration and compilation; on a GPU, whose figures scatter less,
+# of each kernel and tile.
 SECONDS_PER_PROBLEM = 0.5
+SECONDS_PER_RACER = 0.05
+# The share of the time limit after which no more is compiled on a GPU; what is not, is not measured.
+WARM_SHARE = 0.45
+# On a GPU each case costs compilations, and float16 runs the code of bfloat16: every so many of its cases are checked.
+HALF_STRIDE = 4
+# A run that is killed loses at most so many problems.
+SAVE_EVERY = 8
 
 
 @click.command(short_help="Measures this machine and writes its tuning table.")
 @click.option(
-    "--time-limit", type=click.FloatRange(0.0), default=10.0, show_default=True, metavar="MIN", help="Minutes."
-)
+    "--time-limit", type=click.FloatRange(0.0), default=10.0, show_default=True, metavar="MIN",
+    help="Minutes, the check and all compiling included.",
+)  # fmt: skip
+@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this one; several are given one by one.")
 @click.option("--out", type=FOLDER, metavar="DIR", help="The user's table folder by default.")
-@click.option("--resume", is_flag=True, help="Keep what the table has and measure the rest.")
+@click.option("--resume", is_flag=True, help="Keep what was measured and measure the rest.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be measured.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes that compile on a GPU; the cores but two by default.")
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @device_option
-def tune(device: str, time_limit: float, out: Path | None, resume: bool, dry_run: bool, threads: int | None) -> None:
-    """Times every able kernel, torch's own included, over a grid of problems, and writes the table the dispatcher
-    reads.
+def tune(
+    device: str, time_limit: float, kernels: tuple[str, ...], out: Path | None, resume: bool, dry_run: bool,
+    jobs: int | None, threads: int | None,
+) -> None:  # fmt: skip
+    """Times every able kernel, torch's own included, with each of its tiles, over a grid of problems, and writes the
+    table the dispatcher reads.
 
-    First a quick check: with a wrong kernel nothing is measured. What the time limit leaves out is measured by
-    --resume. The table is replaced at the end and as a whole; interrupted, the old one stays.
+    First a quick check: with a wrong kernel nothing is measured. On a GPU all that is to be measured is compiled at the
+    same time, in processes of their own; what fails or hangs there is told of and left out. The table is replaced at
+    the end and as a whole. What is measured until then is kept beside it, in a file that ends in .partial: --resume
+    goes on from both, after an interruption as after the time limit. With --kernel the figures of all other kernels
+    stay as they are.
     """
+    begin = time.monotonic()
     require_device(device)
+    require_kernels(kernels)
     set_threads(threads)
     facts = device_of(device)
-    path = (out or environment.tuning_dir()) / f"{facts.names[0]}.yaml"
-    kept = entries_of(path) if resume else []
-    known = {tuner.entry_key_of(entry) for entry in kept}
-    todo = [problem for problem in tuner.grid(device) if tuner.entry_key(problem) not in known]
+    book = Book((out or environment.tuning_dir()) / f"{facts.names[0]}.yaml", device, kernels)
+    if resume or kernels:
+        book.open()
+    todo = [problem for problem in tuner.grid(device) if not (resume and book.has(problem))]
     screen = console()
+    kept = len(book.entries)
     screen.print(
-        f"{facts.description}: {len(todo)} problems to measure, {len(kept)} kept, table {path}", soft_wrap=True
+        f"{facts.description}: {len(todo)} problems to measure, {kept} kept, table {book.path}", soft_wrap=True
     )
     if dry_run:
         for problem in todo:
             screen.print(problem.label, soft_wrap=True)
         return
-    refuse_wrong_kernels(device)
-    found = measure_all(todo, time_limit * 60)
-    if not found and not kept:
+
+    def say(line: str) -> None:
+        screen.print(line, soft_wrap=True, markup=False)
+
+    ready = check_and_build(
+        device, kernels, todo, jobs or pool.default_jobs(), begin + time_limit * 60 * WARM_SHARE, say
+    )
+    done = measure_all(todo, begin + time_limit * 60, book, say, ready)
+    if not book.entries:
         raise click.ClickException("nothing was measured within the time limit; the table is as it was")
-    write(path, device, kept + found)
-    left = len(todo) - len(found)
-    screen.print(f"{len(found)} problems measured" + (f", {left} left: run again with --resume" if left else ""))
-    screen.print(f"written: {path}", soft_wrap=True)
+    book.publish()
+    left = len(todo) - done
+    screen.print(f"{done} problems measured" + (f", {left} left: run again with --resume" if left else ""))
+    screen.print(f"written: {book.path}", soft_wrap=True)
 
 
-def entries_of(path: Path) -> list[dict]:
-    """The entries of a table to go on with; one of another torch, or a broken one, is not mixed with new figures."""
-    if not path.is_file():
+@dataclass
+class Book:
+    """A table being measured: its entries by key, its file, and the file beside it that an interrupted run leaves."""
+
+    path: Path
+    device: str
+    kernels: tuple[str, ...] = ()  # those measured; none: all
+    entries: dict[tuple, dict] = field(default_factory=dict)
+
+    @property
+    def partial(self) -> Path:
+        return self.path.with_name(self.path.name + ".partial")
+
+    def open(self) -> None:
+        """Take over the table, and over it what an interrupted run measured."""
+        for file in (self.path, self.partial):
+            for entry in entries_of(file, self.path):
+                self.entries[tuner.entry_key_of(entry)] = entry
+
+    def has(self, problem: Problem) -> bool:
+        """Whether there is an entry for `problem`, with a figure of every kernel asked for."""
+        entry = self.entries.get(tuner.entry_key(problem))
+        return entry is not None and set(self.kernels) <= set(entry["ms"])
+
+    def add(self, entry: dict) -> None:
+        """A new entry replaces the old one; where only some kernels were measured, their figures."""
+        key = tuner.entry_key_of(entry)
+        old = self.entries.get(key)
+        if old is not None and self.kernels:
+            tiles = {name: tile for name, tile in old.get("tile", {}).items() if name not in entry["ms"]}
+            tiles |= entry.get("tile", {})
+            entry = entry | {"ms": old["ms"] | entry["ms"]} | ({"tile": tiles} if tiles else {})
+        self.entries[key] = entry
+
+    def save(self) -> None:
+        """Write down what there is, beside the table."""
+        tuning.save(self.partial, self.data())
+
+    def publish(self) -> None:
+        """Replace the table and make this process forget the old one."""
+        tuning.write(self.path, self.data())
+        self.partial.unlink(missing_ok=True)
+        clear_caches()
+
+    def data(self) -> dict:
+        facts = record.header(self.device)
+        head = {"schema": tuning.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
+        about = {"command": facts["command"], "description": facts["description"], "threads": facts["threads"]}
+        return head | about | {"entries": list(self.entries.values())}
+
+
+def entries_of(file: Path, table: Path) -> list[dict]:
+    """The entries of a file to go on with; of another torch, or broken, they are not mixed with new figures."""
+    if not file.is_file():
         return []
     try:
-        data = yaml.safe_load(path.read_text())
-        tuning.parse(str(path), data)
+        data = yaml.safe_load(file.read_text())
+        tuning.parse(str(table), data)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise click.ClickException(f"cannot resume {path}: {error}") from None
+        raise click.ClickException(f"cannot resume {file}: {error}") from None
     measured, here = data["versions"].get("torch"), record.versions()["torch"]
     if measured != here:
-        raise click.ClickException(f"cannot resume {path}: expected torch {here}, measured with {measured}")
+        raise click.ClickException(f"cannot resume {file}: expected torch {here}, measured with {measured}")
     return data["entries"]
 
 
-def refuse_wrong_kernels(device: str) -> None:
-    """A table must not send calls to a kernel that is wrong."""
-    names = [kernel.name for kernel in kernels_for(device.partition(":")[0])]
-    verdicts = run_check(names, chosen_cases(device, quick=True), seed=0)
+def check_and_build(
+    device: str, kernels: tuple[str, ...], todo: list[Problem], jobs: int, end: float, report: Callable[[str], object]
+) -> Callable | None:
+    """A table must not send calls to a kernel that is wrong. On a GPU also compiles what is to be measured, until
+    `end`: which of it is ready to run."""
+    names = tuple(kernels or (kernel.name for kernel in kernels_for(device.partition(":")[0])))
+    cases = chosen_cases(device, quick=True)
+    if not device.startswith("cuda"):
+        refuse_wrong_kernels(run_check(names, cases, seed=0), device)
+        return None
+    begin = time.monotonic()
+    tasks = [(check_case, (names, case)) for case in without_most_halves(cases)]
+    verdicts: list[Verdict] = []
+
+    def judge(outcome: pool.Outcome) -> None:
+        if outcome.error:
+            raise click.ClickException(
+                f"the check of {outcome.task[1][1]} fails: {outcome.error}; nothing was measured"
+            )
+        verdicts.extend(outcome.value)
+        refuse_wrong_kernels(outcome.value, device)
+
+    builds = warm.builds_of(todo, kernels)
+    with progress() as bar:
+        task = bar.add_task("checking and compiling", total=len(tasks) + len(builds))
+        ready = warm.warm_builds(builds, jobs, tasks, judge, end, report, lambda: bar.advance(task))
+    told = f"{check_summary(verdicts)}; {len(ready.done)} of {len(builds)} builds ready"
+    report(f"{told} after {time.monotonic() - begin:.0f} s")
+    return ready
+
+
+def without_most_halves(cases: Sequence[Case]) -> list[Case]:
+    halves = [case for case in cases if case.dtype == torch.float16]
+    kept = halves[::HALF_STRIDE]
+    return [case for case in cases if case.dtype != torch.float16 or case in kept]
+
+
+def check_case(task: tuple[tuple[str, ...], Case]) -> list[Verdict]:
+    """Every kernel on one case, in a process of the pool."""
+    names, case = task
+    return run_check(names, [case], seed=0)
+
+
+def refuse_wrong_kernels(verdicts: Sequence[Verdict], device: str) -> None:
     failing = [verdict.kernel for verdict in verdicts if verdict.failures]
     if failing:
-        told = f"{check_summary(verdicts)}, in {', '.join(failing)}"
-        raise click.ClickException(f"{told}; nothing was measured. See: sdpa check --quick --device {device}")
+        told = f"{check_summary(verdicts)}, in {', '.join(failing)}; nothing was measured"
+        first = next(verdict.failures[0] for verdict in verdicts if verdict.failures)
+        see = f"See: sdpa check --quick --device {device}"
+        raise click.ClickException(f"{told}. First: {first['case']}: {first['what']}. {see}")
 
 
-def measure_all(todo: list[Problem], seconds: float) -> list[dict]:
-    """Entries in the grid's order until the time is up."""
-    found, end = [], time.monotonic() + seconds
+def measure_all(
+    todo: list[Problem], end: float, book: Book, report: Callable[[str], object], ready: Callable | None = None
+) -> int:
+    """Measure in the grid's order until the time `end`; the number of problems done. An interruption leaves the partial
+    file with all that was measured."""
+    done, unsaved = 0, 0
     with progress() as bar:
         task = bar.add_task("measuring", total=len(todo))
-        for problem in todo:
-            if time.monotonic() >= end:
-                break
-            bar.update(task, description=f"{problem.label:<44}")
-            entry = tuner.measure(problem, SECONDS_PER_PROBLEM)
-            if entry is not None:
-                found.append(entry)
-            bar.advance(task)
-    return found
-
-
-def write(path: Path, device: str, entries: list[dict]) -> None:
-    """Replace the table and make this process forget the old one."""
-    facts = record.header(device)
-    head = {"schema": tuning.SCHEMA, "device": path.stem, "date": facts["date"], "versions": facts["versions"]}
-    about = {"command": facts["command"], "description": facts["description"], "threads": facts["threads"]}
-    tuning.write(path, head | about | {"entries": entries})
-    clear_caches()
+        try:
+            for problem in todo:
+                if time.monotonic() >= end:
+                    break
+                bar.update(task, description=f"{problem.label:<44}")
+                contest = tuner.Contest(book.kernels, list(book.entries.values()), report)
+                contest.ready = ready or contest.ready
+                limit = SECONDS_PER_RACER if problem.device.startswith("cuda") else SECONDS_PER_PROBLEM
+                entry = tuner.measure(problem, limit, contest)
+                done += 1
+                if entry is not None:
+                    book.add(entry)
+                    unsaved += 1
+                if unsaved >= SAVE_EVERY:
+                    book.save()
+                    unsaved = 0
+                bar.advance(task)
+        finally:
+            if unsaved:
+                book.save()
+    return done

@@ -1,0 +1,117 @@
+"""Packed sequences and paged keys as ordinary batch entries (B, H, M, D) with lengths, and results back.
+
+Where no kernel of a device takes them as they are, and in the reference, this says what they mean. Rows are gathered
+in both directions, because each belongs to at most one document: nothing is added up, and autograd may pass through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.problem import AttentionInputs, Results
+
+
+def is_ordinary(inputs: AttentionInputs) -> bool:
+    return inputs.cu_q is None and inputs.block_table is None
+
+
+def ordinary(inputs: AttentionInputs) -> AttentionInputs:
+    """The same attention with a batch entry for each document or sequence, as long as the longest may be."""
+    if inputs.cu_q is not None:
+        return apart(inputs)
+    return inputs if inputs.block_table is None else gathered(inputs)
+
+
+def restored(results: Results, inputs: AttentionInputs) -> Results:
+    """Results of `ordinary(inputs)` as those of `inputs`."""
+    if inputs.cu_q is None:
+        return results
+    T, (out, lse) = inputs.q.shape[2], results
+    out = together(out, inputs.cu_q, T)
+    return Results(out, None if lse is None else together(lse, inputs.cu_q, T, -torch.inf).contiguous())
+
+
+def apart(inputs: AttentionInputs) -> AttentionInputs:
+    """Packed documents as batch entries."""
+    cu_q, cu_k = inputs.cu_q, inputs.cu_k
+    M, N = query_size(inputs), min(inputs.max_k, inputs.k.shape[2])
+    return inputs._replace(
+        q=document_rows(inputs.q, cu_q, M),
+        k=document_rows(inputs.k, cu_k, N),
+        v=document_rows(inputs.v, cu_k, N),
+        q_lengths=shorter(inputs.q_lengths, cu_q, M),
+        k_lengths=shorter(inputs.k_lengths, cu_k, N),
+        cu_q=None,
+        cu_k=None,
+        max_q=0,
+        max_k=0,
+    )
+
+
+def apart_upstream(upstream: Results, inputs: AttentionInputs) -> Results:
+    """Gradients that arrive at packed results as those that arrive at the documents'."""
+    return Results(*(None if t is None else document_rows(t, inputs.cu_q, query_size(inputs)) for t in upstream))
+
+
+def query_size(inputs: AttentionInputs) -> int:
+    """M of the documents as batch entries; none is longer than all together."""
+    return min(inputs.max_q, inputs.q.shape[2])
+
+
+def document_rows(values: Tensor, cu: Tensor, size: int) -> Tensor:
+    """(B, H, size, ...) of packed `values` (1, H, T, ...), 0 behind the end of each document."""
+    places = cu[:-1, None] + torch.arange(size, device=cu.device)  # [B, size]
+    behind = places >= cu[1:, None]
+    rows = values[0].transpose(0, 1)[places.clamp(0, values.shape[2] - 1)]  # [B, size, H, ...]
+    return filled(rows, behind, 0.0).transpose(1, 2)
+
+
+def together(values: Tensor, cu: Tensor, T: int, outside: float = 0.0) -> Tensor:
+    """Packed (1, H, T, ...) of the documents' `values` (B, H, size, ...), `outside` in rows that belong to none."""
+    B, H, size = values.shape[:3]
+    if B == 0 or size == 0:
+        return values.new_full((1, H, T, *values.shape[3:]), outside)
+    document, places = positions(cu, T)
+    beyond = (document < 0) | (document >= B) | (places >= size)
+    rows = values.transpose(1, 2)[document.clamp(0, B - 1), places.clamp(0, size - 1)]  # [T, H, ...]
+    return filled(rows, beyond, outside).transpose(0, 1).unsqueeze(0)
+
+
+def positions(cu: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """Of T packed rows the document, -1 before the first and B behind the last, and the position in it."""
+    document = documents_of(cu, T)
+    return document, torch.arange(T, device=cu.device) - cu[document.clamp(min=0)]
+
+
+def documents_of(cu: Tensor, T: int) -> Tensor:
+    """(T,) int32: the document of each packed row, -1 before the first and B behind the last."""
+    rows = torch.arange(T, device=cu.device, dtype=cu.dtype)
+    return torch.searchsorted(cu, rows, right=True, out_int32=True) - 1
+
+
+def filled(rows: Tensor, where: Tensor, value: float) -> Tensor:
+    """`rows` with `value` in those that `where` names by their first dimensions; this makes them contiguous."""
+    return rows.masked_fill(where.view(*where.shape, *(1,) * (rows.dim() - where.dim())), value)
+
+
+def shorter(lengths: Tensor | None, cu: Tensor, size: int) -> Tensor:
+    """The lengths of documents, or what is valid of them."""
+    whole = cu.diff().clamp(0, size)
+    return whole if lengths is None else torch.minimum(lengths, whole)
+
+
+def gathered(inputs: AttentionInputs) -> AttentionInputs:
+    """Each sequence's pages one after the other; what the table says beyond the lengths is read and hidden by them."""
+    k, v = (page_rows(cache, inputs.block_table) for cache in (inputs.k, inputs.v))
+    return inputs._replace(k=k, v=v, k_lengths=inputs.k_lengths.clamp(max=k.shape[2]), block_table=None)
+
+
+def page_rows(cache: Tensor, block_table: Tensor) -> Tensor:
+    """(B, Hkv, N, .) of a cache (pages, Hkv, page_size, .)."""
+    pages, Hkv, page_size, size = cache.shape
+    B, per_sequence = block_table.shape
+    if pages == 0:
+        return cache.new_zeros(B, Hkv, 0, size)
+    rows = cache.transpose(1, 2)[block_table.clamp(0, pages - 1).long()]  # [B, per_sequence, page_size, Hkv, .]
+    return rows.reshape(B, per_sequence * page_size, Hkv, size).transpose(1, 2)

@@ -1,0 +1,163 @@
+"""varlen_attention and paged_attention: documents packed one after the other, and keys in the pages of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from sdpa.dispatch.context import request_text
+from sdpa.functional import dropped, run
+from sdpa.inputs import Options
+from sdpa.interop import cast_for_autocast, under_autocast
+from sdpa.mask import Mask
+from sdpa.problem import AttentionInputs, Results
+from sdpa.sequences import Documents, Pages, build_packed, build_paged, results_of, served_form
+
+
+def overridable(function: Callable) -> Callable:
+    """`function` as one that a __torch_function__ of any argument may take over."""
+
+    @wraps(function)
+    def call(*args: object, **options: object):
+        given = (*args, *options.values())
+        if has_torch_function(given):
+            return handle_torch_function(call, given, *args, **options)
+        return function(*args, **options)
+
+    return call
+
+
+@overridable
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    attn_mask: Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention inside each of many documents that lie one after the other, without padding.
+
+    Document b owns query rows cu_q[b] .. cu_q[b + 1] and key rows cu_k[b] .. cu_k[b + 1]. Positions count inside it, so
+    every document gets what `scaled_dot_product_attention` would give it alone. T is the number of packed rows, of
+    queries or of keys; the other names are those of `scaled_dot_product_attention`.
+
+    Args:
+        query: (T, H, D) float32, float64, bfloat16 or float16.
+        key: (T, Hkv, D).
+        value: (T, Hkv, Dv).
+        cu_q: (documents + 1,) int32, cumulative query lengths from 0, on the query's device and never read on the host.
+        cu_k: the same of keys; the same tensor for self-attention, which is then known to be one.
+        max_q: no document may have more queries than this; what one gets that has is not specified.
+        max_k: the same of keys.
+        attn_mask: a `Mask` of causal, align, window, lengths and query_lengths (the valid ones of each document),
+            prefix and alibi.
+        dropout_p, scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
+        is_causal: query i of a document sees its keys 0..i; `Mask(causal=True, align="bottom_right")` is the other.
+        return_lse: also return the log-sum-exp of each row, (H, T), natural log; it is differentiable.
+
+    Returns:
+        (T, H, Dv); with `return_lse` a pair. A row that sees no key or is in no document (as behind cu_q[-1]) is 0
+        with gradient 0, and a row in no document has log-sum-exp -inf.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as `scaled_dot_product_attention`, and for cumulative lengths of the wrong
+            shape, dtype or device; their values are not looked at.
+    """
+    documents = Documents(cu_q, cu_k, max_q, max_k)
+    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    request = request_text(kernel)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Results:
+        return attend(build_packed(query, key, value, documents, options), options, return_lse, request)
+
+    out, lse = autocasted(call, query, key, value, options)
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
+
+
+@overridable
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    attn_mask: Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to keys that lie in the pages of a cache: decoding (M = 1) and chunked prefill (M > 1).
+
+    The M queries are the last positions of their sequence: the last one stands at key lengths[b] - 1. It has no
+    gradient. The names of dimensions are those of `scaled_dot_product_attention`.
+
+    Args:
+        query: (B, M, H, D) float32, float64, bfloat16 or float16.
+        key_cache: (pages, page_size, Hkv, D).
+        value_cache: (pages, page_size, Hkv, Dv).
+        block_table: (B, pages per sequence) int32: block_table[b, p] is the page of keys p * page_size and following.
+            Entries beyond a sequence's length may be anything, -1 as well; their pages are not looked at.
+        lengths: (B,) integers, the valid keys of each sequence, those of the queries among them.
+        attn_mask: a `Mask` of causal, window, query_lengths, prefix and alibi; causal, window and alibi need
+            align="bottom_right", because the queries are the last positions.
+        is_causal: every query sees the keys up to its own, aligned to the bottom right; without it all valid keys.
+        dropout_p, scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
+        return_lse: also return the log-sum-exp of each row, (B, H, M), natural log.
+
+    Returns:
+        (B, M, H, Dv); with `return_lse` a pair. A row that sees no key is 0.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as `scaled_dot_product_attention`; a cache or table of another shape or
+            dtype; an input that requires a gradient while gradients are recorded.
+
+    Method: pages and block tables (Kwon et al., PagedAttention, 2023).
+    """
+    pages = Pages(block_table, lengths)
+    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    request = request_text(kernel)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Results:
+        return attend(build_paged(query, key, value, pages, options), options, return_lse, request)
+
+    out, lse = autocasted(call, query, key_cache, value_cache, options)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def attend(inputs: AttentionInputs, options: Options, needs_lse: bool, request: str) -> Results:
+    """A checked call in the form that the device's kernels take, and its results as they were asked."""
+    form = served_form(inputs)
+    return dropped(results_of(run(form, needs_lse, request), form, inputs), options)
+
+
+def autocasted(call: Callable[..., Results], query: Tensor, key: Tensor, value: Tensor, options: Options) -> Results:
+    """`call` with the tensors that autocast, where it is on, makes of these."""
+    if not under_autocast(query):
+        return call(query, key, value, options)
+    device_type = query.device.type
+    with torch.autocast(device_type, enabled=False):
+        return call(*cast_for_autocast(query, key, value, options, device_type))

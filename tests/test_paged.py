@@ -1,0 +1,304 @@
+"""paged_attention against the plain function on the keys that its table names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import sdpa
+from sdpa import Mask, sequences
+from sdpa.dispatch.catalog import ALL_DTYPES, by_name
+from sdpa.functional import run
+from sdpa.inputs import Options
+from sdpa.ops import FORWARD
+from sdpa.problem import AttentionProblem
+from sdpa.reference import attention as reference
+from sdpa.sequences import Pages, build_paged
+
+plain, paged = sdpa.scaled_dot_product_attention, sdpa.paged_attention
+WIDE = torch.float64
+NAN = math.nan
+# Sums of a few dozen float64 numbers of size 1, in another order.
+CLOSE = {"rtol": 0.0, "atol": 1e-13}
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+dtypes = pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=lambda d: str(d).removeprefix("torch."))
+
+
+@pytest.fixture(params=["gathered", "paged"])
+def form(request, monkeypatch):
+    """How the front door passes a cache on: its keys in order where no fused kernel takes pages, else as it is, which
+    math then answers."""
+    if request.param == "paged":
+        as_it_is(monkeypatch)
+
+
+def as_it_is(monkeypatch):
+    monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "paged": frozenset({"cpu"})})
+
+
+def draw(*shape, dtype=WIDE, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=WIDE).to(dtype)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+SLOPES, SINKS = draw(4, dtype=torch.float32).abs(), draw(4)
+
+# Three sequences of 5, 0 and 12 keys in pages of 4; the table has room for 3 pages each.
+PAGE_SIZE, LENGTHS_PAGED = 4, int32(5, 0, 12)
+TABLE = int32(6, 1, -1, -7, 2**31 - 1, 99, 0, 3, 5).view(3, 3)
+
+
+def page_operands(M=2, H=4, Hkv=4, D=6, Dv=5, dtype=WIDE, spoilt=False):
+    """(query, key_cache, value_cache, Pages), and keys and values (B, Hkv, N, .) in order.
+
+    `spoilt` puts NaN wherever no valid key is.
+    """
+    pages = 8
+    caches = [draw(pages, PAGE_SIZE, Hkv, size, dtype=dtype, seed=i) for i, size in enumerate((D, Dv))]
+    ordered = []
+    for i, cache in enumerate(caches):
+        rows = cache[TABLE.clamp(0, pages - 1).long()].flatten(1, 2)  # [B, N, Hkv, .]
+        ordered.append(rows.transpose(1, 2).clone())
+        if spoilt:
+            valid = torch.zeros(pages, PAGE_SIZE, dtype=torch.bool)
+            for b, length in enumerate(LENGTHS_PAGED.tolist()):
+                for j in range(length):
+                    valid[TABLE[b, j // PAGE_SIZE], j % PAGE_SIZE] = True
+            assert not valid.all()
+            caches[i] = cache.masked_fill(~valid[..., None, None], NAN)
+    return (draw(3, M, H, D, dtype=dtype, seed=9), *caches, Pages(TABLE, LENGTHS_PAGED)), ordered
+
+
+PAGED_CASES = {
+    "full": ({}, Mask()),
+    "causal": ({"is_causal": True}, Mask(causal=True, align="bottom_right")),
+    "window": ({"attn_mask": Mask(window=(3, 0), align="bottom_right")}, None),
+    "prefix": ({"attn_mask": Mask(causal=True, align="bottom_right", prefix=int32(1, 2, 3))}, None),
+    "alibi": ({"attn_mask": Mask(alibi=SLOPES, causal=True, align="bottom_right")}, None),
+    "query_lengths": ({"attn_mask": Mask(causal=True, align="bottom_right", query_lengths=int32(1, 0, 2))}, None),
+    "softcap": ({"softcap": 2.0}, Mask()),
+    "scale": ({"scale": 0.7}, Mask()),
+    "sinks": ({"sinks": SINKS}, Mask()),
+}
+
+
+@pytest.mark.parametrize("M", [1, 2, 7], ids=lambda m: f"M{m}")
+@pytest.mark.parametrize("Hkv", [4, 2, 1], ids=lambda h: f"Hkv{h}")
+@pytest.mark.parametrize("name", PAGED_CASES)
+def test_paged_keys_are_those_of_the_table(name, Hkv, M, form):
+    options, mask = PAGED_CASES[name]
+    mask = mask or options["attn_mask"]
+    if mask.query_lengths is not None and M == 1:
+        mask = mask.replace(query_lengths=int32(1, 0, 1))
+        options = {"attn_mask": mask}
+    (query, keys, values, pages), (k, v) = page_operands(M=M, Hkv=Hkv)
+    got = paged(query, keys, values, *pages, enable_gqa=True, return_lse=True, **options)
+    numbers = {name: value for name, value in options.items() if name not in ("attn_mask", "is_causal")}
+    mask = mask.replace(lengths=LENGTHS_PAGED)
+    wanted = plain(query.transpose(1, 2), k, v, mask, enable_gqa=True, return_lse=True, **numbers)
+    assert got[0].shape == (3, M, 4, 5) and got[0].is_contiguous() and got[1].shape == (3, 4, M)
+    assert torch.allclose(got[0], wanted[0].transpose(1, 2), **CLOSE)
+    assert torch.allclose(got[1], wanted[1], **CLOSE)
+
+
+@dtypes
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_pages_beyond_the_lengths_may_be_nan(causal, dtype, form):
+    results = []
+    for spoilt in (False, True):
+        (query, keys, values, pages), _ = page_operands(Hkv=2, dtype=dtype, spoilt=spoilt)
+        results.append(paged(query, keys, values, *pages, is_causal=causal, enable_gqa=True, return_lse=True))
+    for clean, got in zip(*results, strict=True):
+        # A kernel may compute in a wider type where it finds NaN: one rounding of numbers up to 8.
+        assert torch.allclose(clean, got, rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
+def test_reference_of_a_paged_cache_is_that_of_its_keys(form):
+    (query, keys, values, pages), (k, v) = page_operands(spoilt=True)
+    found = reference(build_paged(query, keys, values, pages, Options(is_causal=True)))
+    mask = Mask(causal=True, align="bottom_right", lengths=LENGTHS_PAGED)
+    wanted = plain(query.transpose(1, 2), k, v, mask)
+    assert torch.allclose(found.out, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("pages,page_size,per_sequence", [(0, 4, 3), (5, 4, 0), (5, 0, 3)], ids=str)
+def test_cache_without_keys(pages, page_size, per_sequence, form):
+    query, keys, values = draw(2, 1, 4, 6), draw(pages, page_size, 4, 6), draw(pages, page_size, 4, 5)
+    table = torch.zeros(2, per_sequence, dtype=torch.int32)
+    for sinks in (None, SINKS):
+        out, lse = paged(query, keys, values, table, int32(0, 0), sinks=sinks, return_lse=True)
+        assert out.shape == (2, 1, 4, 5) and not out.any()
+        assert torch.equal(lse, torch.full((2, 4, 1), -math.inf, dtype=WIDE) if sinks is None else lse)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_paged_in_one_graph(form):
+    torch._dynamo.reset()
+    compiled = torch.compile(paged, backend="aot_eager", fullgraph=True, dynamic=True)
+    for M in (2, 5):
+        (query, keys, values, pages), _ = page_operands(M=M)
+        arguments = (query, keys, values, *pages, None, 0.0, True)
+        assert torch.allclose(compiled(*arguments), paged(*arguments), **CLOSE)
+    torch._dynamo.reset()
+
+
+def test_paged_has_no_gradient_but_a_forward_mode(form):
+    (query, keys, values, pages), _ = page_operands()
+    with pytest.raises(RuntimeError, match=r"Expected no input of paged_attention to require a gradient.*query"):
+        paged(query.requires_grad_(), keys, values, *pages)
+    with torch.no_grad():
+        assert paged(query, keys, values, *pages).shape == (3, 2, 4, 5)
+    query = query.detach()
+    tangent = draw(*query.shape, seed=3)
+    _, moved = torch.func.jvp(lambda x: paged(x, keys, values, *pages, is_causal=True), (query,), (tangent,))
+    step = 1e-6
+    ahead, behind = (paged(query + s * tangent, keys, values, *pages, is_causal=True) for s in (step, -step))
+    assert torch.allclose(moved, (ahead - behind) / (2 * step), rtol=0, atol=1e-8)  # error of step^2 and eps / step
+
+
+def test_backward_of_a_paged_cache_says_that_there_is_none(monkeypatch):
+    as_it_is(monkeypatch)
+    query, keys, values, pages = page_operands()[0]
+    inputs = build_paged(query, keys, values, pages, Options())
+    out = run(inputs._replace(q=inputs.q.requires_grad_()), False, "").out
+    with pytest.raises(RuntimeError, match="attention over a paged cache has none"):
+        out.sum().backward()
+
+
+def test_form_and_features(form, request):
+    query, keys, values, pages = page_operands()[0]
+    inputs = build_paged(query, keys, values, pages, Options())
+    as_is = request.node.callspec.params["form"] == "paged"
+    assert (sequences.served_form(inputs).block_table is not None) == as_is
+    paged(query, keys, values, *pages)
+    assert sdpa.last_choice().kernel.name == ("math" if as_is else "cpu_flash")
+    problem = AttentionProblem.of(inputs)
+    assert (problem.B, problem.M, problem.N) == (3, 2, 12) and problem.features == {"paged", "k_lengths"}
+    assert by_name()["cpu_flash"].why_not(problem) == ["does not support a paged key/value cache"]
+    assert not by_name()["math"].why_not(problem)
+
+
+def test_views_are_passed_without_copies():
+    query, keys, values, pages = page_operands()[0]
+    inputs = build_paged(query, keys, values, pages, Options())
+    assert [t.data_ptr() for t in inputs[:3]] == [t.data_ptr() for t in (query, keys, values)]
+
+
+def test_nothing_is_read_on_the_host(form):
+    """A fake tensor has no values to read: whatever asks for one raises."""
+    mode = FakeTensorMode()
+    *tensors, pages = page_operands()[0]
+    fake = [mode.from_tensor(t) for t in (*tensors, *pages)]
+    with mode:
+        assert paged(*fake, is_causal=True).shape == (3, 2, 4, 5)
+
+
+@pytest.mark.parametrize("needs_lse", [False, True], ids=["out", "lse"])
+def test_opcheck(needs_lse):
+    inputs = build_paged(*page_operands(dtype=torch.float32)[0], Options())
+    torch.library.opcheck(FORWARD, (*inputs, needs_lse, ""), test_utils=OPCHECKS)
+
+
+def test_autocast():
+    *tensors, pages = page_operands(dtype=torch.float32)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = paged(*tensors, *pages)
+    assert torch.equal(out, paged(*(t.bfloat16() for t in tensors), *pages))
+
+
+def test_torch_function_takes_the_whole_call():
+    seen = []
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    *tensors, pages = page_operands()[0]
+    with Recorder():
+        paged(*tensors, *pages)
+    assert seen[0] == "paged_attention"
+
+
+def call_paged(**changes):
+    (query, keys, values, pages), _ = page_operands()
+    arguments = {"query": query, "key_cache": keys, "value_cache": values, **pages._asdict()}
+    return paged(**arguments | changes)
+
+
+PAGED_ERRORS = {
+    "kind": ({"key_cache": None}, TypeError, "paged_attention(): argument 'key_cache' must be Tensor, not NoneType"),
+    "query": (
+        {"query": draw(3, 4, 6)},
+        RuntimeError,
+        "Expected query to have shape (B, M, H, D), but got (3, 4, 6) instead.",
+    ),
+    "key_cache": (
+        {"key_cache": draw(8, 4, 6)},
+        RuntimeError,
+        "Expected key_cache to have shape (pages, page_size, Hkv, D), but got (8, 4, 6) instead.",
+    ),
+    "head_size": (
+        {"query": draw(3, 2, 4, 8)},
+        RuntimeError,
+        "same head size (last dimension), but got query.shape: (3, 2, 4, 8) and key_cache.shape: (8, 4, 4, 6) instead.",
+    ),
+    "caches": (
+        {"value_cache": draw(8, 5, 4, 5)},
+        RuntimeError,
+        "same pages, page size and heads, but got key_cache.shape: (8, 4, 4, 6) and value_cache.shape: (8, 5, 4, 5)",
+    ),
+    "table_dtype": (
+        {"block_table": TABLE.long()},
+        RuntimeError,
+        "Expected block_table to be int32, but got long int instead.",
+    ),
+    "table_shape": (
+        {"block_table": TABLE[:2]},
+        RuntimeError,
+        "Expected block_table to have shape (B, pages per sequence) with B = 3, but got (2, 3) instead.",
+    ),
+    "table_device": (
+        {"block_table": TABLE.to("meta")},
+        RuntimeError,
+        "Expected block_table to be on the query's device cpu, but got meta instead.",
+    ),
+    "lengths_kind": ({"lengths": 5}, TypeError, "paged_attention(): argument 'lengths' must be Tensor, not int"),
+    "lengths_shape": (
+        {"lengths": LENGTHS_PAGED[:2]},
+        RuntimeError,
+        "Expected lengths to have shape (3,), but got (2,) instead.",
+    ),
+    "lengths_dtype": (
+        {"lengths": LENGTHS_PAGED.float()},
+        RuntimeError,
+        "Expected lengths to be integers, but got torch.float32 instead.",
+    ),
+    "lengths_twice": (
+        {"attn_mask": Mask(lengths=LENGTHS_PAGED)},
+        RuntimeError,
+        "prefix, alibi (lengths are an argument) in paged_attention, but got one with lengths.",
+    ),
+    "top_left": (
+        {"attn_mask": Mask(causal=True)},
+        RuntimeError,
+        'aligned to the bottom right, because the queries of paged_attention are the last of their sequence, but got '
+        'Mask(align="top_left").',
+    ),
+    "enable_gqa": ({"enable_gqa": 1}, TypeError, "paged_attention(): argument 'enable_gqa' must be bool, not int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGED_ERRORS)
+def test_errors_say_what_was_expected_and_what_was_got(name):
+    changes, error, text = PAGED_ERRORS[name]
+    with pytest.raises(error) as caught:
+        call_paged(**changes)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
