@@ -1,4 +1,4 @@
-"""The problems that are measured: one frozen noun, and the named suites as data.
+"""Problem: one call to measure, what it computes, and the unit its speed is told in.
 
 Sizes by the glossary: B batch, H query heads, Hkv key/value heads, M queries, N keys, D and Dv head sizes.
 """
@@ -6,14 +6,23 @@ Sizes by the glossary: B batch, H query heads, Hkv key/value heads, M queries, N
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate
 
 import torch
 
-MASKS = ("none", "causal", "window", "padding", "lengths", "bias")
+# "padding" is (B, 1, 1, N) bool and "lengths" the same as numbers; "bias" is (1, H, M, N) and "bias_grad" learns it;
+# "allowed" is (B, 1, M, N) bool; "alibi" and "segments" (packed documents) are causal too.
+MASKS = ("none", "causal", "window", "padding", "lengths", "bias", "bias_grad", "allowed", "alibi", "segments")
 DIRECTIONS = ("forward", "backward")
 # Keys a query of the "window" mask sees to its left: large enough for a model, small enough that skipping pays.
 WINDOW = 256
+# Packed documents have about so many tokens, the lengths of neighbours in these proportions.
+DOCUMENT = 1024
+UNEVEN = (2, 5, 3, 6)
+# So few queries are bound by reading keys and values: their figure is bytes and not operations.
+FEW_QUERIES = 16
+# A backward takes five products where a forward takes two.
+BACKWARD_WORK = 2.5
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class Problem:
     layout: str = "bhmd"  # or "bmhd": as a model's projections leave it
     grad: bool = False
     device: str = "cpu"
+    window: int = WINDOW  # of the "window" mask
+    precision: str = "highest"  # torch's float32 matmul precision; "high" allows TF32
+    host: bool = False  # the figure is the host's time of a call, and not the device's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "Hkv", self.Hkv or self.H)
@@ -59,12 +71,43 @@ class Problem:
         """Short enough for a column: what distinguishes the cells of a suite."""
         recorded = self.grad and self.direction == "forward"
         notes = [self.direction] + ["grad"] * recorded + [self.layout] * (self.layout != "bhmd")
-        return f"{self.dtype} {self.shape} {self.mask} {'+'.join(notes)}"
+        notes += ["tf32"] * (self.precision != "highest")
+        mask = f"{self.mask}{self.window}" if self.mask == "window" and self.window != WINDOW else self.mask
+        return f"{self.dtype} {self.shape} {mask} {'+'.join(notes)}"
 
     def key_lengths(self) -> tuple[int, ...]:
         """Valid keys per batch entry under "padding" and "lengths": from half of N to all."""
         half = self.N // 2
         return tuple(max(1, half + (self.N - half) * b // max(1, self.B - 1)) for b in range(self.B))
+
+    def document_lengths(self) -> tuple[int, ...]:
+        """Of the packed documents that fill a row of the "segments" mask."""
+        count = max(2, self.N // DOCUMENT)
+        ends = list(accumulate(UNEVEN[i % len(UNEVEN)] for i in range(count)))
+        ends = [self.N * end // ends[-1] for end in ends]
+        return tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
+
+    @property
+    def unit(self) -> str:
+        """What `figure` counts: microseconds, bytes of keys and values, or operations."""
+        if self.host:
+            return "us"
+        few = self.M <= FEW_QUERIES and self.M < self.N and self.direction == "forward"
+        return "GB/s" if few else "TFLOP/s"
+
+    def figure(self, seconds: float) -> float:
+        """Speed in `unit`, operations as papers count them; of host problems the microseconds."""
+        if self.unit == "us":
+            return seconds * 1e6
+        if self.unit == "GB/s":
+            return self.B * self.Hkv * self.N * (self.D + self.Dv) * self.torch_dtype.itemsize / seconds * 1e-9
+        return self.operations() / seconds * 1e-12
+
+    def operations(self) -> float:
+        """By the papers' convention: a square causal mask leaves half, a backward is 2.5 times its forward."""
+        half = self.mask in ("causal", "alibi") and self.M == self.N
+        pairs = self.B * self.M * self.N / 2 if half else self.visible_pairs()
+        return self.H * pairs * 2 * (self.D + self.Dv) * (BACKWARD_WORK if self.direction == "backward" else 1)
 
     def flops(self) -> float:
         """Operations of the matrix products over what the mask lets a query see."""
@@ -72,12 +115,14 @@ class Problem:
         return self.H * self.visible_pairs() * passes
 
     def visible_pairs(self) -> int:
-        """Pairs of query and key that the mask leaves, of one head in the whole batch."""
+        """Pairs of query and key that structure leaves, of one head in the whole batch; dense masks count in full."""
         if self.mask in ("padding", "lengths"):
             return self.M * sum(self.key_lengths())
-        if self.mask not in ("causal", "window"):
+        if self.mask == "segments":
+            return self.B * sum(length * (length + 1) // 2 for length in self.document_lengths())
+        if self.mask not in ("causal", "window", "alibi"):
             return self.B * self.M * self.N
-        reach = WINDOW if self.mask == "window" else self.M  # M: no row reaches further back
+        reach = self.window if self.mask == "window" else self.M  # M: no row reaches further back
         return self.B * sum(max(0, min(i, self.N - 1) - max(0, i - reach) + 1) for i in range(self.M))
 
 
@@ -94,65 +139,3 @@ def heads_for(length: int) -> int:
 
 def square(length: int, D: int, **rest) -> Problem:
     return Problem(1, heads_for(length), length, length, D, **rest)
-
-
-def cpu_forward() -> tuple[Problem, ...]:
-    lengths = (64, 128, 256, 512, 1024, 2048, 4096)
-    grid = product(DTYPES, (64, 128), lengths, ("none", "causal"))
-    cells = [square(length, D, dtype=dtype, mask=mask) for dtype, D, length, mask in grid]
-    for dtype in DTYPES:
-        cells += [
-            square(512, 128, dtype=dtype, mask="causal", Hkv=2),
-            square(1024, 64, dtype=dtype, mask="none", Hkv=1),
-            square(1024, 64, dtype=dtype, mask="padding"),
-            Problem(4, 8, 256, 256, 64, dtype=dtype, mask="lengths"),
-            Problem(**VIT, dtype=dtype, layout="bmhd"),
-        ]
-    cells += [square(length, 64, dtype=d, mask="window") for d in ("float32", "bfloat16") for length in (1024, 4096)]
-    cells += [square(512, 64, dtype=d, mask="bias") for d in ("float32", "bfloat16")]
-    return tuple(cells)
-
-
-def cpu_backward() -> tuple[Problem, ...]:
-    grid = product(("float32", "bfloat16"), (64, 128), (128, 256, 512, 1024), ("none", "causal"))
-    cells = [square(length, D, dtype=dtype, mask=mask, direction="backward") for dtype, D, length, mask in grid]
-    for dtype in ("float32", "bfloat16"):
-        cells += [
-            square(512, 64, dtype=dtype, mask="causal", Hkv=2, direction="backward"),
-            square(512, 64, dtype=dtype, mask="padding", direction="backward"),
-            Problem(**VIT, dtype=dtype, layout="bmhd", direction="backward"),
-        ]
-    # torch's float16 backward takes ten times its float32 one: two cells show it, more would only take time.
-    cells += [square(length, 64, dtype="float16", mask="causal", direction="backward") for length in (256, 512)]
-    return tuple(cells)
-
-
-def cpu_decode() -> tuple[Problem, ...]:
-    grid = product(("bfloat16", "float32"), (32, 8), (1024, 4096, 16384))
-    return tuple(Problem(1, 32, 1, N, 128, dtype=dtype, Hkv=Hkv) for dtype, Hkv, N in grid)
-
-
-def overhead() -> tuple[Problem, ...]:
-    """Calls so small that only the way to the kernel costs."""
-    small = {"B": 1, "H": 4, "M": 16, "N": 16, "D": 64}
-    return (
-        Problem(**small),
-        Problem(**small, grad=True),
-        Problem(**small, direction="backward"),
-        Problem(**small, mask="causal"),
-        Problem(**small, dtype="bfloat16"),
-        Problem(**small, mask="padding"),
-        Problem(**small, layout="bmhd"),
-        Problem(**small, Hkv=2),
-        Problem(1, 1, 1, 1, 64),
-        Problem(1, 4, 1, 16, 64),
-        Problem(2, 8, 32, 32, 32, grad=True),
-    )
-
-
-SUITES = {
-    "cpu-forward": cpu_forward(),
-    "cpu-backward": cpu_backward(),
-    "cpu-decode": cpu_decode(),
-    "overhead": overhead(),
-}

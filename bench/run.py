@@ -11,7 +11,7 @@ import torch
 import sdpa
 from sdpa.bench.problems import Problem
 from sdpa.bench.timing import Timing, interleave, stopwatch_for
-from sdpa.bench.workload import Workload, WrongResult, calls, check_agreement, make_workload
+from sdpa.bench.workload import GRADIENTS, Workload, WrongResult, calls, check_agreement, make_workload
 from sdpa.dispatch.select import NoKernelError, clear_caches
 
 PEERS = ("torch",)
@@ -67,12 +67,21 @@ def run_problem(problem: Problem, options: Options) -> Row:
         with nullcontext() if problem.needs_grad else torch.no_grad():
             return measure(make_workload(problem, options.seed), options)
     except NoKernelError as error:
-        reasons = [line.strip(" -") for line in str(error).splitlines() if line.startswith("    - ")]
-        return Row(problem, skipped="; ".join(reasons) or str(error).splitlines()[0])
+        return Row(problem, skipped=reasons_of(error))
     except WrongResult as error:
         return Row(problem, kernel=kernel_of(problem), error=f"wrong result: {error}")
     except Exception as error:
-        return Row(problem, error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        return Row(problem, error=first_line(error))
+
+
+def reasons_of(error: Exception) -> str:
+    """A forced kernel's reasons out of the dispatcher's refusal, or another refusal's one line."""
+    reasons = [line.strip(" -") for line in str(error).splitlines() if line.startswith("    - ")]
+    return "; ".join(reasons) or str(error).splitlines()[0]
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def measure(work: Workload, options: Options) -> Row:
@@ -81,7 +90,7 @@ def measure(work: Workload, options: Options) -> Row:
     check_agreement(("out",), (work.ours(options.kernel),), (work.peer(),))
     ours, peer = calls(work, options.kernel)
     if problem.direction == "backward":
-        check_agreement(("grad_q", "grad_k", "grad_v"), ours(), peer())
+        check_agreement(GRADIENTS[: len(work.leaves)], ours(), peer())
     else:
         ours()
     kernel = kernel_of(problem) or planned_kernel(work, options.kernel)

@@ -1,33 +1,84 @@
-"""What a tuning table is made of: the grid of problems, every able kernel timed on each, and the entries' form."""
+"""What a tuning table is made of: the grid of problems, every able kernel and tile timed on each, the entries' form."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
+from torch import Tensor
 
+from sdpa.bench.gpu_grid import Cell, gpu_grid
 from sdpa.bench.problems import DTYPES, VIT, Problem, square
-from sdpa.bench.timing import Timing, host_stopwatch, interleave, stopwatch_for
+from sdpa.bench.race import DeviceClock, Racer, queue_seconds
+from sdpa.bench.race import device_race as race_on_device
+from sdpa.bench.timing import Call, Timing, host_stopwatch, interleave, stopwatch_for
 from sdpa.bench.workload import Workload, make_workload
-from sdpa.dispatch import tuning
-from sdpa.dispatch.catalog import KERNELS
+from sdpa.dispatch import cost, select
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
 
 # Whoever is this much slower than the fastest in its first call is not measured again: its rank is clear.
 HOPELESS = 4.0
+# A tile this much slower than the kernel's best is not measured again; a kernel whose first guess is this much slower
+# than the fastest kernel is not saved by another tile.
+TILE_SLACK = 1.3
+TILE_REACH = 1.6
+# On a GPU, where trying a kernel may cost compilations, those are left out whose estimate is this much longer than the
+# shortest, and those that would write out more bytes of scores than this.
+ESTIMATED_HOPELESS = 6.0
+MOST_SCORES = 2 << 30
+# A cell that does not explore tries what was best in so many entries near it.
+LEARNT_FROM = 2
+# A kernel that spreads keys over programs is for fewer rows of queries than fill a GPU.
+SPLIT_ROWS = 128
+# Families whose tiles are worth a search under plain masks: the others are not chosen there.
+PLAIN_FAMILIES = ("flash",)
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 LONGEST = 4096  # forward only
 DECODE_LENGTHS = (256, 1024, 4096, 16384)
 DECODE_HEADS = 8
+# A problem's mask as the kind of a tuning table, where the words differ.
+GPU_KINDS = {"padding": "rows", "allowed": "dense", "alibi": "causal"}
+CPU_KINDS = {
+    **dict.fromkeys(("padding", "allowed", "bias", "bias_grad"), "dense"),
+    **dict.fromkeys(("lengths", "segments"), "structured"),
+    "alibi": "causal",
+}
 ENTRY_FIELDS = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+# A call that takes the device longer than this hides what its launch takes the host.
+HOST_MATTERS = 1e-4
+# Small, so that of two calls that wait for the host alike the one that leaves the device sooner is chosen.
+HOST_SHARE = 0.25
+# Samples of each contender on a GPU at least.
+MIN_SAMPLES = 5
+
+
+def anything(kernel: Kernel, tile: Tile | None, asked: AttentionProblem) -> bool:
+    return True
+
+
+@dataclass
+class Contest:
+    """What is measured and what has been learnt: which kernels (none: all), the entries so far, who hears of a kernel
+    or tile that fails, and which of them are ready to run (none are tried that a process of their own failed with)."""
+
+    kernels: tuple[str, ...] = ()
+    entries: list[dict] = field(default_factory=list)
+    report: Callable[[str], object] = print
+    ready: Callable[[Kernel, Tile | None, AttentionProblem], bool] = anything
 
 
 def grid(device: str) -> tuple[Problem, ...]:
     """The problems of a table, those first that matter to most calls: a run that is cut short has them all coarsely."""
+    return gpu_grid(device) if device.startswith("cuda") else cpu_grid(device)
+
+
+def cpu_grid(device: str) -> tuple[Problem, ...]:
     cells = [
         square(length, D, dtype=dtype, mask=mask, direction=direction)
         for length, direction, D, dtype, mask in product(
@@ -53,16 +104,22 @@ def importance(problem: Problem) -> tuple[int, float]:
 def entry_key(problem: Problem) -> tuple:
     """What makes two entries of a table the same measurement."""
     sizes = tuple(getattr(problem, name) for name in ENTRY_FIELDS)
-    return (problem.direction, problem.dtype, mask_kind(problem), *sizes)
+    return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes)
 
 
 def entry_key_of(entry: dict) -> tuple:
     return tuple(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS))
 
 
+def dtype_name(problem: Problem) -> str:
+    """In the tuning tables' words (tuning.dtype_names)."""
+    return "tfloat32" if problem.dtype == "float32" and problem.precision != "highest" else problem.dtype
+
+
 def mask_kind(problem: Problem) -> str:
-    """A problem's mask in the tuning tables' words."""
-    return {"padding": "dense", "bias": "dense", "lengths": "structured"}.get(problem.mask, problem.mask)
+    """In the tuning tables' words (tuning.mask_kind)."""
+    kinds = GPU_KINDS if problem.device.startswith("cuda") else CPU_KINDS
+    return kinds.get(problem.mask, problem.mask)
 
 
 def inputs_of(work: Workload) -> AttentionInputs:
@@ -72,54 +129,232 @@ def inputs_of(work: Workload) -> AttentionInputs:
     return build_inputs(q, k, v, Options(work.our_mask, is_causal=is_causal, enable_gqa=enable_gqa))
 
 
-def able_kernels(problem: AttentionProblem) -> list[Kernel]:
-    return [kernel for kernel in KERNELS if not kernel.why_not(problem)]
+@contextmanager
+def precision(problem: Problem) -> Iterator[None]:
+    """float32 products as the problem has them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(problem.precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
-def call_of(kernel: Kernel, inputs: AttentionInputs, problem: AttentionProblem, work: Workload) -> Callable[[], object]:
-    """One kernel's forward, or its backward on the results of its own forward."""
-    module = kernel.load()
-    tile = (getattr(module, "TILES", ()) or (None,))[0]
-    if problem.direction == "forward":
-        return lambda: module.forward(inputs, problem, tile)
-    forward = problem._replace(direction="forward", features=problem.features | {"lse"})
-    results = module.forward(inputs, forward, tile)
-    upstream = Results(work.grad_out, None)
-    return lambda: module.backward(inputs, results, upstream, problem, tile)
+@dataclass(frozen=True)
+class Field:
+    """A problem made ready: its tensors, what is asked of kernels, and who takes part."""
+
+    inputs: AttentionInputs
+    asked: AttentionProblem
+    grad_out: Tensor  # (B, H, M, Dv)
+    kernels: tuple[Kernel, ...]
 
 
-def measure(problem: Problem, time_limit: float) -> dict | None:
-    """One entry of a table, milliseconds by kernel; None where no kernel is able."""
+def prepare(problem: Problem, contest: Contest) -> Field:
     work = make_workload(replace(problem, grad=False))
     inputs = inputs_of(work)
-    asked = AttentionProblem.of(inputs, problem.direction)
-    with torch.no_grad():
-        calls = {kernel.name: call_of(kernel, inputs, asked, work) for kernel in able_kernels(asked)}
-        if not calls:
+    extra = frozenset({"bias_grad"} if problem.mask == "bias_grad" else ())
+    asked = AttentionProblem.of(inputs, problem.direction, extra)
+    kernels = tuple(k for k in without_twins(contestants(asked, contest), asked) if worth_building(k, problem, asked))
+    return Field(inputs, asked, work.grad_out.detach(), kernels)
+
+
+def measure(problem: Problem, time_limit: float, contest: Contest | None = None) -> dict | None:
+    """One entry of a table: milliseconds by kernel, and the tiles they were reached with; None where no kernel can."""
+    contest = contest or Contest()
+    with precision(problem), torch.no_grad():
+        try:
+            ready = prepare(problem, contest)
+        except torch.OutOfMemoryError:
+            contest.report(f"{problem.label}: its tensors do not fit the device")
             return None
-        seconds = race(calls, problem.device, time_limit)
+        if not ready.kernels:
+            return None
+        call = caller(ready.inputs, ready.asked, ready.grad_out)
+        seconds = tournament(ready.kernels, problem, ready.asked, call, time_limit, contest)
+    if not seconds:
+        return None
     sizes = {name: getattr(problem, name) for name in ENTRY_FIELDS}
-    found = {"direction": problem.direction, "dtype": problem.dtype, "mask": tuning.mask_kind(asked), **sizes}
-    return found | {"ms": {name: float(f"{value * 1e3:.4g}") for name, value in seconds.items()}}
+    about = {"direction": problem.direction, "dtype": dtype_name(problem), "mask": mask_kind(problem), **sizes}
+    return about | figures(seconds, ready.asked, {kernel.name: kernel for kernel in ready.kernels})
 
 
-def race(calls: dict[str, Callable[[], object]], device: str, time_limit: float) -> dict[str, float]:
-    """The least seconds of each call; the hopeless ones by a single sample after their warm-up."""
-    stopwatch = stopwatch_for(device)
-    first = {name: warm_sample(call, stopwatch) for name, call in calls.items()}
+def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
+    """The able kernels that take part."""
+    able = [c.kernel for c in select.consider(asked) if c.able]
+    if asked.device_type != "cpu" and able:
+        times = {k: cost.estimate(k, asked, select.tile_of(k, asked)) for k in able}
+        longest = ESTIMATED_HOPELESS * min(times.values())
+        scores = asked.B * asked.H * asked.M * asked.N * torch.float32.itemsize
+        able = [k for k in able if times[k] <= longest and not (k.materialises and scores > MOST_SCORES)]
+        able = [k for k in able if not k.splits_keys or asked.M * asked.G <= SPLIT_ROWS]
+    return [kernel for kernel in able if not contest.kernels or kernel.name in contest.kernels]
+
+
+def without_twins(kernels: list[Kernel], asked: AttentionProblem) -> list[Kernel]:
+    """Two rows of the catalog may be the same code, which is measured as the first of them."""
+    first: dict[Callable, Kernel] = {}
+    for kernel in kernels:
+        first.setdefault(getattr(kernel.load(), asked.direction), kernel)
+    return list(first.values())
+
+
+# (kernel, tile) -> a call of it
+Caller = Callable[[Kernel, "Tile | None"], Call]
+
+
+def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -> Caller:
+    """Makes calls of kernels' forwards; or of their backwards, all on the results of one forward."""
+    if asked.direction == "forward":
+        return lambda kernel, tile: lambda: kernel.load().forward(inputs, asked, tile)
+    forward = AttentionProblem.of(inputs, extra=frozenset({"lse"}))
+    able = [c for c in select.consider(forward) if c.able]
+    # What need not be compiled comes first: it cannot fail or hang, and any right result serves.
+    best = min(able, key=lambda c: (c.kernel.materialises, bool(select.tiles_of(c.kernel, forward)), c.seconds))
+    results = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
+    upstream = Results(grad_out, None)
+    return lambda kernel, tile: lambda: kernel.load().backward(inputs, results, upstream, asked, tile)
+
+
+def tournament(
+    kernels: Sequence[Kernel],
+    problem: Problem,
+    asked: AttentionProblem,
+    call: Caller,
+    time_limit: float,
+    contest: Contest,
+) -> dict[tuple[str, Tile | None], float]:
+    """Seconds by kernel and tile. First guesses run first; other tiles where the kernel is near the fastest."""
+    calls, first = {}, {}
+
+    def sample(kernel: Kernel, tile: Tile | None) -> None:
+        key = (kernel.name, tile)
+        if not contest.ready(kernel, tile, asked):
+            return
+        try:
+            calls[key] = call(kernel, tile)
+            first[key] = first_sample(calls[key], problem.device)
+        except Exception as error:
+            contest.report(f"{problem.label}: {kernel.name} {list(tile or ())} fails: {first_line(error)}")
+            recover_device(problem.device)
+
+    for kernel in kernels:
+        sample(kernel, select.tile_of(kernel, asked))
+    fastest = min(first.values(), default=math.inf)
+    for kernel in kernels:
+        guess = first.get((kernel.name, select.tile_of(kernel, asked)), math.inf)
+        if guess <= TILE_REACH * fastest or guess == math.inf:
+            for tile in other_tiles(kernel, problem, asked, contest.entries):
+                sample(kernel, tile)
+    kept = without_slow_tiles(first)
+    return race({key: calls[key] for key in kept}, problem.device, time_limit, kept) if kept else {}
+
+
+def worth_building(kernel: Kernel, problem: Problem, asked: AttentionProblem) -> bool:
+    """Whether a kernel takes part although each tile of it has to be compiled: under plain masks those of other
+    families come second, and a figure at the most usual sizes is enough."""
+    if not isinstance(problem, Cell) or problem.explore or len(select.tiles_of(kernel, asked)) < 2:
+        return True
+    return kernel.family in PLAIN_FAMILIES or is_dense(asked)
+
+
+def is_dense(asked: AttentionProblem) -> bool:
+    return bool(asked.features & {"bias", "allowed"})
+
+
+def other_tiles(kernel: Kernel, problem: Problem, asked: AttentionProblem, entries: list[dict]) -> tuple[Tile, ...]:
+    """The tiles to try after a kernel's first guess: all, or in cells that do not explore what was best nearby."""
+    others = select.tiles_of(kernel, asked)[1:]
+    if not isinstance(problem, Cell):
+        return others
+    if problem.explore and (is_dense(asked) or kernel.family in PLAIN_FAMILIES):
+        return others
+    near = learnt_tiles(kernel.name, problem, entries)
+    return tuple(tile for tile in others if tile in near)
+
+
+def learnt_tiles(kernel: str, problem: Problem, entries: list[dict]) -> tuple[Tile, ...]:
+    """The kernel's tiles in the two entries most like the problem, as those of the next shorter and longer lengths."""
+    known = [e for e in entries if kernel in e.get("tile", {}) and e["direction"] == problem.direction]
+
+    def distance(entry: dict) -> float:
+        sizes = sum(abs(math.log(entry[name] / getattr(problem, name))) for name in ("M", "N", "D", "Dv"))
+        return sizes + (entry["mask"] != mask_kind(problem)) + (entry["dtype"] != dtype_name(problem))
+
+    return tuple(Tile(*entry["tile"][kernel]) for entry in sorted(known, key=distance)[:LEARNT_FROM])
+
+
+def without_slow_tiles(first: dict[tuple[str, Tile | None], float]) -> dict[tuple[str, Tile | None], float]:
+    """Each kernel's best tile and those near it."""
+    best: dict[str, float] = {}
+    for (name, _), seconds in first.items():
+        best[name] = min(seconds, best.get(name, math.inf))
+    return {key: seconds for key, seconds in first.items() if seconds <= TILE_SLACK * best[key[0]]}
+
+
+def figures(seconds: dict[tuple[str, Tile | None], float], asked: AttentionProblem, kernels: dict[str, Kernel]) -> dict:
+    """An entry's "ms" and "tile": each kernel's best, the tile only where there was a choice."""
+    ms, tiles = {}, {}
+    for (name, tile), value in sorted(seconds.items(), key=lambda pair: -pair[1]):
+        ms[name] = float(f"{value * 1e3:.4g}")  # the fastest comes last and stays
+        if tile is not None and len(select.tiles_of(kernels[name], asked)) > 1:
+            tiles[name] = list(tile)
+    ordered = {name: ms[name] for name in kernels if name in ms}
+    return {"ms": ordered} | ({"tile": tiles} if tiles else {})
+
+
+def race(
+    calls: dict[Hashable, Call], device: str, time_limit: float, first: dict[Hashable, float] | None = None
+) -> dict[Hashable, float]:
+    """Seconds of each call, measured in turns; the hopeless ones by a single sample after their warm-up (`first`)."""
+    first = first or {key: first_sample(call, device) for key, call in calls.items()}
     best = min(first.values())
-    close = [name for name in calls if first[name] <= HOPELESS * best]
-    timings: list[Timing] = interleave([calls[name] for name in close], stopwatch, time_limit=time_limit)
-    return first | {name: timing.minimum for name, timing in zip(close, timings, strict=True)}
+    close = [key for key in calls if first[key] <= HOPELESS * best]
+    if device.startswith("cuda"):
+        return first | gpu_race({key: calls[key] for key in close}, device, time_limit)
+    timings: list[Timing] = interleave([calls[key] for key in close], stopwatch_for(device), time_limit=time_limit)
+    return first | {key: timing.minimum for key, timing in zip(close, timings, strict=True)}
 
 
-def warm_sample(call: Callable[[], object], stopwatch=host_stopwatch) -> float:
+def first_sample(call: Call, device: str) -> float:
+    """Seconds of a call once it is warm."""
+    if device.startswith("cuda"):
+        call()  # compiles, which says nothing about the second
+        torch.cuda.synchronize(device)
+    return warm_sample(call, stopwatch_for(device))
+
+
+def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
     """Seconds of the second call, or of the first where that took so long that warming up cannot matter."""
     cold = stopwatch(call, 1)
     return cold if cold > 1.0 else min(cold, stopwatch(call, 1))
 
 
-def entries(problems: tuple[Problem, ...], time_limit: float) -> Iterator[tuple[Problem, dict | None]]:
-    """Each problem with its entry, as it is measured."""
-    for problem in problems:
-        yield problem, measure(problem, time_limit)
+def gpu_race(calls: dict[Hashable, Call], device: str, time_limit: float) -> dict[Hashable, float]:
+    """Median seconds of each call on a cold cache, `time_limit` seconds of samples each, and a share of what a short
+    call's launch takes the host longer: an eager program waits for all of that, a CUDA graph for nothing."""
+    racers = [Racer(call) for call in calls.values()]
+    timings = device_race(racers, device, time_limit)
+    found = {}
+    for key, racer, timing in zip(calls, racers, timings, strict=True):
+        seconds = timing.median
+        if seconds < HOST_MATTERS:
+            seconds += HOST_SHARE * max(0.0, queue_seconds(racer) - seconds)
+        found[key] = seconds
+    return found
+
+
+def device_race(racers: list[Racer], device: str, time_limit: float) -> list[Timing]:
+    with torch.cuda.device(device):
+        return race_on_device(racers, DeviceClock(racers, device), time_limit=time_limit, fewest=MIN_SAMPLES)
+
+
+def recover_device(device: str) -> None:
+    """After a failed call: its memory is given back. Raises where the device itself is no longer usable."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -11,11 +11,15 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import sdpa
-from sdpa.bench.problems import WINDOW, Problem
+from sdpa.bench.problems import MASKS, Problem
 
 # Distance per row relative to the row's length, between two right answers in the same precision. Errors are judged by
 # `sdpa check`; this only keeps a wrong answer from being timed.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+TF32_TOLERANCE = 1e-2  # products of float32 numbers rounded to 10 bits, as many as float16 has
+GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias")  # of `leaves`
+# Share of keys the "allowed" mask leaves.
+ALLOWED_SHARE = 0.9
 
 
 class WrongResult(RuntimeError):
@@ -48,6 +52,15 @@ class Workload:
         return names.get(number, str(number)).lower().removesuffix("_attention")
 
     @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What a backward gives gradients of: q, k, v, and a bias that learns (1, H, M, N)."""
+        return (*self.qkv, self.peer_mask) if self.problem.mask == "bias_grad" else self.qkv
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.q.dtype] if self.problem.precision == "highest" else TF32_TOLERANCE
+
+    @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
@@ -75,24 +88,40 @@ def masks(p: Problem, generator: torch.Generator) -> tuple[sdpa.Mask | Tensor | 
     """(ours, torch's). What torch can only say as a dense tensor goes to us as the field a user of ours would write."""
     if p.mask in ("none", "causal"):
         return None, None
-    if p.mask == "bias":
+    if p.mask in ("bias", "bias_grad"):
         bias = torch.randn(1, p.H, p.M, p.N, generator=generator, dtype=p.torch_dtype, device=p.device)
+        bias.requires_grad_(p.mask == "bias_grad" and p.needs_grad)
         return bias, bias
+    if p.mask == "allowed":
+        allowed = torch.rand(p.B, 1, p.M, p.N, generator=generator, device=p.device) < ALLOWED_SHARE
+        allowed[..., 0] = True  # a row that sees no key is NaN in some peers
+        return allowed, allowed
+    if p.mask in ("padding", "lengths"):
+        lengths = torch.tensor(p.key_lengths(), dtype=torch.int32, device=p.device)
+        padding = (torch.arange(p.N, device=p.device) < lengths[:, None])[:, None, None, :]  # [B, 1, 1, N]
+        return (padding if p.mask == "padding" else sdpa.Mask(lengths=lengths)), padding
+    distance = torch.arange(p.M, device=p.device)[:, None] - torch.arange(p.N, device=p.device)  # [M, N]
     if p.mask == "window":
-        distance = torch.arange(p.M, device=p.device)[:, None] - torch.arange(p.N, device=p.device)
-        return sdpa.Mask(window=(WINDOW, 0)), (distance >= 0) & (distance <= WINDOW)
-    lengths = torch.tensor(p.key_lengths(), dtype=torch.int32, device=p.device)
-    padding = (torch.arange(p.N, device=p.device) < lengths[:, None])[:, None, None, :]  # [B, 1, 1, N]
-    if p.mask == "padding":
-        return padding, padding
-    if p.mask == "lengths":
-        return sdpa.Mask(lengths=lengths), padding
-    raise ValueError(f"a problem's mask must be one of none, causal, window, padding, lengths, bias, got {p.mask!r}")
+        return sdpa.Mask(window=(p.window, 0)), (distance >= 0) & (distance <= p.window)
+    if p.mask == "segments":
+        sizes = torch.tensor(p.document_lengths(), device=p.device)
+        ids = torch.arange(len(sizes), dtype=torch.int32, device=p.device).repeat_interleave(sizes)  # [N], sorted
+        return sdpa.Mask(causal=True, segments=ids), (distance >= 0) & (ids[:, None] == ids)
+    if p.mask == "alibi":
+        slopes = alibi_slopes(p.H, p.device)
+        bias = (-slopes[:, None, None] * distance).to(p.torch_dtype)  # [H, M, N]
+        return sdpa.Mask(causal=True, alibi=slopes), bias.masked_fill_(distance < 0, -torch.inf)[None]
+    raise ValueError(f"a problem's mask must be one of {', '.join(MASKS)}, got {p.mask!r}")
+
+
+def alibi_slopes(H: int, device: str) -> Tensor:
+    """A geometric sequence from 2**(-8/H) to 2**-8 (Press et al., 2022), (H,) float32."""
+    return torch.exp2(-8.0 * torch.arange(1, H + 1, device=device) / H)
 
 
 def backward_of(work: Workload, out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     """The backward alone, on a graph that is kept, so that it can be repeated."""
-    return lambda: torch.autograd.grad(out, work.qkv, work.grad_out, retain_graph=True)
+    return lambda: torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
 
 
 def calls(work: Workload, kernel: str | None) -> tuple[Callable[[], object], Callable[[], object]]:

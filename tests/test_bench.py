@@ -13,13 +13,16 @@ import torch
 
 import sdpa
 from sdpa.bench import record, run, timing, tuner, workload
-from sdpa.bench.problems import DIRECTIONS, MASKS, SUITES, WINDOW, Problem, square
+from sdpa.bench.problems import DIRECTIONS, MASKS, WINDOW, Problem, square
+from sdpa.bench.suites import SUITES
 from sdpa.dispatch import tuning
 from sdpa.problem import AttentionProblem
 
 LAST_LINE = re.compile(r"suite=\S+ cells=\d+ geomean=\d+\.\d{3} worst=\d+\.\d{3}")
 TINY = Problem(1, 2, 9, 9, 8)
 FAST = run.Options(repeat=1)
+# Those that the tuner's CPU grid is made of.
+TUNED_MASKS = ("none", "causal", "window", "padding", "lengths", "bias")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def one_thread():
 @pytest.mark.parametrize("name", SUITES)
 def test_suite_is_well_formed(name):
     problems = SUITES[name]
-    assert len(problems) == len(set(problems)) >= 10
+    assert len(problems) == len(set(problems)) >= 7
     for problem in problems:
         assert problem.mask in MASKS and problem.direction in DIRECTIONS and problem.layout in ("bhmd", "bmhd")
         assert problem.H % problem.Hkv == 0 and problem.flops() > 0
@@ -60,7 +63,9 @@ def test_flops_agree_with_the_mask_the_peer_gets(mask, B):
     seen = workload.make_workload(problem).peer_mask
     if mask == "causal":
         seen = torch.ones(300, 300, dtype=torch.bool).tril()
-    if seen is None or seen.dtype != torch.bool:
+    if mask == "alibi":
+        seen = seen.isfinite()[:, :1]
+    if seen is None or seen.dtype != torch.bool or mask == "allowed":  # what only its reader knows counts in full
         seen = torch.ones((), dtype=torch.bool)
     assert problem.visible_pairs() == int(seen.expand(B, 1, 300, 300).sum())
 
@@ -219,7 +224,7 @@ def test_grid_covers_directions_dtypes_and_masks():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", TUNED_MASKS)
 def test_a_measured_entry_is_one_the_dispatcher_reads(mask, direction, tmp_path):
     problem = square(161, 16, dtype="float32", mask=mask, direction=direction)  # wider than the window
     entry = tuner.measure(problem, 0.0)

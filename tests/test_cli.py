@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -17,7 +18,8 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 from sdpa.bench import tuner
-from sdpa.bench.problems import SUITES, Problem
+from sdpa.bench.problems import Problem
+from sdpa.bench.suites import SUITES
 from sdpa.cli.app import app
 from sdpa.cli.cases import cases
 from sdpa.cli.check import Verdict, chosen_cases
@@ -351,7 +353,7 @@ def test_bench_with_a_wrong_result(tiny_suite, monkeypatch):
         (("--suite", "nope"), "unknown suite 'nope'; known suites: cpu-forward"),
         (("--suite", "tiny", "--only", "zzz"), "no problem of suite tiny contains 'zzz'"),
         (("--suite", "tiny", "--kernel", "x"), "unknown kernel or backend 'x'"),
-        (("--suite", "tiny", "--peer", "x"), "'x' is not 'torch'"),
+        (("--suite", "tiny", "--peer", "x"), "'x' is not one of"),
         (("--suite", "tiny", "--json", "/no/such/folder/f.json"), "expected a file in a folder that exists"),
         (("--suite", "tiny", "--threads", "0"), "0 is not in the range"),
         (("--suite", "tiny", "--device", "cuda:99"), "expected a device of this machine, got 'cuda:99'"),
@@ -420,6 +422,96 @@ def test_tune_interrupted_leaves_the_old_table(tiny_grid, tmp_path, monkeypatch)
     monkeypatch.setattr(tuner, "measure", interrupted)
     assert complaint("tune", "--out", str(tmp_path), code=130) == "sdpa: interrupted"
     assert table_in(tmp_path).read_text() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def partial_in(folder):
+    return folder / f"{table_in(folder).name}.partial"
+
+
+def interrupt_after(monkeypatch, count):
+    """Make the tuner stop, as by Ctrl-C, in the problem after `count`."""
+    honest, calls = tuner.measure, []
+
+    def measure(*arguments):
+        calls.append(arguments[0])
+        if len(calls) > count:
+            raise KeyboardInterrupt
+        return honest(*arguments)
+
+    monkeypatch.setattr(tuner, "measure", measure)
+    return calls
+
+
+def test_tune_goes_on_from_what_an_interruption_left(tiny_grid, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        assert complaint("tune", "--out", str(tmp_path), code=130) == "sdpa: interrupted"
+    assert not table_in(tmp_path).exists() and partial_in(tmp_path).is_file()
+    calls = interrupt_after(monkeypatch, 1)
+    text = call("tune", "--out", str(tmp_path), "--resume")
+    assert "1 problems to measure, 2 kept" in text and calls == [tiny_grid[2]]
+    assert len(tuning.read(str(table_in(tmp_path))).buckets) == 3 and not partial_in(tmp_path).exists()
+
+
+def test_tune_starts_anew_without_resume(tiny_grid, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        complaint("tune", "--out", str(tmp_path), code=130)
+    assert "3 problems to measure, 0 kept" in call("tune", "--out", str(tmp_path))
+    assert not partial_in(tmp_path).exists()
+
+
+def test_tune_keeps_what_was_measured_where_it_is_killed(tiny_grid, tmp_path, monkeypatch):
+    """Nothing after the kill runs, so what is there then was written while measuring."""
+    monkeypatch.setattr("sdpa.cli.tune.SAVE_EVERY", 1)
+    monkeypatch.setattr(tuner, "grid", lambda device: tiny_grid[:2])
+    states = []
+    honest = tuner.measure
+
+    def measure(*arguments):
+        path = partial_in(tmp_path)
+        states.append(len(yaml.safe_load(path.read_text())["entries"]) if path.exists() else None)
+        return honest(*arguments)
+
+    monkeypatch.setattr(tuner, "measure", measure)
+    call("tune", "--out", str(tmp_path))
+    assert states == [None, 1]
+
+
+def test_tune_of_one_kernel_leaves_the_figures_of_the_others(tiny_grid, tmp_path):
+    call("tune", "--out", str(tmp_path))
+    path = table_in(tmp_path)
+    before = yaml.safe_load(path.read_text())
+    for entry in before["entries"]:
+        entry["ms"] = dict.fromkeys(entry["ms"], 12345.0)
+        entry["tile"] = {"cpu_flash": [7, 7, 0, 0]}
+    path.write_text(yaml.safe_dump(before))
+    assert "3 problems to measure, 3 kept" in call("tune", "--out", str(tmp_path), "--kernel", "cpu_flash")
+    for entry in yaml.safe_load(path.read_text())["entries"]:
+        assert entry["ms"].pop("cpu_flash") < 12345.0 and set(entry["ms"].values()) == {12345.0}
+        assert entry["tile"]["cpu_flash"] != [7, 7, 0, 0]
+
+
+def test_tune_resumes_a_kernel_that_has_no_figures(tiny_grid, tmp_path):
+    call("tune", "--out", str(tmp_path), "--kernel", "math")
+    text = call("tune", "--out", str(tmp_path), "--kernel", "math", "--kernel", "cpu_flash", "--resume")
+    assert "3 problems to measure, 3 kept" in text
+    tables = tuning.read(str(table_in(tmp_path)))
+    assert all(set(bucket.ms) == {"math", "cpu_flash"} for bucket in tables.buckets)
+    assert "0 problems to measure" in call("tune", "--out", str(tmp_path), "--kernel", "math", "--resume")
+
+
+def test_tune_tells_of_a_kernel_that_fails(tiny_grid, tmp_path, monkeypatch):
+    monkeypatch.setattr("sdpa.cli.tune.refuse_wrong_kernels", lambda *_: None)
+    module = by_name()["math"].load()
+    monkeypatch.setattr(module, "forward", lambda *_: 1 / 0)
+    text = call("tune", "--out", str(tmp_path))
+    assert f"{tiny_grid[0].label}: math [] fails: ZeroDivisionError" in text
+    assert not any("math" in b.ms for b in tuning.read(str(table_in(tmp_path))).buckets if b.direction == "forward")
+
+
+def test_tune_of_an_unknown_kernel():
+    assert "unknown kernel 'warp'; known kernels: " in complaint("tune", "--kernel", "warp")
 
 
 def test_tune_does_not_mix_torch_versions(tiny_grid, tmp_path):

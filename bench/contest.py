@@ -1,0 +1,257 @@
+"""A problem as a contest: our kernels and every peer, each held against float64, then timed in turns.
+
+Peers that raise, or are wrong, are told as such and never timed; nothing a contestant raises ends the suite.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, Refusal, ours, peers_for
+from sdpa.bench.problems import Problem
+from sdpa.bench.race import DEVICE_SECONDS, Racer, race
+from sdpa.bench.run import first_line, kernel_of, planned_kernel, reasons_of
+from sdpa.bench.timing import Call, Timing
+from sdpa.bench.truth import gradient_error, out_error, right_gradients, right_out
+from sdpa.bench.workload import Workload, WrongResult, make_workload
+from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.context import sdpa_kernel
+from sdpa.dispatch.select import NoKernelError, clear_caches
+
+DEFAULT = "default"  # what the dispatcher chooses, in the place of a kernel's name
+OWN = "triton"  # what it chooses with torch's kernels left out
+OWN_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.name.startswith("triton_"))
+NOT_A_REASON = ("runtime disabled", "not used because")  # torch warns of every backend, asked for or not
+LONGEST_NOTE = 200
+
+
+class DeviceLost(RuntimeError):
+    """A contestant left the device unusable: nothing more can be measured in this process."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a suite is run: our kernels by name, peers by name (none: all that fit), samples of each."""
+
+    kernels: tuple[str, ...] = (DEFAULT,)
+    peers: tuple[str, ...] = ()
+    repeat: int | None = None
+    time_limit: float = DEVICE_SECONDS
+    seed: int = 0
+    lost: dict[tuple[Problem, str], str] = field(default_factory=dict)  # who must not run, and why
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant's outcome: its time, or why there is none."""
+
+    name: str  # the peer's, or what was asked of us
+    kernel: str = ""  # of ours, the one that ran (beside a peer it says nothing)
+    timing: Timing | None = None
+    seconds: float | None = None  # the figure: the median on a GPU, the least time on a CPU
+    error: float | None = None  # largest distance to float64, of the output or in a backward of the gradients
+    bytes: int | None = None  # peak of what a step allocates, its results included
+    reason: str = ""  # why it was not timed
+    failed: bool = False  # because it raised or was wrong, and not because it cannot do such problems
+    note: str = ""  # what it warned of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our kernels on one problem, beside all peers."""
+
+    suite: str
+    problem: Problem
+    own: Entry
+    peers: tuple[Entry, ...] = ()
+
+    def best(self, names: Iterable[str] = tuple(PEERS)) -> Entry | None:
+        """The fastest of the peers named."""
+        timed = [peer for peer in self.peers if peer.name in names and peer.seconds is not None]
+        return min(timed, key=lambda peer: peer.seconds, default=None)
+
+    def ratio(self, names: Iterable[str] = tuple(PEERS)) -> float | None:
+        """The best peer's time over ours: above 1 means ours is faster."""
+        best = self.best(names)
+        return None if best is None or self.own.seconds is None else best.seconds / self.own.seconds
+
+    @property
+    def torch_ratio(self) -> float | None:
+        return self.ratio(TORCH_PEERS)
+
+
+def run_contest(suite: str, problems: Iterable[Problem], options: Options) -> Iterator[list[Row]]:
+    """The rows of each problem, one per kernel of ours, as it is measured."""
+    clear_caches()
+    for problem in problems:
+        yield measure_cell(suite, problem, options)
+
+
+def measure_cell(suite: str, problem: Problem, options: Options) -> list[Row]:
+    try:
+        with surroundings(problem):
+            own, peers = compete(problem, options)
+    except DeviceLost:
+        raise
+    except Exception as error:
+        own, peers = [Entry(name, reason=first_line(error), failed=True) for name in options.kernels], []
+    recover(problem.device)
+    return [Row(suite, problem, entry, tuple(peers)) for entry in own]
+
+
+@contextmanager
+def surroundings(problem: Problem) -> Iterator[None]:
+    """float32 products as the problem has them, and a graph only where it needs one."""
+    with matmul_precision(problem.precision), nullcontext() if problem.needs_grad else torch.no_grad():
+        yield
+
+
+@contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def compete(problem: Problem, options: Options) -> tuple[list[Entry], list[Entry]]:
+    """Ours and the peers' entries, in the order asked for."""
+    work = make_workload(problem, options.seed)
+    judge = Judge(work)
+    names = peers_for(problem, options.peers)
+    makers: list[tuple[str, Maker]] = [(name, maker_of(name)) for name in options.kernels]
+    makers += [(name, PEERS[name]) for name in names]
+    prepared = [
+        (Entry(name, reason=options.lost[problem, name], failed=True), None)
+        if (problem, name) in options.lost
+        else prepare(name, maker, work, judge)
+        for name, maker in makers
+    ]
+    racers = [racer for _, racer in prepared if racer is not None]
+    timings = iter(race(racers, problem.device, problem.host, options.repeat, options.time_limit))
+    entries = [entry if racer is None else timed(entry, next(timings), problem) for entry, racer in prepared]
+    for place, kernel in enumerate(options.kernels):
+        entries[place] = replace(entries[place], kernel=name_of(work, entries[place], kernel))
+    return entries[: len(options.kernels)], entries[len(options.kernels) :]
+
+
+def maker_of(kernel: str) -> Maker:
+    """Of ours: what is chosen, what is chosen among our own, or a kernel by name."""
+    if kernel == DEFAULT:
+        return partial(ours, kernel=None)
+    return own_best if kernel == OWN else partial(forced, kernel=kernel)
+
+
+def own_best(work: Workload) -> Contestant:
+    return replace(ours(work, None), name=OWN, around=partial(sdpa_kernel, OWN_KERNELS))
+
+
+def forced(work: Workload, kernel: str) -> Contestant:
+    """A kernel without a backward would leave that to another one, which is not what was asked for."""
+    row, direction = by_name().get(kernel), work.problem.direction
+    if row is not None and direction not in row.directions:
+        raise Refusal(f"has no {direction} pass")
+    return ours(work, kernel)
+
+
+def timed(entry: Entry, timing: Timing, problem: Problem) -> Entry:
+    seconds = timing.median if problem.device.startswith("cuda") else timing.minimum
+    return replace(entry, timing=timing, seconds=seconds)
+
+
+def name_of(work: Workload, entry: Entry, asked: str) -> str:
+    if entry.reason:
+        return "" if asked in (DEFAULT, OWN) else asked
+    if entry.kernel:
+        return entry.kernel
+    with sdpa_kernel(OWN_KERNELS) if asked == OWN else nullcontext():
+        return planned_kernel(work, None if asked in (DEFAULT, OWN) else asked)
+
+
+class Judge:
+    """The right results of a workload, made when they are first needed and kept for all contestants."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work, self.right_out, self.right_gradients = work, right_out(work), None
+
+    def error(self, contestant: Contestant, out: Tensor) -> float:
+        """The largest distance to float64, of the gradients in a backward. Raises WrongResult beyond rounding."""
+        error = out_error(self.work, out, self.right_out)
+        if self.work.problem.direction == "forward":
+            return error
+        if self.right_gradients is None:
+            self.right_gradients = right_gradients(self.work)
+        found = contestant.gradients(out)
+        found = (*map(contestant.standard, found[:3]), *found[3:])
+        return gradient_error(self.work, found, self.right_gradients)
+
+
+def prepare(name: str, maker: Maker, work: Workload, judge: Judge) -> tuple[Entry, Racer | None]:
+    """A contestant that is warm, right and ready to race; or an entry that says why it is not."""
+    problem = work.problem
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            contestant = maker(work)
+            with contestant.around():
+                out = contestant.forward()
+                error = judge.error(contestant, out)
+                kernel = kernel_of(problem)
+                size = extra_bytes(contestant, problem)
+            call, around = call_of(contestant, out, problem)
+            return Entry(name, kernel, error=error, bytes=size, note=note_of(told)), Racer(call, around)
+        except (Refusal, NoKernelError) as error:
+            reason, failed = reasons_of(error), False
+        except WrongResult as error:
+            reason, failed = f"wrong result: {error}", True
+        except Exception as error:
+            reason, failed = "; ".join(filter(None, (note_of(told), first_line(error)))), True
+    try:
+        recover(problem.device)
+    except RuntimeError as error:
+        raise DeviceLost(f"{problem.label}: after {name} the device is unusable: {reason}") from error
+    return Entry(name, reason=reason, failed=failed), None
+
+
+def call_of(contestant: Contestant, out: Tensor, problem: Problem) -> tuple[Call, object]:
+    """What is timed, and what is entered around it: a graph remembers its backend, so a backward needs nothing."""
+    if problem.direction == "backward":
+        return partial(contestant.gradients, out), nullcontext
+    return contestant.forward, contestant.around
+
+
+def note_of(told: list[warnings.WarningMessage]) -> str:
+    """The first warning that says something of this contestant."""
+    texts = [str(warning.message).split(" (Triggered internally")[0].splitlines() or [""] for warning in told]
+    return next((t[0][:LONGEST_NOTE] for t in texts if not any(word in t[0] for word in NOT_A_REASON)), "")
+
+
+def extra_bytes(contestant: Contestant, problem: Problem) -> int | None:
+    """The peak that one call adds on a GPU with its results; of a backward the forward's part too, which it keeps."""
+    if not problem.device.startswith("cuda"):
+        return None
+    torch.cuda.synchronize(problem.device)
+    before = torch.cuda.memory_allocated(problem.device)
+    torch.cuda.reset_peak_memory_stats(problem.device)
+    out = contestant.forward()
+    kept = (out, contestant.gradients(out, retain=False) if problem.direction == "backward" else None)
+    torch.cuda.synchronize(problem.device)
+    del kept
+    return torch.cuda.max_memory_allocated(problem.device) - before
+
+
+def recover(device: str) -> None:
+    """Memory is given back, after a failure and between problems."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()

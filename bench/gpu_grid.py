@@ -1,0 +1,94 @@
+"""The tuner's problems on a GPU: those of the suites, then what lies around them; the most usual ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+from sdpa.bench.problems import DIRECTIONS, Problem
+from sdpa.bench.suites import GPU_SUITES, TOKENS, WIDTH
+
+# In this order a run that is cut short has what most models ask for.
+SUITES = ("gpu-forward", "gpu-backward", "gpu-decode", "gpu-gqa", "gpu-mask", "gpu-fp32", "gpu-overhead")
+# Lengths at which all tiles are tried: those between take over what was best next to them.
+EXPLORED = (512, 1024, 2048, 8192)
+# Around the suites. Buckets speak for sizes up to eight times theirs, so one length is enough for rare head sizes.
+HEAD_SIZES = (64, 128)
+OTHER_HEAD_SIZES = (32, 96, 192)
+USUAL = 2048
+SHORT = 128
+FEW_HEADS = 4
+GROUP = 4  # query heads per key/value head of today's models
+WINDOW = 1024
+DECODE_HEADS = 32
+PLAIN = ("none", "causal")
+OTHERS = ("bias", "allowed", "lengths", "segments", "window")
+
+
+@dataclass(frozen=True)
+class Cell(Problem):
+    """A problem that says how many tiles are tried: with `explore` every one, else a kernel's first guess and what was
+    best nearby, because each tile costs a compilation."""
+
+    explore: bool = False
+
+
+def gpu_grid(device: str) -> tuple[Cell, ...]:
+    """In the order in which they are measured, each once."""
+    cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name]]
+    cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN)]
+    first: dict[tuple, Cell] = {}
+    for cell in cells:
+        first.setdefault(measurement(cell), cell)
+    return tuple(replace(cell, device=device) for cell in first.values())
+
+
+def measurement(cell: Cell) -> tuple:
+    """What makes two cells one: an alibi is causal, and how a call is made decides nothing about kernels."""
+    mask = "causal" if cell.mask == "alibi" else cell.mask
+    sizes = (cell.B, cell.H, cell.Hkv, cell.M, cell.N, cell.D, cell.Dv)
+    return cell.dtype, cell.precision if cell.dtype == "float32" else "", mask, cell.direction, *sizes
+
+
+def cell_of(problem: Problem) -> Cell:
+    given = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return Cell(**given | {"host": False, "grad": False}, explore=explores(problem))
+
+
+def explores(problem: Problem) -> bool:
+    plain = problem.mask in PLAIN and problem.H == problem.Hkv
+    return not plain or problem.N in EXPLORED or problem.M != problem.N
+
+
+def full(head_sizes: Iterable[int], N: int, kinds: Iterable[str], explore: bool = False) -> list[Cell]:
+    """Cells of TOKENS tokens and WIDTH features: a GPU is full, and cells compare."""
+    cells = []
+    for direction, D, mask in product(DIRECTIONS, head_sizes, kinds):
+        options = {"dtype": "bfloat16", "mask": mask, "direction": direction, "window": WINDOW, "explore": explore}
+        cells.append(Cell(TOKENS // N, WIDTH // D, N, N, D, **options))
+    return cells
+
+
+def masks() -> list[Cell]:
+    """Every kind of mask at both head sizes, the bias that learns in the backward alone."""
+    cells = full(HEAD_SIZES, USUAL, OTHERS)
+    return cells + [c for c in full(HEAD_SIZES, USUAL, ("bias_grad",)) if c.direction == "backward"]
+
+
+def around_decode() -> list[Cell]:
+    """A few new queries against many keys: more of them, more conversations, heads shared and not."""
+    options = {"dtype": "bfloat16", "explore": False}
+    heads = (DECODE_HEADS // GROUP, DECODE_HEADS)
+    cells = [Cell(B, DECODE_HEADS, 1, 1024, 128, Hkv=Hkv, **options) for B, Hkv in product((1, 16, 64), heads)]
+    cells += [Cell(B, DECODE_HEADS, 8, 8192, 128, Hkv=Hkv, **options) for B, Hkv in product((1, 16), heads)]
+    cells += [Cell(16, DECODE_HEADS, 1, 8192, 128, **options)]
+    return cells + [Cell(B, DECODE_HEADS, 1, 8192, 64, Hkv=heads[0], **options) for B in (1, 16)]
+
+
+def few() -> list[Cell]:
+    """Short sequences, and so few heads that a GPU is not full."""
+    cells = full(HEAD_SIZES, SHORT, PLAIN)
+    for direction, D, mask in product(DIRECTIONS, HEAD_SIZES, PLAIN):
+        cells.append(Cell(1, FEW_HEADS, USUAL, USUAL, D, dtype="bfloat16", mask=mask, direction=direction))
+    return cells

@@ -1,0 +1,164 @@
+"""Who is measured beside us: torch's backends one by one, FlexAttention, FlashAttention-4; each in its best form.
+
+A maker takes a Workload and returns a Contestant, or raises Refusal in a sentence; whatever else it or its calls raise
+is told as its refusal too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sdpa.bench.problems import Problem
+from sdpa.bench.workload import Workload, alibi_slopes
+
+# The math backend writes scores out in float32; more than this takes its time without winning.
+MOST_SCORES = 8e9
+
+
+class Refusal(RuntimeError):
+    """A peer cannot express a problem, or is known to be out of the race."""
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One implementation on one problem. `forward` returns out (B, H, M, Dv); `leaves` are q, k, v and a bias that
+    learns in the layout this contestant likes best, and `standard` brings their gradients into ours."""
+
+    name: str
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    grad_out: Tensor
+    around: Callable[[], AbstractContextManager] = nullcontext  # what forces it, entered outside of what is timed
+    standard: Callable[[Tensor], Tensor] = same
+
+    def gradients(self, out: Tensor, retain: bool = True) -> tuple[Tensor, ...]:
+        """In the order and layout of `leaves`; `out` keeps its graph, so that a backward alone can be repeated."""
+        return torch.autograd.grad(out, self.leaves, self.grad_out, retain_graph=retain)
+
+
+def ours(work: Workload, kernel: str | None) -> Contestant:
+    return Contestant(kernel or "default", partial(work.ours, kernel), work.leaves, work.grad_out)
+
+
+def torch_default(work: Workload) -> Contestant:
+    return Contestant("torch", work.peer, work.leaves, work.grad_out)
+
+
+def torch_backend(name: str, backend: SDPBackend, work: Workload) -> Contestant:
+    p = work.problem
+    scores = p.B * p.H * p.M * p.N * torch.float32.itemsize
+    if backend == SDPBackend.MATH and scores >= MOST_SCORES:
+        raise Refusal(f"expected scores below {MOST_SCORES / 1e9:.0f} GB, got {scores / 1e9:.0f}")
+    return Contestant(name, work.peer, work.leaves, work.grad_out, partial(sdpa_kernel, backend))
+
+
+def flex(work: Workload) -> Contestant:
+    """FlexAttention (Dong et al., 2024), compiled; block masks are made once, as a model would for all its layers."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    p = work.problem
+    score, seen, batches = flex_terms(work)
+    mask = None if seen is None else create_block_mask(seen, batches, None, p.M, p.N, device=p.device)
+    options = {"score_mod": score, "block_mask": mask, "enable_gqa": p.Hkv != p.H}
+    return Contestant("flex", partial(compiled_flex(p.device), *work.qkv, **options), work.leaves, work.grad_out)
+
+
+def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | None]:
+    """score_mod, mask_mod, and the batch size of the block mask (None: the same for all)."""
+    p, mask = work.problem, work.problem.mask
+    if mask == "none":
+        return None, None, None
+    if mask in ("bias", "bias_grad"):
+        bias = work.peer_mask  # (1, H, M, N)
+        return (lambda score, b, h, i, j: score + bias[0, h, i, j]), None, None
+    if mask in ("allowed", "padding", "lengths"):
+        allowed = work.peer_mask  # (B, 1, M, N) or (B, 1, 1, N)
+        if mask == "allowed":
+            return None, (lambda b, h, i, j: allowed[b, 0, i, j]), p.B
+        return None, (lambda b, h, i, j: allowed[b, 0, 0, j]), p.B
+    if mask == "window":
+        window = p.window
+        return None, (lambda b, h, i, j: (i >= j) & (i - j <= window)), None
+    if mask == "segments":
+        ids = work.our_mask.segments  # (N,)
+        return None, (lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])), None
+    if mask == "alibi":
+        slopes = alibi_slopes(p.H, p.device)
+        return (lambda score, b, h, i, j: score - slopes[h] * (i - j)), (lambda b, h, i, j: i >= j), None
+    return None, (lambda b, h, i, j: i >= j), None
+
+
+def compiled_flex(device: str) -> Callable:
+    """On a CPU it is not compiled: that needs a C++ compiler and minutes, and only tests ask for it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not device.startswith("cuda"):
+        return flex_attention
+    from torch._functorch import config
+
+    config.donated_buffer = False  # a backward that takes saved tensors as scratch could not be run again
+    torch._dynamo.reset()  # each problem is compiled for its sizes; past 8 of them Dynamo would give up silently
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flash4(work: Workload) -> Contestant:
+    """FlashAttention-4 in CuTe DSL; its tensors are (B, N, H, D)."""
+    p = work.problem
+    if p.mask not in ("none", "causal"):
+        raise Refusal(f"asked for the masks none and causal, got {p.mask}")
+    if p.mask == "causal" and p.M != p.N:
+        raise Refusal(f"its causal mask is aligned to the bottom right, got M={p.M} and N={p.N}")
+    from flash_attn.cute import flash_attn_func
+
+    def swap(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2)
+
+    q, k, v = (swap(t.detach()).contiguous().requires_grad_(p.needs_grad) for t in work.qkv)
+
+    def forward() -> Tensor:
+        out = flash_attn_func(q, k, v, causal=p.mask == "causal")
+        return swap(out[0] if isinstance(out, tuple) else out)
+
+    grad_out = swap(swap(work.grad_out).contiguous())
+    return Contestant("fa4", forward, (q, k, v), grad_out, standard=swap)
+
+
+TORCH_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+Maker = Callable[[Workload], Contestant]
+PEERS: dict[str, Maker] = {
+    "torch": torch_default,
+    **{name: partial(torch_backend, name, backend) for name, backend in TORCH_BACKENDS.items()},
+    "flex": flex,
+    "fa4": flash4,
+}
+# Those that are torch's: the bar of most suites is the best of them.
+TORCH_PEERS = ("torch", *TORCH_BACKENDS)
+
+
+def peers_for(problem: Problem, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The peers of a problem unless a user asks for others. torch's own choice is one of its backends and would be
+    timed twice; on the host it is another way, and on a CPU the only one. FlexAttention takes seconds to compile and
+    is left out where others are made for the problem, or where nothing but the host counts."""
+    if asked:
+        return asked
+    if not problem.device.startswith("cuda"):
+        return ("torch",)
+    plain = problem.mask in ("none", "causal") and problem.H == problem.Hkv
+    left_out = {"flex"} if plain or problem.host else set()
+    return tuple(name for name in PEERS if name not in left_out | (set() if problem.host else {"torch"}))

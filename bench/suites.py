@@ -1,0 +1,141 @@
+"""The named suites: lists of problems as data, for CPUs and for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from sdpa.bench.problems import DIRECTIONS, DTYPES, VIT, Problem, square
+
+# The papers' grid: every cell has so many tokens and so many features, so that a GPU is full and cells compare.
+TOKENS = 16384
+WIDTH = 2048
+GPU_HEAD_SIZES = (64, 128, 256)
+GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+HALF = {"dtype": "bfloat16", "device": "cuda"}
+GPU_WINDOW = 1024
+
+
+def cpu_forward() -> tuple[Problem, ...]:
+    lengths = (64, 128, 256, 512, 1024, 2048, 4096)
+    grid = product(DTYPES, (64, 128), lengths, ("none", "causal"))
+    cells = [square(length, D, dtype=dtype, mask=mask) for dtype, D, length, mask in grid]
+    for dtype in DTYPES:
+        cells += [
+            square(512, 128, dtype=dtype, mask="causal", Hkv=2),
+            square(1024, 64, dtype=dtype, mask="none", Hkv=1),
+            square(1024, 64, dtype=dtype, mask="padding"),
+            Problem(4, 8, 256, 256, 64, dtype=dtype, mask="lengths"),
+            Problem(**VIT, dtype=dtype, layout="bmhd"),
+        ]
+    cells += [square(length, 64, dtype=d, mask="window") for d in ("float32", "bfloat16") for length in (1024, 4096)]
+    cells += [square(512, 64, dtype=d, mask="bias") for d in ("float32", "bfloat16")]
+    return tuple(cells)
+
+
+def cpu_backward() -> tuple[Problem, ...]:
+    grid = product(("float32", "bfloat16"), (64, 128), (128, 256, 512, 1024), ("none", "causal"))
+    cells = [square(length, D, dtype=dtype, mask=mask, direction="backward") for dtype, D, length, mask in grid]
+    for dtype in ("float32", "bfloat16"):
+        cells += [
+            square(512, 64, dtype=dtype, mask="causal", Hkv=2, direction="backward"),
+            square(512, 64, dtype=dtype, mask="padding", direction="backward"),
+            Problem(**VIT, dtype=dtype, layout="bmhd", direction="backward"),
+        ]
+    # torch's float16 backward takes ten times its float32 one: two cells show it, more would only take time.
+    cells += [square(length, 64, dtype="float16", mask="causal", direction="backward") for length in (256, 512)]
+    return tuple(cells)
+
+
+def cpu_decode() -> tuple[Problem, ...]:
+    grid = product(("bfloat16", "float32"), (32, 8), (1024, 4096, 16384))
+    return tuple(Problem(1, 32, 1, N, 128, dtype=dtype, Hkv=Hkv) for dtype, Hkv, N in grid)
+
+
+def overhead() -> tuple[Problem, ...]:
+    """Calls so small that only the way to the kernel costs."""
+    small = {"B": 1, "H": 4, "M": 16, "N": 16, "D": 64}
+    return (
+        Problem(**small),
+        Problem(**small, grad=True),
+        Problem(**small, direction="backward"),
+        Problem(**small, mask="causal"),
+        Problem(**small, dtype="bfloat16"),
+        Problem(**small, mask="padding"),
+        Problem(**small, layout="bmhd"),
+        Problem(**small, Hkv=2),
+        Problem(1, 1, 1, 1, 64),
+        Problem(1, 4, 1, 16, 64),
+        Problem(2, 8, 32, 32, 32, grad=True),
+    )
+
+
+def gpu_square(D: int, N: int, mask: str, direction: str = "forward") -> Problem:
+    return Problem(TOKENS // N, WIDTH // D, N, N, D, mask=mask, direction=direction, **HALF)
+
+
+def papers_grid(direction: str) -> tuple[Problem, ...]:
+    grid = product(GPU_HEAD_SIZES, ("none", "causal"), GPU_LENGTHS)
+    return tuple(gpu_square(D, N, mask, direction) for D, mask, N in grid)
+
+
+def gpu_gqa() -> tuple[Problem, ...]:
+    """Query heads that share key/value heads, as in models of 8 and 70 billion parameters."""
+    cells = [
+        Problem(TOKENS // N, H, N, N, 128, mask=mask, Hkv=8, **HALF)
+        for H, N, mask in product((32, 64), (2048, 8192), ("none", "causal"))
+    ]
+    backward = [replace(cell, direction="backward") for cell in cells if cell.mask == "causal" and cell.H == 32]
+    return (*cells, *backward, Problem(2, 64, 8192, 8192, 128, mask="causal", direction="backward", Hkv=8, **HALF))
+
+
+def gpu_decode() -> tuple[Problem, ...]:
+    """One new token, and four that are checked at once in speculative decoding."""
+    shared = [(1, 8192, 1), (1, 131072, 1), (16, 8192, 1), (64, 4096, 1), (1, 8192, 4), (16, 8192, 4)]
+    return (*(Problem(B, 32, M, N, 128, Hkv=8, **HALF) for B, N, M in shared), Problem(1, 32, 1, 1024, 128, **HALF))
+
+
+def gpu_mask() -> tuple[Problem, ...]:
+    short = {"B": 8, "H": 32, "M": 2048, "N": 2048, "D": 64, **HALF}
+    long = {"B": 2, "H": 16, "M": 8192, "N": 8192, "D": 128, "window": GPU_WINDOW, **HALF}
+    return (
+        Problem(**short, mask="bias"),
+        Problem(**short, mask="bias_grad", direction="backward"),
+        *(Problem(**short, mask=m, direction=d) for d, m in product(DIRECTIONS, ("lengths", "padding"))),
+        *(Problem(**long, mask=m, direction=d) for d, m in product(DIRECTIONS, ("window", "alibi", "segments"))),
+        Problem(**long, mask="allowed"),
+    )
+
+
+def gpu_fp32() -> tuple[Problem, ...]:
+    """float32 as accurate as float32 is, and with products rounded to TF32."""
+    grid = product(("highest", "high"), DIRECTIONS, ("none", "causal"))
+    return tuple(
+        Problem(8, 16, 2048, 2048, 64, mask=mask, direction=direction, precision=precision, device="cuda")
+        for precision, direction, mask in grid
+    )
+
+
+def gpu_overhead() -> tuple[Problem, ...]:
+    """The small problems, and in half precision those that fused kernels are asked for most."""
+    cells = list(overhead())
+    cells += [replace(cells[0], dtype="bfloat16", grad=True), replace(cells[0], dtype="bfloat16", direction="backward")]
+    return tuple(replace(cell, device="cuda", host=True) for cell in cells)
+
+
+GPU_SUITES = {
+    "gpu-forward": papers_grid("forward"),
+    "gpu-backward": papers_grid("backward"),
+    "gpu-gqa": gpu_gqa(),
+    "gpu-decode": gpu_decode(),
+    "gpu-mask": gpu_mask(),
+    "gpu-fp32": gpu_fp32(),
+    "gpu-overhead": gpu_overhead(),
+}
+SUITES = {
+    "cpu-forward": cpu_forward(),
+    "cpu-backward": cpu_backward(),
+    "cpu-decode": cpu_decode(),
+    "overhead": overhead(),
+    **GPU_SUITES,
+}

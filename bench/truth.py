@@ -1,0 +1,141 @@
+"""What is right: attention of a few heads in float64, small enough for the longest problem, and the distance to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sdpa.bench.workload import GRADIENTS, Workload, WrongResult, alibi_slopes
+
+# Queries whose results are compared, spread over all; rows of scores that are in memory at once for gradients.
+ROWS = 256
+CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Query rows (R,) of the query heads that share one key/value head of one batch entry."""
+
+    work: Workload
+    b: int
+    head: int  # of keys and values
+    rows: Tensor
+
+    @property
+    def heads(self) -> slice:
+        group = self.work.problem.H // self.work.problem.Hkv
+        return slice(self.head * group, (self.head + 1) * group)
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """(B, H, M, X) -> (G, R, X)"""
+        return tensor[self.b, self.heads][:, self.rows]
+
+    def seen(self) -> Tensor | None:
+        """Which keys the rows see: (G|1, R, N) bool, or None for all."""
+        p, mask = self.work.problem, self.work.peer_mask
+        if p.mask in ("causal", "alibi"):
+            return (torch.arange(p.N, device=p.device) <= self.rows[:, None])[None]
+        if mask is None or mask.dtype != torch.bool:
+            return None
+        return mask.expand(p.B, p.H, p.M, p.N)[self.b, self.heads][:, self.rows]
+
+    def added(self) -> Tensor | None:
+        """What is added to the scores: (G, R, N) float64, or None. ALiBi from its slopes, which are not rounded."""
+        p = self.work.problem
+        if p.mask == "alibi":
+            distance = self.rows[:, None] - torch.arange(p.N, device=p.device)
+            return -alibi_slopes(p.H, p.device)[self.heads, None, None].double() * distance
+        if p.mask in ("bias", "bias_grad"):
+            return self.queries(self.work.peer_mask.detach().expand(p.B, p.H, p.M, p.N)).double()
+        return None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> Tensor:
+        """q (G, R, D), k (N, D), v (N, Dv) -> (G, R, Dv)"""
+        scores = q @ k.mT * self.work.problem.D**-0.5
+        scores = scores if added is None else scores + added
+        seen = self.seen()
+        scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+
+def out_slices(work: Workload) -> Iterator[Slice]:
+    """Some rows of the first heads of the first batch entry and of the last of the last."""
+    p = work.problem
+    rows = torch.linspace(0, p.M - 1, min(p.M, ROWS), device=p.device).round().long()
+    for b, head in dict.fromkeys(((0, 0), (p.B - 1, p.Hkv - 1))):
+        yield Slice(work, b, head, rows)
+
+
+@torch.no_grad()
+def right_out(work: Workload) -> list[tuple[Slice, Tensor]]:
+    found = []
+    for part in out_slices(work):
+        q = part.queries(work.q).double()
+        k, v = (t[part.b, part.head].double() for t in (work.k, work.v))
+        found.append((part, part.attend(q, k, v, part.added())))
+    return found
+
+
+@torch.enable_grad()
+def right_gradients(work: Workload) -> tuple[Tensor, ...]:
+    """Of q (G, M, D), k (N, D) and v (N, Dv) of the last heads of the last batch entry; and of a bias that learns
+    (G, M, N), which every batch entry adds to."""
+    p = work.problem
+    learns = p.mask == "bias_grad"
+    head, biases = p.Hkv - 1, None
+    for b in range(p.B) if learns else (p.B - 1,):
+        k, v = (t[b, head].detach().double().requires_grad_() for t in (work.k, work.v))
+        chunks = []
+        for rows in torch.arange(p.M, device=p.device).split(CHUNK):
+            part = Slice(work, b, head, rows)
+            q, added = part.queries(work.q).detach().double().requires_grad_(), part.added()
+            leaves = (q, k, v, added.requires_grad_()) if learns else (q, k, v)
+            out = part.attend(q, k, v, added)
+            chunks.append(torch.autograd.grad(out, leaves, part.queries(work.grad_out).double()))
+        grad_q, grad_k, grad_v, *bias = (list(column) for column in zip(*chunks, strict=True))
+        if learns:
+            bias = torch.cat(bias[0], 1)
+            biases = bias if biases is None else biases + bias
+    found = (torch.cat(grad_q, 1), sum(grad_k), sum(grad_v))
+    return (*found, biases) if learns else found
+
+
+def out_error(work: Workload, out: Tensor, right: list[tuple[Slice, Tensor]]) -> float:
+    """The largest distance of out (B, H, M, Dv). Raises WrongResult beyond rounding, or where it is not finite."""
+    p = work.problem
+    check_form("out", out, (p.B, p.H, p.M, p.Dv), work)
+    return max(distance("out", part.queries(out.detach()), expected, work.tolerance, -1) for part, expected in right)
+
+
+def gradient_error(work: Workload, gradients: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
+    """The same of gradients of q, k, v (B, heads, length, .) and of a bias (1, H, M, N)."""
+    p, errors = work.problem, []
+    group = p.H // p.Hkv
+    for name, gradient, leaf, expected in zip(GRADIENTS, gradients, work.leaves, right, strict=False):
+        check_form(name, gradient, tuple(leaf.shape), work)
+        got = gradient[-1, -1] if name in ("grad_k", "grad_v") else gradient[-1, -group:]
+        # A gradient's row may be 0 but for cancellation, so gradients are compared per head.
+        errors.append(distance(name, got, expected, work.tolerance, (-1, -2)))
+    return max(errors)
+
+
+def check_form(name: str, tensor: Tensor, shape: tuple[int, ...], work: Workload) -> None:
+    if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != work.q.dtype:
+        got = None if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise WrongResult(f"{name}: expected {shape} {work.q.dtype}, got {got}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise WrongResult(f"{name}: not finite in {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} places")
+
+
+def distance(name: str, got: Tensor, right: Tensor, tolerance: float, dims: int | tuple[int, ...]) -> float:
+    """The largest absolute distance, after the relative one over `dims` was held against the tolerance."""
+    apart = got.double() - right
+    relative = torch.linalg.vector_norm(apart, dim=dims) / torch.linalg.vector_norm(right, dim=dims).clamp_min(1e-30)
+    if not bool((relative <= tolerance).all()):
+        raise WrongResult(
+            f"{name}: relative distance to float64 {float(relative.max()):.2g}, tolerance {tolerance:.2g}"
+        )
+    return float(apart.abs().max())

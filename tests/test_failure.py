@@ -1,0 +1,225 @@
+"""Kernels that cannot start: a sentence, the next able one where none was forced, and never a fault hidden."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import sdpa
+from sdpa.dispatch import catalog, failure, select
+from sdpa.dispatch.context import ALL_TOGGLES
+from sdpa.dispatch.kernel import Kernel, load_module
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+
+CPU = frozenset({torch.float32})
+
+
+class OutOfResources(Exception):
+    """As Triton's: told by its name and its module's."""
+
+
+OutOfResources.__module__ = "triton.runtime.errors"
+
+
+class InterpreterError(OutOfResources):
+    """Triton's, too, but a fault of the program."""
+
+
+InterpreterError.__module__ = "triton.runtime.errors"
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has")
+TOO_LARGE = OutOfResources("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
+NO_IMAGE = RuntimeError("CUDA error: no kernel image is available for execution on the device")
+FAULT = RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
+
+
+def fake_kernel(monkeypatch, name, error=None, **limits):
+    """A row whose module answers with zeros, or raises; `ran` counts."""
+    module = types.ModuleType(f"fake_kernels.{name}")
+    module.ran = 0
+
+    def work(*_):
+        module.ran += 1
+        if error is not None:
+            raise error
+
+    def forward(inputs, problem, tile):
+        work()
+        return Results(torch.zeros_like(inputs.q), None)
+
+    def backward(inputs, results, upstream, problem, tile):
+        work()
+        return Gradients(*(torch.zeros_like(t) for t in inputs[:3]))
+
+    module.forward, module.backward = forward, backward
+    module.TILES, module.unavailable = (Tile(64, 64),), lambda: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    options = {"family": "flash", "efficiency": 0.5, **limits}
+    row = Kernel(name=name, module=module.__name__, devices=(), dtypes=CPU, features=catalog.EVERYTHING, summary="",
+                 **options)  # fmt: skip
+    monkeypatch.setitem(catalog.BY_NAME, name, row)
+    return row
+
+
+@pytest.fixture
+def rows(monkeypatch, tmp_path):
+    """Puts a catalog of fake rows in place; each is given as (name, error, limits), the fastest first."""
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(select.tuning, "SHIPPED", tmp_path)
+
+    def put(*given):
+        made = [
+            fake_kernel(monkeypatch, name, error, overhead=1e-6 * (1 + place), **limits)
+            for place, (name, error, limits) in enumerate(given)
+        ]
+        monkeypatch.setattr(select, "KERNELS", tuple(made))
+        load_module.cache_clear()
+        select.clear_caches()
+        return [row.load() for row in made]
+
+    yield put
+    select.clear_caches()
+
+
+def inputs(M=16):
+    q = torch.ones(1, 2, M, 8)
+    return AttentionInputs(q, q, q, 1.0)
+
+
+def run(setting="", direction="forward", M=16):
+    given = inputs(M)
+    problem = AttentionProblem.of(given, direction)
+    choice = select.choose(problem, setting, ALL_TOGGLES)
+    results = Results(given.q, None)
+    return choice.run(given) if direction == "forward" else choice.run(given, results, results)
+
+
+LARGE = {"materialises": True}
+
+
+@pytest.mark.parametrize("error,kind", [
+    (NO_MEMORY, failure.MEMORY), (TOO_LARGE, failure.LAUNCH), (NO_IMAGE, failure.LAUNCH), (FAULT, None),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+    (RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built."), failure.LAUNCH),
+    (InterpreterError("wrong"), None), (ValueError("no kernel image is available"), None), (KeyError("x"), None),
+])  # fmt: skip
+def test_kinds_of_errors(error, kind):
+    assert failure.kind_of(error) == kind
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_next_able_kernel_answers_loudly(rows, direction):
+    first, second = rows(("first", TOO_LARGE, {}), ("second", None, {}))
+    with pytest.warns(UserWarning) as caught:
+        answer = run(direction=direction)
+    assert isinstance(answer, Results if direction == "forward" else Gradients)
+    text = str(caught[0].message)
+    assert len(caught) == 1 and "kernel first could not be launched on" in text and "second answers instead" in text
+    assert direction in text and "M=16 N=16" in text and "Required: 300000" in text
+    assert (first.ran, second.ran) == (1, 1) and sdpa.last_choice().kernel.name == "second"
+    assert "in place of first" in sdpa.last_choice().reason
+
+
+def test_a_failed_launch_is_not_tried_again(rows):
+    first, second = rows(("first", NO_IMAGE, {}), ("second", None, {}))
+    with pytest.warns(UserWarning, match="no kernel image"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        run(M=24)  # another length is the same program
+    assert (first.ran, second.ran) == (1, 3)
+    told = next(c for c in select.consider(AttentionProblem.of(inputs())) if c.kernel.name == "first")
+    assert told.reasons == (f"could not be launched before: {NO_IMAGE}",)
+    select.clear_caches()
+    with pytest.warns(UserWarning):
+        run()
+    assert first.ran == 2
+
+
+def test_a_forced_kernel_raises_a_sentence(rows):
+    _, second = rows(("first", TOO_LARGE, {}), ("second", None, {}))
+    with pytest.raises(failure.LaunchError, match=r"kernel first could not be launched on forward B=1 H=2 .* float32"):
+        run("first;f")
+    assert second.ran == 0
+
+
+def test_out_of_memory_stays_torchs_error_and_names_kernel_and_problem(rows):
+    _, second = rows(("first", NO_MEMORY, {}), ("second", None, LARGE))
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"kernel first ran out of memory on forward B=1.*20.00 GiB"
+    ) as got:
+        run()
+    assert got.value.__cause__ is NO_MEMORY and second.ran == 0, "a kernel that needs more is not tried"
+
+
+def test_out_of_memory_of_a_kernel_that_needs_more(rows):
+    first, second = rows(("first", NO_MEMORY, LARGE), ("second", None, {}))
+    for count in (1, 2):
+        with pytest.warns(UserWarning, match="first ran out of memory .* second answers instead"):
+            run()
+        assert (first.ran, second.ran) == (count, count), "memory may be there the next time"
+
+
+def test_one_after_the_other_until_none_is_left(rows):
+    modules = rows(("a", TOO_LARGE, {}), ("b", NO_MEMORY, {}), ("c", NO_MEMORY, {}), ("d", None, LARGE))
+    with pytest.warns(UserWarning), pytest.raises(torch.OutOfMemoryError, match="kernel c ran out of memory"):
+        run()
+    assert [module.ran for module in modules] == [1, 1, 1, 0]
+
+
+def test_faults_are_never_hidden(rows):
+    first, second = rows(("first", FAULT, {}), ("second", None, {}))
+    with pytest.raises(RuntimeError) as got:
+        run()
+    assert got.value is FAULT and (first.ran, second.ran) == (1, 0)
+    third, _ = rows(("third", TOO_LARGE, {}), ("fourth", FAULT, {}))
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="size of tensor"):
+        run()
+    assert third.ran == 1
+
+
+def test_strict_does_not_end_at_math(rows):
+    _, second = rows(("first", TOO_LARGE, {}), ("last", None, {"family": "math", **LARGE}))
+    with pytest.raises(failure.LaunchError, match="kernel first"):
+        run("flash,math;s")
+    assert second.ran == 0
+
+
+def test_only_what_is_allowed_may_answer(rows):
+    modules = rows(("first", TOO_LARGE, {}), ("other", None, {"family": "efficient"}), ("third", None, {}))
+    with pytest.warns(UserWarning, match="third answers"):
+        run("flash")
+    assert [module.ran for module in modules] == [1, 0, 1]
+
+
+def test_temporaries_of_the_failed_call_are_gone_when_the_next_one_runs(rows, monkeypatch):
+    first, second = rows(("first", None, LARGE), ("second", None, {}))
+    held = []
+
+    def greedy(given, problem, tile):
+        scores = torch.zeros(4, 4)
+        held.append(weakref.ref(scores))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def modest(given, problem, tile):
+        gc.collect()
+        assert held[0]() is None, "the score matrix is still there"
+        return Results(given.q, None)
+
+    monkeypatch.setattr(first, "forward", greedy)
+    monkeypatch.setattr(second, "forward", modest)
+    with pytest.warns(UserWarning, match="second answers"):
+        run()
+
+
+def test_long_messages_are_cut():
+    said = failure.message(RuntimeError("x " * 1000))
+    assert len(said) <= failure.MESSAGE_LENGTH and said.endswith("...")
+    assert failure.message(RuntimeError()) == "RuntimeError"

@@ -1,0 +1,253 @@
+"""Every Triton kernel compiled ahead for devices that are not here, with a driver that only tells their name.
+
+What a kernel takes of shared memory must fit the device it is compiled for, and the figures are the compiler's own.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from sdpa.inputs import Options
+from sdpa.problem import Results
+from sdpa.sequences import Documents, Pages, build_packed, build_paged
+from sdpa.testing import Case, Draw, make_inputs, problem_of
+
+triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
+
+from sdpa.kernels.triton import backward, decode, forward, tiles  # noqa: E402
+from sdpa.kernels.triton.target import AMD_SHARED_MEMORY, Target, assume  # noqa: E402
+
+# Bytes of shared memory that one program may have, from NVIDIA's table of specifications by compute capability.
+DATACENTER = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+CONSUMER = 99 << 10  # 8.6, 8.9 and 12.0
+MI250, MI300 = "gfx90a", "gfx942"
+L2 = 50 << 20
+# Loop-invariant pointers and a few accumulators of masked variants are spilled by ptxas without a cost that shows; a
+# tile that does not fit the registers spills kilobytes.
+MAX_STACK = 256
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def target_named(name):
+    if isinstance(name, str):
+        return Target("hip", name, AMD_SHARED_MEMORY, 104, 8 << 20)
+    return Target("cuda", name, DATACENTER.get(name, CONSUMER), 132, L2)
+
+
+TARGETS = {str(name): target_named(name) for name in (80, 90, 100, MI300, MI250)}
+
+
+class FakeDriver:
+    """What Triton asks of a driver while it compiles."""
+
+    def __init__(self, target):
+        from triton.backends.compiler import GPUTarget
+
+        warp = 64 if target.backend == "hip" else 32
+        self.target = GPUTarget(target.backend, target.arch, warp)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target  # by which Triton keeps what it compiled, whatever it is
+
+    def get_current_stream(self, device=0):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_cache(tmp_path_factory):
+    """Nothing compiled before may answer."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A function that makes a target the one Triton compiles for; the driver that was there comes back."""
+    from triton.runtime import driver
+
+    def use(target):
+        monkeypatch.setattr(driver, "_active", FakeDriver(target))
+        return target
+
+    return use
+
+
+def name_of(launch):
+    return launch.kernel.fn.__name__
+
+
+def launches_for(inputs, problem, tile):
+    """The launches of a forward or a backward by the family's own functions, under the target assumed."""
+    if problem.direction == "forward":
+        return forward.forward_launches(inputs, problem, tile)[1]
+    q = inputs.q
+    results = Results(q.new_empty(*q.shape[:3], inputs.v.shape[3]), torch.empty(q.shape[:3]))
+    return backward.backward_launches(inputs, results, Results(torch.empty_like(results.out), None), problem, tile)[1]
+
+
+def checked(launch, target):
+    """The compiled kernel, which fits the shared memory of `target`."""
+    compiled = launch.compile()
+    shared = compiled.metadata.shared
+    assert shared <= target.shared_memory, f"{name_of(launch)} {launch.tile}: {shared} bytes, {target} has fewer"
+    return compiled
+
+
+def sized(D, N=256, **more):
+    return Case(**{"B": 1, "H": 2, "Hkv": 2, "M": N, "N": N, "D": D, "Dv": D, "dtype": torch.bfloat16, **more})
+
+
+def packed_inputs():
+    draw, cu = Draw(sized(64), 0), torch.tensor([0, 100, 256], dtype=torch.int32)
+    q, k, v = (draw.normal(256, heads, 64) for heads in (4, 2, 2))
+    return build_packed(q, k, v, Documents(cu, cu, 156, 156), Options(is_causal=True, enable_gqa=True))
+
+
+def paged_inputs():
+    draw = Draw(sized(128), 0)
+    keys, values = draw.normal(64, 16, 2, 128), draw.normal(64, 16, 2, 128)
+    table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.tensor([1000])
+    return build_paged(draw.normal(1, 1, 8, 128), keys, values, Pages(table, lengths), Options(enable_gqa=True))
+
+
+BOTH = {"forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"}
+# Cases that between them launch every kernel of a forward and a backward, and which they launch.
+EVERYWHERE = {
+    "causal_float32": (lambda: make_inputs(sized(64, dtype=torch.float32, mask="causal")), BOTH),
+    "bias": (lambda: make_inputs(sized(64, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
+    "segments": (lambda: make_inputs(sized(64, mask="segments", dtype=torch.float16)), {*BOTH, "spans_kernel"}),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_compiles_for_every_target(arch, name, pretend):
+    target, seen = pretend(TARGETS[arch]), set()
+    make, kernels = EVERYWHERE[name]
+    inputs = make()
+    with assume(target):
+        for direction in ("forward", "backward"):
+            problem = problem_of(inputs, direction, inputs.bias is not None and direction == "backward")
+            for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
+                checked(launch, target)
+                seen.add(name_of(launch))
+    assert seen == kernels
+
+
+@pytest.mark.parametrize("arch", ["90", MI300])
+def test_packed_sequences_compile(arch, pretend):
+    target, inputs = pretend(TARGETS[arch]), packed_inputs()
+    with assume(target):
+        for direction in ("forward", "backward"):
+            problem = problem_of(inputs, direction)
+            for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
+                checked(launch, target)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_decode_compiles_for_every_target(arch, pretend):
+    target = pretend(TARGETS[arch])
+    with assume(target):
+        for inputs in (make_inputs(sized(128, N=2048, M=1, H=8)), paged_inputs()):
+            problem = problem_of(inputs, "forward")
+            _, launches = decode.forward_launches(inputs, problem, decode.tiles(problem)[0])
+            assert [name_of(launch) for launch in launches] == ["decode_kernel", "combine_kernel"]
+            for launch in launches:
+                checked(launch, target)
+
+
+# Head sizes and dtypes of the lists of tiles.
+LISTED = {
+    "D64": (64, torch.bfloat16),
+    "D128": (128, torch.bfloat16),
+    "D256": (256, torch.float16),
+    "D512": (512, torch.bfloat16),
+    "D64-float32": (64, torch.float32),
+    "D128-float32": (128, torch.float32),
+}
+LIMITS = {**TARGETS, **{str(name): target_named(name) for name in (86, 120)}}
+# Every list on a small and on a large device; the rest of the product takes minutes and tells little more.
+PAIRS = [
+    *(("86", name) for name in ("D64", "D256", "D512", "D128-float32")),
+    *(("90", name) for name in ("D256", "D512", "D128-float32")),
+    ("80", "D128"),
+    *(("120", name) for name in ("D128", "D64-float32")),
+    *((MI300, name) for name in ("D128", "D128-float32")),
+]
+
+
+@pytest.mark.parametrize("arch,listed", PAIRS)
+def test_offered_tiles_fit(arch, listed, pretend):
+    """Of the tiles offered the one that should take most of the device's shared memory; that takes part of it only."""
+    target, (D, dtype) = pretend(LIMITS[arch]), LISTED[listed]
+    inputs = make_inputs(sized(D, dtype=dtype, mask="causal"))
+    with assume(target):
+        for direction in ("forward", "backward"):
+            problem = problem_of(inputs, direction)
+            offered = tiles.tiles(problem)
+            assert offered and set(offered) <= set(tiles.TILES)
+            largest = max(offered, key=lambda tile: tiles.shared_memory(problem, tile, target))
+            for launch in launches_for(inputs, problem, largest):
+                checked(launch, target)
+
+
+def test_smaller_devices_are_offered_fewer_tiles(pretend):
+    """A tile for 227 KiB is not offered where there are 99, and the smallest is offered to everybody."""
+    problem = problem_of(make_inputs(sized(128)), "forward")
+    offered = {}
+    for name in ("86", "90"):
+        with assume(pretend(LIMITS[name])):
+            offered[name] = tiles.tiles(problem)
+    assert set(offered["86"]) < set(offered["90"])
+    with assume(LIMITS["90"]._replace(shared_memory=1)):
+        assert tiles.tiles(problem) == offered["90"][-1:]
+
+
+def spilt(compiled, folder):
+    """Bytes of stack per thread, as the tool of CUDA reads them from the binary."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    said = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1])
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("D", [64, 128], ids=lambda D: f"D{D}")
+def test_default_tiles_on_hopper(D, mask, pretend, tmp_path):
+    """Products on the matrix units of Hopper, tiles by its copy engine, and registers for what a tile holds."""
+    target = pretend(TARGETS["90"])
+    inputs = make_inputs(sized(D, N=512, mask=mask))
+    with assume(target):
+        for direction in ("forward", "backward"):
+            problem = problem_of(inputs, direction)
+            for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
+                compiled = checked(launch, target)
+                stack = spilt(compiled, tmp_path)
+                assert stack <= MAX_STACK, f"{name_of(launch)} {launch.tile}: {stack} bytes of stack"
+                if name_of(launch) != "delta_kernel":
+                    assert "wgmma.mma_async" in compiled.asm["ptx"], name_of(launch)
+                    assert "cp.async.bulk.tensor" in compiled.asm["ptx"], name_of(launch)
+
+
+@pytest.mark.parametrize("D", [64, 128], ids=lambda D: f"D{D}")
+def test_default_tiles_on_ampere(D, pretend, tmp_path):
+    target = pretend(TARGETS["80"])
+    inputs = make_inputs(sized(D, N=512, mask="causal"))
+    with assume(target):
+        for direction in ("forward", "backward"):
+            problem = problem_of(inputs, direction)
+            for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
+                stack = spilt(checked(launch, target), tmp_path)
+                assert stack <= MAX_STACK, f"{name_of(launch)} {launch.tile}: {stack} bytes of stack"
