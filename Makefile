@@ -6,16 +6,23 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
 NATIVE := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+SANITIZER ?= compute-sanitizer
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test lint bench gpu-test wheel clean
+.PHONY: demo test test-ordinary test-interpreted lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
 
-test: lint
+test: lint test-ordinary test-interpreted
+
+test-ordinary: $(READY)
 	$(BIN)/python -m pytest -q -m "not gpu" --durations=10
+
+# Triton reads the variable when it defines a kernel, so that these tests want a process of their own.
+test-interpreted: $(READY)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
 
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)
@@ -26,7 +33,12 @@ bench: $(READY)
 	for suite in $(SUITES); do $(BIN)/sdpa bench --suite $$suite || exit 1; done
 
 gpu-test: $(READY)
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -m gpu --durations=10
+
+# Reads and writes out of bounds, by a tool of the CUDA toolkit; torch's allocator would hide those inside its blocks.
+gpu-sanitize: $(READY)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
+		$(BIN)/python -m pytest -q -m gpu -k sanitized tests/test_gpu.py
 
 wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
