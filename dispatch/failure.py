@@ -45,6 +45,8 @@ def kind_of(error: BaseException) -> str | None:
         return LAUNCH if kind.__name__ in TRITON_ERRORS else None
     if isinstance(error, RuntimeError):
         said = str(error).lower()
+        if "out of memory" in said:  # the driver's, as in loading a kernel
+            return MEMORY
         return LAUNCH if any(refusal in said for refusal in REFUSALS) else None
     return None
 

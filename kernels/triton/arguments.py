@@ -53,7 +53,7 @@ def prepare(
     options = [t for t in (*inputs[FIRST_OPTION:END_OPTIONS], *inputs[FIRST_LATER:]) if isinstance(t, Tensor)]
     target = target_of(problem.device)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    key = (problem, tile, side, target, q.shape[2], q.stride(), k.stride(), v.stride())
+    key = (problem, tile, side, target, inputs.softcap, q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride())
     if grad_out is not None:
         addresses |= grad_out.data_ptr()
         key = (*key, grad_out.stride())
@@ -71,7 +71,8 @@ def prepare(
         mask = fixed.mask = mask_of(inputs, problem, tile, side, fixed)[0]
     tensors = (q, k, v, grad_out, inputs.bias, None if inputs.allowed is None else inputs.allowed.view(torch.uint8))
     given = map(describe, fixed.descriptors, tensors)
-    prepared = Prepared(*given, fixed.strides, fixed.sizes, mask, dropout_of(inputs), fixed.build, fixed.compiled)
+    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    prepared = Prepared(*given, fixed.strides, fixed.sizes, mask, sinks, dropout_of(inputs), fixed.build)
     return prepared, launches
 
 
@@ -218,7 +219,7 @@ def mask_of(
     inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, fixed: Fixed
 ) -> tuple[Mask, list[Launch]]:
     """The mask as kernels take it, and the launches that find its spans."""
-    spans, launches = spans_of(inputs, tile, side, fixed.compiled) if has_spans(inputs, side) else (None, [])
+    spans, launches = spans_of(inputs, tile, side) if has_spans(inputs, side) else (None, [])
     mask = Mask(
         left=None if inputs.left == UNLIMITED else inputs.left,
         right=None if inputs.right == UNLIMITED else inputs.right,
@@ -266,7 +267,7 @@ def has_spans(inputs: AttentionInputs, side: Side) -> bool:
     return side is not Side.SPLIT_KEYS and (inputs.q_segments is not None or masks_keys_only(inputs))
 
 
-def spans_of(inputs: AttentionInputs, tile: Tile, side: Side, compiled: dict) -> tuple[Spans, list[Launch]]:
+def spans_of(inputs: AttentionInputs, tile: Tile, side: Side) -> tuple[Spans, list[Launch]]:
     M, N = inputs.q.shape[2], inputs.k.shape[2]
     if inputs.q_segments is not None:
         q, k = ids_of(inputs.q_segments), ids_of(inputs.k_segments)
@@ -278,7 +279,7 @@ def spans_of(inputs: AttentionInputs, tile: Tile, side: Side, compiled: dict) ->
         queries, keys = Ids(None, 0, 0, M), Ids(mask, dense.batch, dense.head, N)
     own, other, block = (keys, queries, tile.BLOCK_N) if side is Side.QUERIES else (queries, keys, tile.BLOCK_M)
     spans, launch = find_spans(own, other, entries, block, inputs.q.device)
-    return spans, [launch._replace(compiled=compiled)]
+    return spans, [launch]
 
 
 def ids_of(values: Tensor | None) -> Segments | None:

@@ -247,9 +247,9 @@ def backward_launches(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ):
     """(Gradients to be filled, the launches that fill them, what is to be done with them afterwards)."""
-    grad_out = upstream.out if upstream.out.stride(3) == 1 else upstream.out.contiguous()
-    delta, first = delta_launch(results.out, grad_out, upstream.lse)
-    row = Rows(grad_out, results.lse, delta)
+    grad_out, out = (t if t.stride(3) == 1 else t.contiguous() for t in (upstream.out, results.out))
+    delta, first = delta_launch(out, grad_out, upstream.lse)
+    row = Rows(grad_out, results.lse.contiguous(), delta)  # another kernel's may be a slice of a padded one
     grads = empty_gradients(inputs)
     launches = [
         first,
@@ -309,7 +309,7 @@ def keys_launches(
         targets = (grads.k, grads.v, row.lse, row.delta, given.strides, strides_of(grads.k), strides_of(grads.v))
         args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, build)
         grid = (given.sizes.blocks * given.sizes.entries,)
-        launches += [*before, Launch(keys_kernel, grid, args, parts_tile, given.compiled)]
+        launches += [*before, Launch(keys_kernel, grid, args, parts_tile)]
     return launches
 
 
@@ -321,7 +321,7 @@ def queries_launches(
     targets = (grads.q, row.lse, row.delta, given.strides, strides_of(grads.q))
     args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.build)
     grid = (given.sizes.blocks * given.sizes.entries,)
-    return [*before, Launch(queries_kernel, grid, args, tile, given.compiled)]
+    return [*before, Launch(queries_kernel, grid, args, tile)]
 
 
 def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

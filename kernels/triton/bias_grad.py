@@ -83,7 +83,9 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
     bias_head, bias_batch = tile % r.heads, tile // r.heads
     count = r.sum_batch * r.sum_heads * r.sum_rows * r.sum_columns
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(part * count // r.parts, (part + 1) * count // r.parts):
+    each, more = count // r.parts, count % r.parts  # not part * count: it may pass 2^31
+    first = part * each + tl.minimum(part, more)
+    for step in range(first, first + each + tl.where(part < more, 1, 0)):
         inner_column, rest = step % r.sum_columns, step // r.sum_columns
         inner_row, rest = rest % r.sum_rows, rest // r.sum_rows
         head, batch = bias_head + rest % r.sum_heads, bias_batch + rest // r.sum_heads
@@ -133,7 +135,7 @@ def bias_grad_launches(
     args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, given.mask)
     args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.build)
     tiles = reduction.batch * reduction.heads * reduction.row_blocks * reduction.column_blocks
-    launch = Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile, given.compiled)
+    launch = Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile)
     return [launch], lambda: (parts[0] if reduction.parts == 1 else parts.sum(0)).to(bias.dtype)
 
 

@@ -174,18 +174,14 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
         rows,
         given.sizes,
         given.mask,
-        inputs.sinks,
+        given.sinks,
     )
     chained = parts > 1 and target_of(p.device).has_chained_launch
     grid = (parts * given.sizes.blocks * given.sizes.entries,)
-    launches = [
-        Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.build, parts > 1, chained), tile, given.compiled)
-    ]
+    launches = [Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.build, parts > 1, chained), tile)]
     if parts > 1:
         args = (out, lse, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
-        launches.append(
-            Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, chained), COMBINE, given.compiled, chained)
-        )
+        launches.append(Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, chained), COMBINE, chained))
     return results, launches
 
 

@@ -118,11 +118,11 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
         strides,
         given.sizes,
         given.mask,
-        inputs.sinks,
+        given.sinks,
         given.dropout,
     )
     grid = (given.sizes.blocks * given.sizes.entries,)
-    return results, [*before, Launch(forward_kernel, grid, (*args, inputs.scale, given.build), tile, given.compiled)]
+    return results, [*before, Launch(forward_kernel, grid, (*args, inputs.scale, given.build), tile)]
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:

@@ -99,7 +99,6 @@ class Fixed(NamedTuple):
     entries: int
     section: int
     descriptors: tuple[dict, ...]  # of q, k, v and out: all but the address
-    compiled: dict  # the kernel, once it has run
 
 
 FIXED: dict[Hashable, Fixed | None] = {}
@@ -132,7 +131,7 @@ def fix(problem: AttentionProblem, tile: Tile, build: Build, tensors: tuple[Tens
     entries, own = problem.B * problem.H, GROUP_ROWS.value
     rows = (own, tile.BLOCK_N, tile.BLOCK_N, own)
     descriptors = tuple(descriptor_of(t, n, build.D) for t, n in zip(tensors, rows, strict=True))
-    return Fixed(build, programs, -(-problem.M // tile.BLOCK_M), entries, section_of(problem, entries), descriptors, {})
+    return Fixed(build, programs, -(-problem.M // tile.BLOCK_M), entries, section_of(problem, entries), descriptors)
 
 
 def forward_launch(
@@ -156,7 +155,7 @@ def forward_launch(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     counts = (fixed.blocks, fixed.entries, fixed.section)
     args = (*map(describe, fixed.descriptors, tensors), lse, *counts, inputs.scale * LOG2E.value, fixed.build)
-    return Results(out, lse), Launch(forward_kernel, (fixed.programs,), args, tile, fixed.compiled)
+    return Results(out, lse), Launch(forward_kernel, (fixed.programs,), args, tile)
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:

@@ -195,7 +195,7 @@ def load_dense(source, strides, place, spot, ROWS: tl.constexpr, COLUMNS: tl.con
         else:
             inside = spot.columns < place.k_length
         if COLUMNS:
-            pointers = pointers + spot.columns * strides.column
+            pointers = pointers + spot.columns.to(tl.int64) * strides.column
         else:
             inside = spot.rows < place.q_length
         if ROWS or COLUMNS:

@@ -6,7 +6,7 @@ because Triton makes a constant of an integer 1, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -142,9 +142,9 @@ class Prepared(NamedTuple):
     strides: AllStrides
     sizes: Sizes
     mask: Mask
+    sinks: Tensor | None
     dropout: Dropout | None
     build: Build
-    compiled: dict  # where launches with these arguments find their kernels
 
     @property
     def tensors(self) -> tuple:
@@ -171,4 +171,3 @@ class Fixed:
     allowed: Dense | None
     descriptors: tuple[dict | None, ...]  # of q, k, v, the gradient of out, bias and allowed: all but the address
     mask: Mask | None = None  # where no tensor is part of it
-    compiled: dict = field(default_factory=dict)  # kernels, once they have run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,22 +35,22 @@ class Target(NamedTuple):
 
 
 INTERPRETER = Target("interpreter", 0, UNLIMITED_MEMORY, 1, DEFAULT_L2)
-ASSUMED: list[Target] = []
+ASSUMED: ContextVar[Target | None] = ContextVar("assumed target", default=None)
 
 
 @contextmanager
 def assume(target: Target) -> Iterator[None]:
     """Prepare launches for a device that is not here, to compile them ahead."""
-    ASSUMED.append(target)
+    token = ASSUMED.set(target)
     try:
         yield
     finally:
-        ASSUMED.pop()
+        ASSUMED.reset(token)
 
 
 def target_of(device: str) -> Target:
     """The target behind "cuda:0"; the interpreter behind "cpu"."""
-    return ASSUMED[-1] if ASSUMED else read(device)
+    return ASSUMED.get() or read(device)
 
 
 @lru_cache(maxsize=16)
