@@ -1,4 +1,4 @@
-"""Calls that differ only in what is remembered between calls, and tensors that lie in memory as other kernels leave them."""
+"""Calls that differ only in what is remembered between them, and tensors as other kernels leave them in memory."""
 
 from __future__ import annotations
 
