@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from sdpa.dispatch.kernel import Kernel
-from sdpa.problem import UNLIMITED, AttentionProblem
+from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 
 MEMORY = "memory"  # may succeed later, or with a kernel that needs less
-LAUNCH = "launch"  # will fail again: a tile too large for the device, an architecture nobody built for
-WHAT = {MEMORY: "ran out of memory", LAUNCH: "could not be launched"}
+TILE = "tile"  # asks for more than the device has; a smaller one of the same kernel may not
+SIZE = "size"  # not at sizes like these
+BUILD = "build"  # nobody built the kernel for this device
 # Errors that Triton raises before anything runs, by name: this file must not import it.
 TRITON_ERRORS = frozenset({"OutOfResources", "CompilationError", "CompileTimeAssertionFailure", "PTXASError"})
 # What drivers and libraries say when a launch was refused and the device is as it was. Errors that leave a device
 # unusable (an illegal address) are not among them: nothing could answer instead.
-REFUSALS = (
-    "invalid configuration argument",
-    "too many resources requested for launch",
-    "no kernel image is available",
-    "invalid device function",
-    "unsupported gpu architecture",
-    "provided ptx was compiled with an unsupported toolchain",
-    "out of resource",
-    "no valid execution plans",
-    "no execution plans support",
-    "cudnn_status_not_supported",
-)
+REFUSALS = {
+    "too many resources requested for launch": TILE,
+    "out of resource": TILE,
+    "invalid configuration argument": SIZE,  # a grid beyond the device's limits
+    "no valid execution plans": SIZE,
+    "no execution plans support": SIZE,
+    "cudnn_status_not_supported": SIZE,
+    "no kernel image is available": BUILD,
+    "invalid device function": BUILD,
+    "unsupported gpu architecture": BUILD,
+    "provided ptx was compiled with an unsupported toolchain": BUILD,
+}
 MESSAGE_LENGTH = 300
 
-# (kernel's name, what decides about a launch) -> what the device said.
-FAILED: dict[tuple[str, AttentionProblem], str] = {}
+# What was refused -> what the device said.
+FAILED: dict[Refused, str] = {}
+
+
+class Refused(NamedTuple):
+    """A launch that will fail again: a kernel, the tile if it is to blame, and what decides about it in a problem."""
+
+    kernel: str
+    tile: Tile | None
+    problem: AttentionProblem
 
 
 class LaunchError(RuntimeError):
@@ -37,22 +48,23 @@ class LaunchError(RuntimeError):
 
 
 def kind_of(error: BaseException) -> str | None:
-    """MEMORY, LAUNCH, or None for an error that is a fault of the program."""
+    """MEMORY, TILE, SIZE, BUILD, or None for an error that is a fault of the program."""
     if isinstance(error, torch.OutOfMemoryError):
         return MEMORY
     kind = type(error)
     if kind.__module__.partition(".")[0] == "triton":
-        return LAUNCH if kind.__name__ in TRITON_ERRORS else None
+        return TILE if kind.__name__ in TRITON_ERRORS else None
     if isinstance(error, RuntimeError):
         said = str(error).lower()
         if "out of memory" in said:  # the driver's, as in loading a kernel
             return MEMORY
-        return LAUNCH if any(refusal in said for refusal in REFUSALS) else None
+        return next((kind for refusal, kind in REFUSALS.items() if refusal in said), None)
     return None
 
 
 def sentence(kind: str, kernel: str, problem: str, error: BaseException) -> str:
-    return f"kernel {kernel} {WHAT[kind]} on {problem}: {message(error)}"
+    what = "ran out of memory" if kind == MEMORY else "could not be launched"
+    return f"kernel {kernel} {what} on {problem}: {message(error)}"
 
 
 def message(error: BaseException) -> str:
@@ -66,16 +78,30 @@ def as_error(kind: str, told: str) -> RuntimeError:
     return torch.OutOfMemoryError(told) if kind == MEMORY else LaunchError(told)
 
 
-def remember(kernel: Kernel, problem: AttentionProblem, error: BaseException) -> None:
-    FAILED[kernel.name, likeness(problem)] = message(error)
+def remember(kind: str, kernel: Kernel, tile: Tile | None, problem: AttentionProblem, error: BaseException) -> None:
+    """Bar what `error` speaks of; where memory ran out that is nothing, because it may be there the next time."""
+    if kind != MEMORY:
+        FAILED[refused(kind, kernel, tile, problem)] = message(error)
 
 
-def reasons(kernel: Kernel, problem: AttentionProblem) -> tuple[str, ...]:
-    """Why `kernel` is not tried for `problem` although it could do it: it failed on one that is built the same way."""
-    said = FAILED.get((kernel.name, likeness(problem))) if FAILED else None
+def reasons(kernel: Kernel, tile: Tile | None, problem: AttentionProblem) -> tuple[str, ...]:
+    """Why `kernel` with `tile` is not tried for `problem` although it could do it: it failed on one that is alike."""
+    keys = (refused(kind, kernel, tile, problem) for kind in (TILE, SIZE, BUILD)) if FAILED else ()
+    said = next((FAILED[key] for key in keys if key in FAILED), None)
     return () if said is None else (f"could not be launched before: {said}",)
 
 
+def refused(kind: str, kernel: Kernel, tile: Tile | None, problem: AttentionProblem) -> Refused:
+    like = alike_in_size(problem) if kind == SIZE else likeness(problem)
+    return Refused(kernel.name, tile if kind == TILE else None, like)
+
+
 def likeness(problem: AttentionProblem) -> AttentionProblem:
-    """The problem without the sizes that a launch does not depend on, so that each new length is not a new failure."""
+    """The problem without the sizes that a build does not depend on, so that each new length is not a new failure."""
     return problem._replace(B=0, H=0, Hkv=0, M=0, N=0, left=UNLIMITED)
+
+
+def alike_in_size(problem: AttentionProblem) -> AttentionProblem:
+    """The problem with sizes between two powers of two, so that a sequence that grows does not fail at each step."""
+    sizes = {name: getattr(problem, name).bit_length() for name in ("B", "H", "Hkv", "M", "N")}
+    return problem._replace(**sizes, left=UNLIMITED)

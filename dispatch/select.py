@@ -115,10 +115,13 @@ def consider(problem: AttentionProblem) -> list[Candidate]:
 
 
 def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
-    reasons = (*kernel.why_not(problem), *failure.reasons(kernel, problem))
+    reasons = tuple(kernel.why_not(problem))
     if reasons:
         return Candidate(kernel, reasons, None, "")
     tile = tile_of(kernel, problem, table.tile.get(kernel.name) if table else None)
+    reasons = failure.reasons(kernel, tile, problem)
+    if reasons:
+        return Candidate(kernel, reasons, None, "")
     if table is not None and kernel.name in table.seconds:
         return Candidate(kernel, (), table.seconds[kernel.name], table.source, tile, measured=True)
     return Candidate(kernel, (), cost.estimate(kernel, problem, tile), "estimated", tile)
@@ -132,8 +135,10 @@ def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
 
 
 def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = None) -> Tile | None:
-    """The measured tile if the kernel still offers it (as the object it offers), else the kernel's first."""
+    """The measured tile if the kernel still offers it (as the object it offers), else the kernel's first; of those
+    that the device did not refuse, unless it refused all."""
     offered = tiles_of(kernel, problem)
+    offered = [tile for tile in offered if not failure.reasons(kernel, tile, problem)] or offered
     if measured in offered:
         return offered[offered.index(measured)]
     return offered[0] if offered else None
@@ -245,26 +250,29 @@ def backward_setting(text: str) -> str:
 
 
 def recover(choice: Choice, error: Exception, *tensors: AttentionInputs | Results) -> Results | Gradients:
-    """What the next able kernel makes of `tensors` after `choice` failed with `error`; called while handling it.
+    """What the next able choice makes of `tensors` after `choice` failed with `error`; called while handling it.
 
-    Errors that are not the device's are raised as they are: those are faults, and hiding them would be worse. So is,
-    with a sentence, any error of a kernel asked for by name. Out of memory falls only to kernels that do not write out
-    the scores. Warns with the text; a launch that failed is not tried again.
+    Errors that are not the device's are raised as they are: those are faults, and hiding them would be worse. Where a
+    tile was refused, the kernel's next one answers; else the next kernel, but none in place of one asked for by name.
+    Out of memory falls only to kernels that do not write out the scores. Warns with the text; a launch that failed is
+    not tried again.
     """
-    failed: set[str] = set()
+    exhausted: set[str] = set()  # kernels that ran out of memory, which may be there for the next call
     while True:
         kind = failure.kind_of(error)
         if kind is None:
             raise error
-        failed.add(choice.kernel.name)
-        told = failure.sentence(kind, choice.kernel.name, describe(choice.problem), error)
-        if kind == failure.LAUNCH:
-            failure.remember(choice.kernel, choice.problem, error)
+        told = failure.sentence(kind, choice.kernel.name, what_failed(choice, kind), error)
+        if kind == failure.MEMORY:
+            exhausted.add(choice.kernel.name)
+        else:
+            failure.remember(kind, choice.kernel, choice.tile, choice.problem, error)
             forget_choices()
-        heir = successor(choice, kind, failed)
+        heir = successor(choice, kind, exhausted)
         if heir is None:
             raise failure.as_error(kind, told) from error
-        warnings.warn(f"{told}; {heir.kernel.name} answers instead", stacklevel=3)
+        who = heir.kernel.name if heir.kernel is not choice.kernel else f"its {heir.tile}"
+        warnings.warn(f"{told}; {who} answers instead", stacklevel=3)
         # The frames of the failed call hold its temporaries: the next one needs that memory.
         traceback.clear_frames(error.__traceback__)
         choice = LAST.choice = heir
@@ -274,14 +282,22 @@ def recover(choice: Choice, error: Exception, *tensors: AttentionInputs | Result
             error = following
 
 
-def successor(choice: Choice, kind: str, failed: set[str]) -> Choice | None:
-    """Who may answer in place of `choice`, or None."""
+def what_failed(choice: Choice, kind: str) -> str:
+    """The problem in a line, and the tile where it is to blame."""
+    told = describe(choice.problem)
+    return f"{told} with {choice.tile}" if kind == failure.TILE and choice.tile else told
+
+
+def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
+    """Who may answer in place of `choice`, or None: its kernel, if that has another tile, before all others."""
     setting, toggles, problem = Setting.decode(choice.setting), torch_toggles(), choice.problem
+    candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
+    able = [c for c in candidates if c.able and c.kernel.name not in exhausted]
+    own = [c for c in able if c.kernel is choice.kernel]
+    if own:
+        return Choice(choice.kernel, own[0].tile, problem, "in place of a tile that failed", choice.setting)
     if setting.forced:
         return None
-    able = [
-        c for c in consider(problem) if c.able and allows(setting, toggles, c.kernel) and c.kernel.name not in failed
-    ]
     if kind == failure.MEMORY or setting.strict:
         able = [c for c in able if not c.kernel.materialises]
     if not able:

@@ -36,29 +36,37 @@ InterpreterError.__module__ = "triton.runtime.errors"
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has")
 TOO_LARGE = OutOfResources("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
 NO_IMAGE = RuntimeError("CUDA error: no kernel image is available for execution on the device")
+GRID = RuntimeError("Triton Error [CUDA]: invalid configuration argument")
 FAULT = RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
 
 
-def fake_kernel(monkeypatch, name, error=None, **limits):
-    """A row whose module answers with zeros, or raises; `ran` counts."""
-    module = types.ModuleType(f"fake_kernels.{name}")
-    module.ran = 0
+LARGE_TILE, MIDDLE_TILE, SMALL_TILE = Tile(128, 128), Tile(64, 64), Tile(32, 32)
+ONE_TILE = (MIDDLE_TILE,)
 
-    def work(*_):
+
+def fake_kernel(monkeypatch, name, error=None, tiles=ONE_TILE, **limits):
+    """A row whose module answers with zeros, or raises `error` (or what it says of a problem and a tile); `ran` counts
+    and `tiles_seen` lists."""
+    module = types.ModuleType(f"fake_kernels.{name}")
+    module.ran, module.tiles_seen = 0, []
+
+    def work(problem, tile):
         module.ran += 1
-        if error is not None:
-            raise error
+        module.tiles_seen.append(tile)
+        raised = error(problem, tile) if isinstance(error, types.FunctionType) else error
+        if raised is not None:
+            raise raised
 
     def forward(inputs, problem, tile):
-        work()
+        work(problem, tile)
         return Results(torch.zeros_like(inputs.q), None)
 
     def backward(inputs, results, upstream, problem, tile):
-        work()
+        work(problem, tile)
         return Gradients(*(torch.zeros_like(t) for t in inputs[:3]))
 
     module.forward, module.backward = forward, backward
-    module.TILES, module.unavailable = (Tile(64, 64),), lambda: None
+    module.TILES, module.unavailable = tiles, lambda: None
     monkeypatch.setitem(sys.modules, module.__name__, module)
     options = {"family": "flash", "efficiency": 0.5, **limits}
     row = Kernel(name=name, module=module.__name__, devices=(), dtypes=CPU, features=catalog.EVERYTHING, summary="",
@@ -87,13 +95,13 @@ def rows(monkeypatch, tmp_path):
     select.clear_caches()
 
 
-def inputs(M=16):
-    q = torch.ones(1, 2, M, 8)
+def inputs(M=16, D=8):
+    q = torch.ones(1, 2, M, D)
     return AttentionInputs(q, q, q, 1.0)
 
 
-def run(setting="", direction="forward", M=16):
-    given = inputs(M)
+def run(setting="", direction="forward", M=16, D=8):
+    given = inputs(M, D)
     problem = AttentionProblem.of(given, direction)
     choice = select.choose(problem, setting, ALL_TOGGLES)
     results = Results(given.q, None)
@@ -104,9 +112,10 @@ LARGE = {"materialises": True}
 
 
 @pytest.mark.parametrize("error,kind", [
-    (NO_MEMORY, failure.MEMORY), (TOO_LARGE, failure.LAUNCH), (NO_IMAGE, failure.LAUNCH), (FAULT, None),
+    (NO_MEMORY, failure.MEMORY), (TOO_LARGE, failure.TILE), (NO_IMAGE, failure.BUILD), (FAULT, None),
+    (GRID, failure.SIZE), (RuntimeError("CUDA error: too many resources requested for launch"), failure.TILE),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
-    (RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built."), failure.LAUNCH),
+    (RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No valid execution plans built."), failure.SIZE),
     (InterpreterError("wrong"), None), (ValueError("no kernel image is available"), None), (KeyError("x"), None),
 ])  # fmt: skip
 def test_kinds_of_errors(error, kind):
@@ -141,6 +150,84 @@ def test_a_failed_launch_is_not_tried_again(rows):
     with pytest.warns(UserWarning):
         run()
     assert first.ran == 2
+
+
+def too_large(problem, tile):
+    """What a device says whose shared memory holds the small tile only."""
+    return None if tile == SMALL_TILE else TOO_LARGE
+
+
+def one_tile(problem, tile):
+    return TOO_LARGE if tile == LARGE_TILE else None
+
+
+THREE = {"tiles": (LARGE_TILE, MIDDLE_TILE, SMALL_TILE)}
+
+
+def test_the_next_tile_answers_before_the_next_kernel(rows):
+    first, second = rows(("first", one_tile, THREE), ("second", None, {}))
+    with pytest.warns(UserWarning) as caught:
+        run()
+    text = str(caught[0].message)
+    assert len(caught) == 1 and f"with {LARGE_TILE}: out of resource" in text and f"its {MIDDLE_TILE} answers" in text
+    assert sdpa.last_choice().kernel.name == "first" and sdpa.last_choice().tile == MIDDLE_TILE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(M=512)  # the refused tile is not tried for another length
+    assert first.tiles_seen == [LARGE_TILE, MIDDLE_TILE, MIDDLE_TILE] and second.ran == 0
+
+
+def test_tiles_are_tried_one_after_the_other(rows):
+    first, second = rows(("first", too_large, THREE), ("second", None, {}))
+    with pytest.warns(UserWarning):
+        run("first;f")  # another tile is the kernel that was asked for
+    assert first.tiles_seen == list(THREE["tiles"]) and second.ran == 0
+
+
+def test_a_refused_tile_is_tried_for_another_head_size(rows):
+    first, _ = rows(("first", lambda problem, tile: one_tile(problem, tile) if problem.D > 8 else None, THREE),
+                    ("second", None, {}))  # fmt: skip
+    with pytest.warns(UserWarning):
+        run(D=16)
+    run(D=8)
+    assert first.tiles_seen == [LARGE_TILE, MIDDLE_TILE, LARGE_TILE]
+
+
+def test_a_kernel_whose_tiles_are_all_refused_is_named_with_a_reason(rows):
+    first, second = rows(("first", TOO_LARGE, THREE), ("second", None, {}))
+    with pytest.warns(UserWarning) as caught:
+        run()
+    run()
+    assert len(caught) == first.ran == 3 and second.ran == 2 and "second answers" in str(caught[2].message)
+    told = next(c for c in select.consider(AttentionProblem.of(inputs())) if c.kernel.name == "first")
+    assert told.reasons == (f"could not be launched before: {TOO_LARGE}",)
+
+
+def test_a_kernel_nobody_built_is_not_tried_tile_by_tile(rows):
+    first, _ = rows(("first", NO_IMAGE, THREE), ("second", None, {}))
+    with pytest.warns(UserWarning, match="second answers instead"):
+        run()
+    assert first.ran == 1
+
+
+def test_a_size_refused_bars_sizes_like_it(rows):
+    first, second = rows(("first", lambda problem, tile: GRID if problem.M > 64 else None, THREE), ("second", None, {}))
+    with pytest.warns(UserWarning, match="second answers instead"):
+        run(M=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(M=101)
+        run(M=63)
+    assert (first.ran, second.ran) == (2, 2)
+
+
+def test_out_of_memory_at_one_size_leaves_the_kernel_to_others(rows):
+    first, second = rows(("first", lambda problem, tile: NO_MEMORY if problem.M > 64 else None, THREE),
+                         ("second", None, {}))  # fmt: skip
+    with pytest.warns(UserWarning, match="second answers instead"):
+        run(M=100)
+    run(M=64)
+    assert first.tiles_seen == [LARGE_TILE, LARGE_TILE] and second.ran == 1, "no tile needs less memory than another"
 
 
 def test_a_forced_kernel_raises_a_sentence(rows):
