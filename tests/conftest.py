@@ -11,10 +11,12 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
+from sdpa.dispatch import cost, device, tuning
+from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import Gradients
 from sdpa.reference import attention as reference
-from sdpa.testing import backward_bands, compare, forward_band
+from sdpa.testing import Case, backward_bands, compare, forward_band
 
 FUZZ_SEED = 20260131
 FUZZ_CASES = 2000
@@ -39,6 +41,53 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def threads_restored():
+    """The number of threads put back, which commands set."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_surroundings(tmp_path, monkeypatch, threads_restored):
+    """An empty folder of tuning tables, no forced kernel, and the number of threads put back."""
+    for name in ("SDPA_KERNEL", "SDPA_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path / "tables"))
+    clear_caches()
+    yield
+    clear_caches()
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    few = [Case(M=5, N=7, D=8, Dv=8), Case(M=3, N=4, D=8, Dv=8, mask="causal", dtype=torch.bfloat16)]
+    monkeypatch.setattr("sdpa.cli.check.cases", lambda device, quick: iter(few))
+    return few
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """The user's folder, empty; no table is shipped."""
+    folder = tmp_path / "user"
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(folder))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    (tmp_path / "shipped").mkdir()
+    clear_caches()
+    yield folder
+    clear_caches()
+
+
+GPU = device.Device("cuda", "A GPU", ("nvidia_test",), 132, 9e14, 6e13, 3e13, 3e12)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    for module in (tuning, cost):
+        monkeypatch.setattr(module, "device_of", lambda name: GPU)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Every command through click's runner: what it prints, its JSON, its exit code, and one sentence for what is wrong."""
+"""Every command but `sdpa tune` through click's runner: what it prints, its JSON, its exit code, and one sentence for
+what is wrong."""
 
 from __future__ import annotations
 
@@ -10,58 +11,28 @@ import warnings
 
 import pytest
 import torch
-import yaml
+
+from helpers import call, complaint
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from click.testing import CliRunner
 
-from sdpa.bench import tuner
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.cli.app import app
 from sdpa.cli.cases import cases
 from sdpa.cli.check import Verdict, chosen_cases
-from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.explain import STATUSES
-from sdpa.dispatch.select import clear_caches
 from sdpa.kernels.cpu import library
 from sdpa.testing import Case
 
+pytestmark = pytest.mark.usefixtures("own_surroundings")
 NAMES = [kernel.name for kernel in KERNELS]
 SHAPE = ("explain", "--shape", "1,8,64,64,32")
-
-
-@pytest.fixture(autouse=True)
-def own_surroundings(tmp_path, monkeypatch):
-    """An empty folder of tuning tables, no forced kernel, and the number of threads put back."""
-    for name in ("SDPA_KERNEL", "SDPA_CPU_ISA"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path / "tables"))
-    threads = torch.get_num_threads()
-    clear_caches()
-    yield
-    torch.set_num_threads(threads)
-    clear_caches()
-
-
-def call(*arguments: str, code: int = 0) -> str:
-    """Standard output of a command that must end with `code`."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
-    return result.stdout
-
-
-def complaint(*arguments: str, code: int = 2) -> str:
-    """The one line on standard error of a command that must refuse."""
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("sdpa"), result.stderr
-    return lines[0]
 
 
 def test_alone_it_prints_its_commands():
@@ -218,13 +189,6 @@ def test_explain_complains_in_one_sentence(arguments, said):
 # check
 
 
-@pytest.fixture
-def few_cases(monkeypatch):
-    few = [Case(M=5, N=7, D=8, Dv=8), Case(M=3, N=4, D=8, Dv=8, mask="causal", dtype=torch.bfloat16)]
-    monkeypatch.setattr("sdpa.cli.check.cases", lambda device, quick: iter(few))
-    return few
-
-
 def test_check_passes_and_counts(few_cases):
     text = call("check", "--quick")
     assert text.splitlines()[-1] == f"check: {able_pairs(few_cases)} cases, 0 failed"
@@ -361,171 +325,6 @@ def test_bench_with_a_wrong_result(tiny_suite, monkeypatch):
 )
 def test_bench_complains_in_one_sentence(tiny_suite, arguments, said):
     assert said in complaint("bench", *arguments)
-
-
-# tune
-
-
-@pytest.fixture
-def tiny_grid(monkeypatch, few_cases):
-    problems = (Problem(1, 2, 9, 9, 8), Problem(1, 2, 9, 9, 8, direction="backward"), Problem(1, 2, 1, 32, 8, Hkv=1))
-    monkeypatch.setattr(tuner, "grid", lambda device: problems)
-    monkeypatch.setattr("sdpa.cli.tune.SECONDS_PER_PROBLEM", 0.0)
-    return problems
-
-
-def table_in(folder):
-    return folder / f"{device_of('cpu').names[0]}.yaml"
-
-
-def test_tune_writes_a_table_that_explain_reads(tiny_grid, tmp_path):
-    text = call("tune", "--threads", "1")
-    path = table_in(tmp_path / "tables")
-    assert "3 problems measured" in text and str(path) in text
-    table = tuning.read(str(path))
-    assert len(table.buckets) == 3 and all("math" in bucket.ms for bucket in table.buckets)
-    assert "measured at" in call("explain", "--shape", "1,2,9,9,8")
-    assert "3 problems measured" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
-
-
-def test_tune_resumes(tiny_grid, tmp_path, monkeypatch):
-    call("tune", "--out", str(tmp_path))
-    before = table_in(tmp_path).read_text()
-    monkeypatch.setattr(tuner, "measure", lambda *_: pytest.fail("measured again"))
-    text = call("tune", "--out", str(tmp_path), "--resume")
-    assert "0 problems to measure, 3 kept" in text
-    assert table_in(tmp_path).read_text().split("entries:")[1] == before.split("entries:")[1]
-
-
-def test_tune_stops_at_its_time_limit(tiny_grid, tmp_path, monkeypatch):
-    ticks = iter([0.0, 1.0, 59.0, 61.0])
-    monkeypatch.setattr("sdpa.cli.tune.time.monotonic", lambda: next(ticks, 99.0))
-    text = call("tune", "--out", str(tmp_path), "--time-limit", "1")
-    assert "1 left: run again with --resume" in text and len(tuning.read(str(table_in(tmp_path))).buckets) == 2
-
-
-def test_tune_refuses_a_wrong_kernel(tiny_grid, tmp_path, monkeypatch):
-    module = by_name()["math"].load()
-    honest = module.forward
-    monkeypatch.setattr(module, "forward", lambda *a: (r := honest(*a))._replace(out=r.out * 1.1))
-    assert "failed, in math; nothing was measured" in complaint("tune", "--out", str(tmp_path), code=1)
-    assert not table_in(tmp_path).exists()
-
-
-def test_tune_interrupted_leaves_the_old_table(tiny_grid, tmp_path, monkeypatch):
-    call("tune", "--out", str(tmp_path))
-    before = table_in(tmp_path).read_text()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tuner, "measure", interrupted)
-    assert complaint("tune", "--out", str(tmp_path), code=130) == "sdpa: interrupted"
-    assert table_in(tmp_path).read_text() == before and len(list(tmp_path.iterdir())) == 1
-
-
-def partial_in(folder):
-    return folder / f"{table_in(folder).name}.partial"
-
-
-def interrupt_after(monkeypatch, count):
-    """Make the tuner stop, as by Ctrl-C, in the problem after `count`."""
-    honest, calls = tuner.measure, []
-
-    def measure(*arguments):
-        calls.append(arguments[0])
-        if len(calls) > count:
-            raise KeyboardInterrupt
-        return honest(*arguments)
-
-    monkeypatch.setattr(tuner, "measure", measure)
-    return calls
-
-
-def test_tune_goes_on_from_what_an_interruption_left(tiny_grid, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 2)
-        assert complaint("tune", "--out", str(tmp_path), code=130) == "sdpa: interrupted"
-    assert not table_in(tmp_path).exists() and partial_in(tmp_path).is_file()
-    calls = interrupt_after(monkeypatch, 1)
-    text = call("tune", "--out", str(tmp_path), "--resume")
-    assert "1 problems to measure, 2 kept" in text and calls == [tiny_grid[2]]
-    assert len(tuning.read(str(table_in(tmp_path))).buckets) == 3 and not partial_in(tmp_path).exists()
-
-
-def test_tune_starts_anew_without_resume(tiny_grid, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 2)
-        complaint("tune", "--out", str(tmp_path), code=130)
-    assert "3 problems to measure, 0 kept" in call("tune", "--out", str(tmp_path))
-    assert not partial_in(tmp_path).exists()
-
-
-def test_tune_keeps_what_was_measured_where_it_is_killed(tiny_grid, tmp_path, monkeypatch):
-    """Nothing after the kill runs, so what is there then was written while measuring."""
-    monkeypatch.setattr("sdpa.cli.tune.SAVE_EVERY", 1)
-    monkeypatch.setattr(tuner, "grid", lambda device: tiny_grid[:2])
-    states = []
-    honest = tuner.measure
-
-    def measure(*arguments):
-        path = partial_in(tmp_path)
-        states.append(len(yaml.safe_load(path.read_text())["entries"]) if path.exists() else None)
-        return honest(*arguments)
-
-    monkeypatch.setattr(tuner, "measure", measure)
-    call("tune", "--out", str(tmp_path))
-    assert states == [None, 1]
-
-
-def test_tune_of_one_kernel_leaves_the_figures_of_the_others(tiny_grid, tmp_path):
-    call("tune", "--out", str(tmp_path))
-    path = table_in(tmp_path)
-    before = yaml.safe_load(path.read_text())
-    for entry in before["entries"]:
-        entry["ms"] = dict.fromkeys(entry["ms"], 12345.0)
-        entry["tile"] = {"cpu_flash": [7, 7, 0, 0]}
-    path.write_text(yaml.safe_dump(before))
-    assert "3 problems to measure, 3 kept" in call("tune", "--out", str(tmp_path), "--kernel", "cpu_flash")
-    for entry in yaml.safe_load(path.read_text())["entries"]:
-        assert entry["ms"].pop("cpu_flash") < 12345.0 and set(entry["ms"].values()) == {12345.0}
-        assert entry["tile"]["cpu_flash"] != [7, 7, 0, 0]
-
-
-def test_tune_resumes_a_kernel_that_has_no_figures(tiny_grid, tmp_path):
-    call("tune", "--out", str(tmp_path), "--kernel", "math")
-    text = call("tune", "--out", str(tmp_path), "--kernel", "math", "--kernel", "cpu_flash", "--resume")
-    assert "3 problems to measure, 3 kept" in text
-    tables = tuning.read(str(table_in(tmp_path)))
-    assert all(set(bucket.ms) == {"math", "cpu_flash"} for bucket in tables.buckets)
-    assert "0 problems to measure" in call("tune", "--out", str(tmp_path), "--kernel", "math", "--resume")
-
-
-def test_tune_tells_of_a_kernel_that_fails(tiny_grid, tmp_path, monkeypatch):
-    monkeypatch.setattr("sdpa.cli.tune.refuse_wrong_kernels", lambda *_: None)
-    module = by_name()["math"].load()
-    monkeypatch.setattr(module, "forward", lambda *_: 1 / 0)
-    text = call("tune", "--out", str(tmp_path))
-    assert f"{tiny_grid[0].label}: math [] fails: ZeroDivisionError" in text
-    assert not any("math" in b.ms for b in tuning.read(str(table_in(tmp_path))).buckets if b.direction == "forward")
-
-
-def test_tune_of_an_unknown_kernel():
-    assert "unknown kernel 'warp'; known kernels: " in complaint("tune", "--kernel", "warp")
-
-
-def test_tune_does_not_mix_torch_versions(tiny_grid, tmp_path):
-    call("tune", "--out", str(tmp_path))
-    path = table_in(tmp_path)
-    path.write_text(re.sub(r"torch: [^,}]+", "torch: 1.0.0", path.read_text()))
-    assert "measured with 1.0.0" in complaint("tune", "--out", str(tmp_path), "--resume", code=1)
-    path.write_text("nonsense")
-    assert "cannot resume" in complaint("tune", "--out", str(tmp_path), "--resume", code=1)
-
-
-def test_tune_dry_run_writes_nothing(tiny_grid, tmp_path):
-    text = call("tune", "--out", str(tmp_path), "--dry-run")
-    assert tiny_grid[0].label in text and not table_in(tmp_path).exists()
 
 
 # what importing costs, and what is missing

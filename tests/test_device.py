@@ -11,6 +11,7 @@ import torch
 
 from sdpa.dispatch import cost, device
 from sdpa.dispatch.kernel import Kernel
+from sdpa.kernels.cpu import library
 from sdpa.problem import AttentionProblem, Tile
 
 
@@ -154,3 +155,9 @@ def test_a_tile_too_large_for_the_device_comes_last(monkeypatch):
 def test_unknown_accelerators_are_estimated_too():
     for name in ("mps", "xpu:0"):
         assert 0 < cost.estimate(FUSED, PROBLEM._replace(device=name)) < 60
+
+
+def test_unknown_instruction_set():
+    available = ",".join(library.isas())
+    with pytest.raises(RuntimeError, match=f"'sse9' is not available on this machine, which has {available}"):
+        library.set_isa("sse9")

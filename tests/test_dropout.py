@@ -120,3 +120,12 @@ def test_rows_of_torch_refuse_dropout():
     for row in explanation.rows:
         if row.kernel.startswith("vendor_"):
             assert row.status == "refused" and any("dropout" in reason for reason in row.reasons)
+
+
+def test_philox_known_answer():
+    """The published vectors of Philox4x32-10, for the generator that the kernels are compared with."""
+    ones, words = 0xFFFFFFFF, lambda *values: tuple(torch.tensor(v) for v in values)
+    zero = philox.philox(words(0, 0, 0, 0), words(0, 0))
+    full = philox.philox(words(ones, ones, ones, ones), words(ones, ones))
+    assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in full] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import sdpa
+from helpers import CLOSE, OPCHECKS, WIDE, draw, int32
 from sdpa import Mask, sequences
 from sdpa.dispatch.catalog import ALL_DTYPES, by_name
 from sdpa.functional import run
@@ -20,11 +21,7 @@ from sdpa.reference import attention as reference
 from sdpa.sequences import Pages, build_paged
 
 plain, paged = sdpa.scaled_dot_product_attention, sdpa.paged_attention
-WIDE = torch.float64
 NAN = math.nan
-# Sums of a few dozen float64 numbers of size 1, in another order.
-CLOSE = {"rtol": 0.0, "atol": 1e-13}
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 dtypes = pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=lambda d: str(d).removeprefix("torch."))
 
 
@@ -38,14 +35,6 @@ def form(request, monkeypatch):
 
 def as_it_is(monkeypatch):
     monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "paged": frozenset({"cpu"})})
-
-
-def draw(*shape, dtype=WIDE, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=WIDE).to(dtype)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 SLOPES, SINKS = draw(4, dtype=torch.float32).abs(), draw(4)

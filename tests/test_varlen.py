@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdpa
+from helpers import CLOSE, CU_Q, MAX_K, MAX_Q, OPCHECKS, T_Q, WIDE, draw, int32, operands
 from sdpa import Mask, packing, sequences
 from sdpa.dispatch.catalog import ALL_DTYPES, by_name
 from sdpa.inputs import Options
@@ -22,12 +23,10 @@ from sdpa.sequences import Documents, build_packed
 from sdpa.testing import compare, forward_band
 
 plain, varlen = sdpa.scaled_dot_product_attention, sdpa.varlen_attention
-WIDE = torch.float64
 NAN = math.nan
-# Sums of a few dozen float64 numbers of size 1, in another order.
-CLOSE = {"rtol": 0.0, "atol": 1e-13}
 DTYPES = sorted(ALL_DTYPES, key=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
 
 # How the front door passes documents on, by what the fused kernels of a device take: as segments of one batch entry,
 # gathered into batch entries, or as they are, which math then answers.
@@ -43,26 +42,6 @@ def take_form(name, monkeypatch):
     served = {feature: frozenset({"cpu"} if feature in FORMS[name] else ()) for feature in sequences.SERVED}
     monkeypatch.setattr(sequences, "SERVED", served)
     return name
-
-
-def draw(*shape, dtype=WIDE, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=WIDE).to(dtype)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-# Documents of 5, 0, 1 and 7 queries, 2 rows that belong to none, and other numbers of keys.
-CU_Q, T_Q, MAX_Q = int32(0, 5, 5, 6, 13), 15, 7
-CU_K, T_K, MAX_K = int32(0, 3, 7, 7, 16), 17, 9
-
-
-def operands(own=False, H=4, Hkv=4, D=6, Dv=5, dtype=WIDE):
-    """query, key, value, cu_q, cu_k, max_q, max_k; `own` is self-attention."""
-    cu_k, T, longest = (CU_Q, T_Q, MAX_Q) if own else (CU_K, T_K, MAX_K)
-    q, k, v = draw(T_Q, H, D), draw(T, Hkv, D, seed=1), draw(T, Hkv, Dv, seed=2)
-    return [t.to(dtype).requires_grad_() for t in (q, k, v)], (CU_Q, cu_k, MAX_Q, longest)
 
 
 def alone(tensors, cu_q, cu_k, options_of):
@@ -365,9 +344,6 @@ def test_one_graph_with_the_same_results(own, training, form):
     torch._dynamo.reset()
 
 
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
 @pytest.mark.parametrize("needs_lse", [False, True], ids=["out", "lse"])
 def test_opcheck(needs_lse):
     tensors, documents = operands(Hkv=2, dtype=torch.float32)
@@ -398,101 +374,3 @@ def test_torch_function_takes_the_whole_call():
     with Recorder():
         varlen(*tensors, *documents, is_causal=True)
     assert seen[0] == "varlen_attention"
-
-
-def call_varlen(**changes):
-    tensors, documents = operands(own=True)
-    names = ("query", "key", "value", "cu_q", "cu_k", "max_q", "max_k")
-    return varlen(**dict(zip(names, (*tensors, *documents), strict=True)) | changes)
-
-
-VARLEN_ERRORS = {
-    "kind": ({"query": [1.0]}, TypeError, "varlen_attention(): argument 'query' must be Tensor, not list"),
-    "dtypes": (
-        {"key": draw(T_Q, 4, 6, dtype=torch.float32)},
-        RuntimeError,
-        "Expected query, key, and value to have the same dtype, but got query.dtype: double key.dtype: float",
-    ),
-    "dimensions": (
-        {"query": draw(1, T_Q, 4, 6)},
-        RuntimeError,
-        "Expected query to have shape (T, H, D), but got (1, 15, 4, 6) instead.",
-    ),
-    "value_dimensions": (
-        {"value": draw(T_Q, 5)},
-        RuntimeError,
-        "Expected value to have shape (T, Hkv, Dv), but got (15, 5) instead.",
-    ),
-    "head_size": (
-        {"key": draw(T_Q, 4, 8)},
-        RuntimeError,
-        "same head size (last dimension), but got query.shape: (15, 4, 6) and key.shape: (15, 4, 8) instead.",
-    ),
-    "rows": (
-        {"value": draw(T_Q + 1, 4, 5)},
-        RuntimeError,
-        "same number of rows (first dimension), but got key.shape: (15, 4, 6) and value.shape: (16, 4, 5) instead.",
-    ),
-    "heads": (
-        {"key": draw(T_Q, 2, 6), "value": draw(T_Q, 2, 5)},
-        RuntimeError,
-        "equal numbers of heads, or one that broadcasts, but got 4, 2 and 2; enable_gqa=True allows fewer",
-    ),
-    "cu_kind": ({"cu_q": [0, 3]}, TypeError, "varlen_attention(): argument 'cu_q' must be Tensor, not list"),
-    "cu_dtype": ({"cu_q": CU_Q.long()}, RuntimeError, "Expected cu_q to be int32, but got long int instead."),
-    "cu_shape": (
-        {"cu_k": CU_Q.view(1, -1)},
-        RuntimeError,
-        "Expected cu_k to have shape (documents + 1,), but got (1, 5) instead.",
-    ),
-    "cu_empty": (
-        {"cu_k": CU_Q[:0]},
-        RuntimeError,
-        "Expected cu_k to have shape (documents + 1,), but got (0,) instead",
-    ),
-    "cu_sizes": (
-        {"cu_k": CU_Q[:-1]},
-        RuntimeError,
-        "Expected cu_q and cu_k to tell of equally many documents, but got cu_q.shape: (5,) and cu_k.shape: (4,)",
-    ),
-    "cu_device": (
-        {"cu_q": CU_Q.to("meta")},
-        RuntimeError,
-        "Expected cu_q to be on the query's device cpu, but got meta instead.",
-    ),
-    "max_q": ({"max_q": -1}, RuntimeError, "Expected max_q to be 0 or more, but got -1."),
-    "max_k": ({"max_k": CU_K[-1]}, TypeError, "varlen_attention(): argument 'max_k' must be int, not Tensor"),
-    "tensor_mask": (
-        {"attn_mask": torch.ones(1, dtype=torch.bool)},
-        TypeError,
-        "varlen_attention(): attn_mask must be a sdpa.Mask or None, not Tensor",
-    ),
-    "segments": (
-        {"attn_mask": Mask(segments=torch.zeros(T_Q, dtype=torch.int32), bias=draw(T_Q))},
-        RuntimeError,
-        "Expected a Mask of causal, align, window, query_lengths, prefix, alibi and lengths in varlen_attention, but "
-        "got one with segments and bias.",
-    ),
-    "causal_twice": (
-        {"attn_mask": Mask(window=(1, 1)), "is_causal": True},
-        RuntimeError,
-        "Explicit attn_mask should not be set when is_causal=True",
-    ),
-    "lengths": (
-        {"attn_mask": Mask(lengths=int32(1, 2))},
-        RuntimeError,
-        "Expected lengths to have shape (4,) or (1,) or (), but got (2,) instead.",
-    ),
-    "is_causal": ({"is_causal": 1}, TypeError, "varlen_attention(): argument 'is_causal' must be bool, not int"),
-    "dropout": ({"dropout_p": 2.0}, RuntimeError, "dropout probability has to be between 0 and 1, but got 2.0"),
-    "sinks": ({"sinks": draw(3)}, RuntimeError, "Expected sinks to have shape (4,), but got (3,) instead."),
-    "kernel": ({"kernel": "fastest"}, ValueError, "unknown kernel or backend 'fastest'"),
-}
-
-
-@pytest.mark.parametrize("name", VARLEN_ERRORS)
-def test_errors_say_what_was_expected_and_what_was_got(name):
-    changes, error, text = VARLEN_ERRORS[name]
-    with pytest.raises(error) as caught:
-        call_varlen(**changes)
-    assert text in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,112 @@
+"""`sdpa bench` where all peers take part, without a GPU: its files, exit codes, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from helpers import complete_output
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from sdpa.bench import contest, table, workload
+from sdpa.bench.problems import Problem
+from sdpa.bench.suites import GPU_SUITES, SUITES
+
+pytestmark = pytest.mark.usefixtures("threads_restored")
+
+
+@pytest.fixture
+def tiny_gpu_suite(monkeypatch):
+    problems = (Problem(1, 2, 9, 9, 8, device="cuda"), Problem(1, 2, 9, 9, 8, mask="causal", device="cuda"))
+    monkeypatch.setitem(SUITES, "tiny-gpu", problems)
+    monkeypatch.setitem(GPU_SUITES, "tiny-gpu", problems)
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    return complete_output("bench", *arguments, code=code)
+
+
+def test_bench_writes_every_form(tiny_gpu_suite, tmp_path):
+    pytest.importorskip("matplotlib")
+    csv, out, picture = (tmp_path / name for name in ("r.csv", "r.json", "r.png"))
+    arguments = ("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "2", "--kernel", "default", "--kernel", "math")
+    text = call(*arguments, "--csv", str(csv), "--json", str(out), "--plot", str(picture))
+    last = text.splitlines()[-1]
+    assert last.startswith("suite=tiny-gpu cells=2 geomean=") and "kernel=math torch_cells=2 " in last
+    comments, records = table.read(csv)
+    assert [record["asked"] for record in records] == ["default", "math"] * 2 and f"# {last}" in comments
+    data = json.loads(out.read_text())
+    assert data["rows"] == records and data["summaries"][-1] == last and data["driver"] == {}
+    assert picture.stat().st_size > 5000
+    again = call(*arguments, "--csv", str(csv), "--merge", "--cells", "causal")
+    assert again.splitlines()[-1].startswith("suite=tiny-gpu cells=1 ")
+    assert len(table.read(csv)[1]) == 4 and len(table.read(csv)[0]) > len(comments)
+    call("--from-csv", str(csv), "--plot", str(tmp_path / "again.png"))
+    assert (tmp_path / "again.png").stat().st_size > 5000
+
+
+def test_bench_of_several_suites(tiny_gpu_suite, monkeypatch, tmp_path):
+    monkeypatch.setitem(SUITES, "tiny", (Problem(1, 2, 9, 9, 8),))
+    text = call("--suite", "tiny-gpu", "--suite", "tiny", "--device", "cpu", "--repeat", "1", "--peer", "flash")
+    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["suite=tiny-gpu", "suite=tiny"]
+    assert "flash=" in text and "torch=" not in text
+    plain = call("--suite", "tiny", "--repeat", "1", "--json", str(tmp_path / "r.json"))
+    assert "peer's backend" in plain and json.loads((tmp_path / "r.json").read_text())["suite"] == "tiny"
+
+
+def test_bench_fails_where_ours_is_wrong(tiny_gpu_suite, monkeypatch, tmp_path):
+    honest = workload.Workload.ours
+    monkeypatch.setattr(workload.Workload, "ours", lambda self, kernel=None: honest(self, kernel) * 1.1)
+    path = tmp_path / "r.csv"
+    text = call("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--csv", str(path), code=1)
+    assert "wrong result: out" in text and "cells=0 geomean=nan" in text
+    records = table.read(path)[1]
+    assert all(r["ms"] == "" and "wrong result" in r["note"] and "torch:" in r["peers"] for r in records)
+
+
+def test_rows_are_written_as_they_come(tiny_gpu_suite, monkeypatch, tmp_path):
+    """A run that is killed leaves what it had."""
+    path, measured = tmp_path / "r.csv", contest.measure_cell
+
+    def dies_at_the_second(suite, problem, options):
+        if problem.mask == "causal":
+            raise KeyboardInterrupt
+        return measured(suite, problem, options)
+
+    monkeypatch.setattr(contest, "measure_cell", dies_at_the_second)
+    text = call("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--csv", str(path), code=130)
+    assert "float32 1,2,9,8 none forward" in text and len(table.read(path)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--suite", "tiny-gpu", "--merge"), "--merge needs --csv FILE"),
+        (("--from-csv", "x.csv"), "--from-csv needs --plot FILE"),
+        (("--suite", "tiny-gpu", "--csv", "/no/such/folder/f.csv"), "expected a file in a folder that exists"),
+        (("--suite", "tiny-gpu", "--device", "cpu", "--kernel", "x"), "unknown kernel or backend 'x'"),
+        (("--suite", "tiny-gpu", "--suite", "nope"), "unknown suite 'nope'"),
+    ],
+)
+def test_bench_complains_in_one_sentence(tiny_gpu_suite, arguments, said):
+    assert said in call(*arguments, code=2)
+
+
+def test_bench_complains_of_a_csv(tiny_gpu_suite, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = str(tmp_path / "p.png")
+    assert "No such file" in call("--from-csv", str(tmp_path / "none.csv"), "--plot", picture, code=1)
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n")
+    assert "without the column suite" in call("--from-csv", str(other), "--plot", picture, code=1)
+    merged = ("--suite", "tiny-gpu", "--device", "cpu", "--csv", str(other), "--merge")
+    assert "without the column suite" in call(*merged, code=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_gpu_suite_without_a_gpu():
+    assert "expected a device of this machine, got 'cuda'" in call("--suite", "gpu-forward", code=2)
