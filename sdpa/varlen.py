@@ -124,7 +124,8 @@ def paged_attention(
         attn_mask: a `Mask` of causal, window, query_lengths, prefix and alibi; causal, window and alibi need
             align="bottom_right", because the queries are the last positions.
         is_causal: every query sees the keys up to its own, aligned to the bottom right; without it all valid keys.
-        dropout_p, scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
+        dropout_p: as in `scaled_dot_product_attention`: it drops what that would with the keys in order.
+        scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of each row, (B, H, M), natural log.
 
     Returns:

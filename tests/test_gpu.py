@@ -218,11 +218,11 @@ def test_pages(page_size):
     keys, values = (draw.normal(4 * per_sequence, page_size, 2, 128) for _ in range(2))
     order = torch.randperm(4 * per_sequence, generator=torch.Generator().manual_seed(9))
     table = order.view(4, per_sequence).to("cuda", torch.int32)
-    for M in (1, 5):
+    for M, dropout_p in ((1, 0.0), (5, 0.0), (5, 0.3)):
         query = draw.normal(4, M, 16, 128)
-        pages, options = Pages(table, lengths), Options(is_causal=True, enable_gqa=True)
+        pages, options = Pages(table, lengths), Options(None, dropout_p, is_causal=True, enable_gqa=True)
         inputs = build_paged(query, keys, values, pages, options)
-        right(check_inputs("triton_decode", inputs, draw.normal(4, 16, M, 128)), M)
+        right(check_inputs("triton_decode", inputs, draw.normal(4, 16, M, 128)), (M, dropout_p))
 
 
 @pytest.mark.parametrize("name", [kernel.name for kernel in kernels_for("cuda") if kernel.deterministic])

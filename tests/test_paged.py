@@ -97,6 +97,20 @@ def test_paged_keys_are_those_of_the_table(name, Hkv, M, form):
     assert torch.allclose(got[1], wanted[1], **CLOSE)
 
 
+@pytest.mark.parametrize("Hkv", [4, 1], ids=lambda h: f"Hkv{h}")
+def test_dropout_is_that_of_the_keys_in_order(Hkv, form):
+    (query, keys, values, pages), (k, v) = page_operands(M=3, Hkv=Hkv, spoilt=True)
+    options = {"dropout_p": 0.4, "enable_gqa": True}
+    mask = Mask(causal=True, align="bottom_right", lengths=LENGTHS_PAGED)
+    torch.manual_seed(5)
+    got = paged(query, keys, values, *pages, is_causal=True, **options)
+    torch.manual_seed(5)
+    wanted = plain(query.transpose(1, 2), k, v, mask, **options).transpose(1, 2)
+    assert torch.allclose(got, wanted, **CLOSE)
+    assert not torch.allclose(got, paged(query, keys, values, *pages, is_causal=True, enable_gqa=True), **CLOSE)
+    assert not paged(query, keys, values, *pages, dropout_p=1.0, enable_gqa=True).any()
+
+
 @dtypes
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_pages_beyond_the_lengths_may_be_nan(causal, dtype, form):

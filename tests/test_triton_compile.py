@@ -115,11 +115,12 @@ def packed_inputs():
     return build_packed(q, k, v, Documents(cu, cu, 156, 156), Options(is_causal=True, enable_gqa=True))
 
 
-def paged_inputs():
+def paged_inputs(dropout_p=0.0):
     draw = Draw(sized(128), 0)
     keys, values = draw.normal(64, 16, 2, 128), draw.normal(64, 16, 2, 128)
     table, lengths = torch.zeros(1, 64, dtype=torch.int32), torch.tensor([1000])
-    return build_paged(draw.normal(1, 1, 8, 128), keys, values, Pages(table, lengths), Options(enable_gqa=True))
+    options = Options(enable_gqa=True, dropout_p=dropout_p)
+    return build_paged(draw.normal(1, 1, 8, 128), keys, values, Pages(table, lengths), options)
 
 
 BOTH = {"forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"}
@@ -160,7 +161,7 @@ def test_packed_sequences_compile(arch, pretend):
 def test_decode_compiles_for_every_target(arch, pretend):
     target = pretend(TARGETS[arch])
     with assume(target):
-        for inputs in (make_inputs(sized(128, N=2048, M=1, H=8)), paged_inputs()):
+        for inputs in (make_inputs(sized(128, N=2048, M=1, H=8)), paged_inputs(), paged_inputs(dropout_p=0.1)):
             problem = problem_of(inputs, "forward")
             _, launches = decode.forward_launches(inputs, problem, decode.tiles(problem)[0])
             assert [name_of(launch) for launch in launches] == ["decode_kernel", "combine_kernel"]

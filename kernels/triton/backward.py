@@ -100,7 +100,7 @@ def collect_keys(grads, k_tile, v_tile, q, grad_out, bias, allowed, lse, delta, 
         wt = pt
         if dropout is not None:
             stream = place.batch * sizes.H + place.head
-            keep = tl.trans(keep_tile(dropout, stream, start, column, BLOCK_M, BLOCK_N))
+            keep = tl.trans(keep_tile(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
             wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
         if BUILD.VALUES:
             dv = tl.dot(wt.to(g_tile.dtype), g_tile, dv, input_precision=BUILD.PRECISION)
@@ -188,7 +188,7 @@ def collect_queries(dq, q_tile, g_tile, row_lse, row_delta, k, v, bias, allowed,
             p = tl.where(visible(allowed, mask, place, spot, BUILD), p, 0.0)
         if dropout is not None:
             stream = place.batch * sizes.H + place.head
-            keep = keep_tile(dropout, stream, row, start, BLOCK_M, BLOCK_N)
+            keep = keep_tile(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
         ds = p * (dp - row_delta[:, None])
         if MASKED:

@@ -64,7 +64,7 @@ def bias_tile(q, k, v, grad_out, bias, allowed, lse, delta, strides, sizes, mask
     s = modified(s, bias, mask, place, spot, scale, BUILD)
     p = tl.where(visible(allowed, mask, place, spot, BUILD), probabilities(s, 1.0, row_lse[:, None], True), 0.0)
     if dropout is not None:
-        keep = keep_tile(dropout, batch * sizes.H + head, row, column, BLOCK_M, BLOCK_N)
+        keep = keep_tile(dropout, batch * sizes.H + head, spot.rows, column, BLOCK_M, BLOCK_N)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
     return tl.where(p == 0.0, 0.0, p * (dp - row_delta[:, None]))
 

@@ -35,8 +35,8 @@ COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
 
 
 @triton.jit
-def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_stride, sizes, mask, sinks, scale, parts,
-                  BUILD: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
+def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_stride, sizes, mask, sinks, dropout,
+                  scale, parts, BUILD: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
     """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv."""
     if CHAINED:
         gdc_launch_dependents()
@@ -72,7 +72,7 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
         row_max = tl.where(part == 0, sink, row_max)
     row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     state = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32), row_sum, row_max)
-    shared = (q_tile, k, v, bias, allowed, strides, sizes, mask, None, place, first_row, rows)
+    shared = (q_tile, k, v, bias, allowed, strides, sizes, mask, dropout, place, first_row, rows)
     if BUILD.LEADING:
         state = attend(state, *shared, begin, full_begin, scale, True, BUILD)
     if BUILD.FULL:
@@ -80,6 +80,8 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     if BUILD.TRAILING:
         state = attend(state, *shared, full_end, end, scale, True, BUILD)
     acc, row_lse = finish_softmax(state, unit)
+    if dropout is not None:
+        acc = acc * dropout.inverse_keep
     columns = tl.arange(0, BLOCK_DV)[None, :]
     target = out + tl.cast(part, tl.int64) * part_stride + tl.cast(batch, tl.int64) * strides.other.batch
     pointers = target + heads.to(tl.int64) * strides.other.head + rows.to(tl.int64) * strides.other.row + columns
@@ -175,6 +177,7 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
         given.sizes,
         given.mask,
         given.sinks,
+        given.dropout,
     )
     chained = parts > 1 and target_of(p.device).has_chained_launch
     grid = (parts * given.sizes.blocks * given.sizes.entries,)

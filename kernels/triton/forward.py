@@ -46,7 +46,7 @@ def attend(state, q_tile, k, v, bias, allowed, strides, sizes, mask, dropout, pl
         p, state = raise_scores(state, s, unit_of(scale, BUILD), MASKED or BUILD.MODIFIED, BUILD.MODIFIED)
         if dropout is not None:
             stream = place.batch * sizes.H + place.head
-            p = tl.where(keep_tile(dropout, stream, row, start, BLOCK_M, BLOCK_N), p, 0.0)
+            p = tl.where(keep_tile(dropout, stream, rows, start, BLOCK_M, BLOCK_N), p, 0.0)
         v_tile = load_keys(v, strides.v, mask, batch, place.kv_head, first, limit, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV,
                            BUILD.DESCRIBED, CLIP)  # fmt: skip
         acc = tl.dot(p.to(v_tile.dtype), v_tile, state.acc, input_precision=BUILD.PRECISION)

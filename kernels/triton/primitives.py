@@ -174,12 +174,12 @@ def tanh(x):
 
 
 @triton.jit
-def keep_tile(dropout, stream, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] bool from row `row` and column `column` on, True where a pair is kept: Philox4x32-10 (Salmon
-    et al., 2011) with the counter layout of sdpa/philox.py, in which each call serves four neighbouring keys."""
+def keep_tile(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] bool of queries rows [BLOCK_M, 1] and keys from `column` on, True where a pair is kept:
+    Philox4x32-10 (Salmon et al., 2011) with the counter layout of sdpa/philox.py, in which each call serves four
+    neighbouring keys. `stream` is that of the head, or a column of them where a tile packs several."""
     key = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
     groups = column // PHILOX_WORDS + tl.arange(0, BLOCK_N // PHILOX_WORDS)[None, :]
     zero = (rows * 0 + groups * 0).to(tl.uint32)
     counter = (zero + groups.to(tl.uint32), zero + rows.to(tl.uint32), zero + stream.to(tl.uint32), zero + offset)

@@ -50,6 +50,8 @@ EXTRAS = {
     "scale": {"scale": -0.6},
     "scale_zero": {"scale": 0.0, "mask": "causal_bottom_right"},
     "half": {"dtype": torch.float16, "mask": "lengths", "layout": "bmhd"},
+    "dropout": {"dropout_p": 0.4, "mask": "causal_bottom_right"},
+    "dropout_sinks": {"dropout_p": 0.4, "sinks": True, "M": 7},
     "odd": {"D": 19, "Dv": 7, "mask": "causal_bottom_right"},
     "expanded": {"layout": "expanded"},
     "many_heads": {"H": 20, "Hkv": 1},
@@ -98,6 +100,7 @@ PAGED = {
     "softcap": {"softcap": 2.0},
     "scale": {"scale": -0.7},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "dropout": {"dropout_p": 0.4, "is_causal": True},
 }
 
 
