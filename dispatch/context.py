@@ -119,6 +119,8 @@ def backend_name(backend: object) -> str:
 def request_text(kernel: str | None) -> str:
     """The setting of one call: kernel= first, then the innermost with-block, then SDPA_KERNEL."""
     if kernel is not None:
+        if isinstance(kernel, (list, tuple)):
+            raise ValueError(f"kernel= takes one kernel or family, got {kernel!r}; sdpa_kernel takes several")
         return Setting((backend_name(kernel),), forced=True).encode()
     if torch.compiler.is_compiling():
         return TRACED[-1] if TRACED else ""

@@ -13,7 +13,7 @@ from sdpa.dispatch import cost, failure, tuning
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import Setting, enabled_families, torch_toggles
 from sdpa.dispatch.kernel import FAMILIES, Kernel
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 # Scores of a problem (B * H * M * N) above which falling to math on an accelerator is worth a warning.
 LARGE_PROBLEM = 1 << 24
@@ -30,6 +30,9 @@ class Choice:
     problem: AttentionProblem
     reason: str  # why this one, in a clause
     setting: str = ""  # what it was chosen under, and where it fails another is
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name} for {describe(self.problem)} ({self.reason})"
 
     def run(self, *tensors: AttentionInputs | Results) -> Results | Gradients:
         """The forward of (inputs,), or the backward of (inputs, results, upstream), as the problem's direction says;
@@ -104,7 +107,7 @@ def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
     best = by_preference(able, setting, rank) if setting.priority else min(able, key=rank)
     choice = Choice(best.kernel, best.tile, problem, why(best, able, setting), text)
     if choice.kernel.family == "math":
-        fell_to_math(choice, setting)
+        fell_to_math(choice, setting, toggles)
     return choice
 
 
@@ -184,7 +187,7 @@ def why(best: Candidate, able: list[Candidate], setting: Setting) -> str:
         return "the only kernel that is able and allowed"
     if setting.priority:
         return "first in the order given"
-    return f"fastest of {len(able)} able kernels ({best.source})"
+    return f"fastest of {len(able)} able kernels, {best.source}"
 
 
 def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candidate]) -> str:
@@ -207,7 +210,7 @@ def disabled_sentence(setting: Setting, toggles: int) -> str:
     return f"Expected at least one enabled kernel, got {asked} allowed and torch's switches off for: {switched}."
 
 
-def fell_to_math(choice: Choice, setting: Setting) -> None:
+def fell_to_math(choice: Choice, setting: Setting, toggles: int) -> None:
     """Strict mode refuses math unless nothing else was asked for; otherwise a large problem on an accelerator warns.
 
     It warns once, because choices are cached, and not where math was named among what is allowed.
@@ -217,18 +220,21 @@ def fell_to_math(choice: Choice, setting: Setting) -> None:
     if families == {"math"}:
         return
     if setting.strict:
-        raise NoKernelError(f"strict mode: only math can run this problem:\n{explanation_of(problem)}")
+        told = explanation_of(problem, setting, toggles)
+        raise NoKernelError(f"strict mode: only math is able and allowed to run this problem:\n{told}")
     if "math" in families:
         return
     if problem.device_type != "cpu" and problem.B * problem.H * problem.M * problem.N >= LARGE_PROBLEM:
-        warnings.warn(
-            f"attention falls to {choice.kernel.name} on a large problem:\n{explanation_of(problem)}", stacklevel=2
-        )
+        told = explanation_of(problem, setting, toggles)
+        warnings.warn(f"attention falls to {choice.kernel.name} on a large problem:\n{told}", stacklevel=2)
 
 
-def explanation_of(problem: AttentionProblem) -> str:
+def explanation_of(problem: AttentionProblem, setting: Setting, toggles: int) -> str:
+    """Each kernel with its reasons, or whether it is only not allowed."""
     lines = [f"  {describe(problem)}"]
-    lines += [f"  {c.kernel.name}: {'; '.join(c.reasons) or 'able'}" for c in consider(problem)]
+    for candidate in consider(problem):
+        able = "able" if allows(setting, toggles, candidate.kernel) else "able, but not allowed"
+        lines.append(f"  {candidate.kernel.name}: {'; '.join(candidate.reasons) or able}")
     return "\n".join(lines)
 
 
@@ -236,9 +242,14 @@ def describe(problem: AttentionProblem) -> str:
     """One line: sizes, dtype, device, mask and features."""
     p = problem
     sizes = f"B={p.B} H={p.H} Hkv={p.Hkv} M={p.M} N={p.N} D={p.D} Dv={p.Dv}"
-    extras = ", ".join(sorted(p.features)) or "no mask"
-    band = f" band=({p.left}, {p.right})" if "band" in p.features else ""
-    return f"{p.direction} {sizes} {str(p.dtype).removeprefix('torch.')} on {p.device}: {extras}{band}"
+    extras = ", ".join(band_of(p) if name == "band" else name for name in sorted(p.features)) or "no mask"
+    return f"{p.direction} {sizes} {str(p.dtype).removeprefix('torch.')} on {p.device}: {extras}"
+
+
+def band_of(problem: AttentionProblem) -> str:
+    """A causal mask or a window, as a user would write it."""
+    left, right = (None if side == UNLIMITED else side for side in (problem.left, problem.right))
+    return "causal" if (left, right) == (None, 0) else f"window=({left}, {right})"
 
 
 def backward_setting(text: str) -> str:

@@ -82,6 +82,12 @@ class Mask:
 
     __rand__ = __and__
 
+    def __repr__(self) -> str:
+        """The fields that say something, tensors by dtype and shape."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        said = [f"{f.name}={told(given[f.name])}" for f in fields(self) if given[f.name] is not f.default]
+        return f"Mask({', '.join(said)})"
+
     @property
     def band(self) -> tuple[int, int]:
         """(left, right) visible keys on each side of the diagonal, UNLIMITED (-1) where a side is open."""
@@ -142,6 +148,13 @@ class Mask:
 def kind_of(value: object) -> torch.dtype | str:
     """A tensor's dtype, or the type of what should have been one."""
     return value.dtype if isinstance(value, Tensor) else type(value).__name__
+
+
+def told(value: object) -> str:
+    """A field's value, tensors by dtype and shape: their numbers would fill a screen, and be read from a device."""
+    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return f"({', '.join(map(told, value))})"
+    return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def is_count(value: object) -> bool:

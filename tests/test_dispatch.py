@@ -240,6 +240,15 @@ def test_explain_as_text_and_as_data():
     assert f"chosen: {result.chosen}" in text and "runs on cuda, got cpu" in text
 
 
+def test_problems_and_choices_are_told_in_a_users_words():
+    causal = PLAIN._replace(right=0, features=frozenset({"band", "lse"}))
+    assert select.describe(causal).endswith(" on cpu: causal, lse")
+    assert select.describe(causal._replace(left=7)).endswith(" on cpu: window=(7, 0), lse")
+    assert select.describe(causal._replace(right=3)).endswith(" on cpu: window=(None, 3), lse")
+    choice = select.choose(PLAIN, "math;f", ALL_TOGGLES)
+    assert str(choice) == f"math for {select.describe(PLAIN)} (asked for by name)"
+
+
 def test_explain_names_what_the_call_then_runs():
     for options in ({}, {"is_causal": True}, {"dropout_p": 0.1}, {"attn_mask": torch.ones(16, 16)}, {"kernel": "math"}):
         expected = sdpa.explain(*qkv(), **options).chosen

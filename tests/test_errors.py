@@ -219,6 +219,11 @@ def test_an_unknown_kernel_lists_the_known_ones():
         assert name in str(error.value)
 
 
+def test_several_kernels_in_place_of_one():
+    with pytest.raises(ValueError, match=r"one kernel or family, got \['cpu_flash', 'math'\]; sdpa_kernel"):
+        sdpa.scaled_dot_product_attention(*qkv(), kernel=["cpu_flash", "math"])
+
+
 def test_a_forced_kernel_that_cannot_gives_all_its_reasons():
     q, k, v = t(2, 6, 5, 8), t(2, 3, 7, 8), t(2, 3, 7, 12)
     with pytest.raises(sdpa.NoKernelError) as error:

@@ -205,3 +205,10 @@ def test_errors_name_the_field_and_what_was_got(name):
 def test_replace_and_device():
     assert Mask(causal=True).replace(window=(1, 0)).band == (1, 0)
     assert Mask().device() is None and Mask(lengths=integers(1)).device() == torch.device("cpu")
+
+
+def test_repr_is_what_was_given():
+    assert repr(Mask()) == "Mask()"
+    mask = Mask(causal=True, window=(4, 0), lengths=integers(1, 2), bias=torch.ones(3, 4))
+    assert repr(mask) == "Mask(causal=True, window=(4, 0), lengths=torch.int64(2,), bias=torch.float32(3, 4))"
+    assert repr(Mask(segments=(integers(0, 1), integers(0)))) == "Mask(segments=(torch.int64(2,), torch.int64(1,)))"

@@ -81,9 +81,10 @@ def test_priority_skips_what_is_not_able():
 def test_strict_refuses_to_fall_to_math():
     hidden = [k.name for k in KERNELS if k.family != "math" and not able(k.name, Case())]
     with torch_kernel(SDPBackend.MATH), sdpa_kernel(strict=True):
-        with pytest.raises(sdpa.NoKernelError, match="strict mode: only math can run this problem") as error:
+        with pytest.raises(sdpa.NoKernelError, match="strict mode: only math is able and allowed") as error:
             ran()
         assert all(name in str(error.value) for name in hidden)
+        assert "cpu_flash: able, but not allowed" in str(error.value)
     with sdpa_kernel("math", strict=True):
         assert by_name()[ran()].family == "math"  # asked for by name: no fall
     with sdpa_kernel(strict=True):

@@ -18,4 +18,4 @@ def unavailable() -> str | None:
         return f"needs Triton {OLDEST[0]}.{OLDEST[1]} or newer, got {triton.__version__}"
     if knobs.runtime.interpret or torch.cuda.is_available():
         return None
-    return "torch sees no GPU (TRITON_INTERPRET=1 runs it slowly on the CPU)"
+    return "torch sees no CUDA device (TRITON_INTERPRET=1 runs it slowly on the CPU)"

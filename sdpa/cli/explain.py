@@ -133,7 +133,7 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
         return explain_problem(problem, setting)
     rows = []
     for kernel in KERNELS:
-        reasons = [reason for reason in kernel.why_not(problem) if reason != absent]
+        reasons = [reason for reason in kernel.why_not(problem) if not reason.startswith(absent)]
         reasons += [absent] if kernel.serves(problem.device_type) else []
         rows.append(Row(kernel.name, "refused", tuple(reasons), None, ""))
     return Explanation(problem, tuple(rows), None, absent)
