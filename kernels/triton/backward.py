@@ -6,6 +6,8 @@ transposed scores, so that P^T and dS^T go into their products from registers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,8 @@ from sdpa.kernels.triton.mask import (
 )
 from sdpa.kernels.triton.nouns import Rows, Side
 from sdpa.kernels.triton.primitives import (
+    Operands,
+    Stretch,
     keep_tile,
     load_lse,
     load_rows,
@@ -42,6 +46,24 @@ DELTA_ROWS = 64  # a few rows a warp: the kernel only streams
 DELTA_TILE = Tile(DELTA_ROWS, 0, 4, 1)
 
 
+class KeyBlock(NamedTuple):
+    """A block of keys, which stays while queries stream."""
+
+    k: tl.tensor  # [BLOCK_N, BLOCK_D]
+    v: tl.tensor  # [BLOCK_N, BLOCK_DV]; the keys again where dK is not wanted
+    column: tl.tensor
+
+
+class QueryBlock(NamedTuple):
+    """A block of queries and what belongs to it, which stay while keys stream."""
+
+    q: tl.tensor  # [BLOCK_M, BLOCK_D]
+    grad_out: tl.tensor  # [BLOCK_M, BLOCK_DV]
+    lse: tl.tensor  # [BLOCK_M]
+    delta: tl.tensor  # [BLOCK_M]
+    row: tl.tensor
+
+
 @triton.jit
 def delta_kernel(out, grad_out, grad_lse, delta, out_strides, grad_strides, H, rows, DV: tl.constexpr,
                  BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
@@ -50,8 +72,9 @@ def delta_kernel(out, grad_out, grad_lse, delta, out_strides, grad_strides, H, r
     entry = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK
     batch, head = entry // H, entry % H
-    o = load_rows(out, out_strides, batch, head, start, rows, DV, BLOCK, BLOCK_DV, False, True)
-    g = load_rows(grad_out, grad_strides, batch, head, start, rows, DV, BLOCK, BLOCK_DV, False, True)
+    at = Stretch(batch, head, start, rows)
+    o = load_rows(out, out_strides, at, DV, BLOCK, BLOCK_DV, False, True)
+    g = load_rows(grad_out, grad_strides, at, DV, BLOCK, BLOCK_DV, False, True)
     total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     offsets = tl.cast(entry, tl.int64) * rows + start + tl.arange(0, BLOCK)
     inside = start + tl.arange(0, BLOCK) < rows
@@ -72,41 +95,39 @@ def weights_of(s, row_lse, bias, mask, place, spot, scale, BUILD: tl.constexpr):
 
 
 @triton.jit
-def collect_keys(grads, k_tile, v_tile, q, grad_out, bias, allowed, lse, delta, strides, sizes, mask, dropout, place,
-                 column, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):  # fmt: skip
-    """(dK, dV) of one block of keys with what queries [begin, end) of one head add."""
+def collect_keys(grads, keys, given, place, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):
+    """(dK, dV) of one KeyBlock with what queries [begin, end) of one head of the Operands `given` add."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
     BLOCK_N: tl.constexpr = BUILD.BLOCK_N
     CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
     dk, dv = grads
+    mask, strides, dropout, column = given.mask, given.strides, given.dropout, keys.column
     columns = column + tl.arange(0, BLOCK_N)[:, None]
     batch = memory_batch(mask, place.batch)
     limit = place.q_first + place.q_length
-    origin = tl.cast(batch * sizes.H + place.head, tl.int64) * sizes.rows + place.q_first
+    origin = tl.cast(batch * given.sizes.H + place.head, tl.int64) * given.sizes.rows + place.q_first
     for start in tl.range(begin, end, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         offsets = start + tl.arange(0, BLOCK_M)
         spot = Spot(start, column, offsets[None, :], columns)
-        first = place.q_first + start
-        q_tile = load_rows(q, strides.q, batch, place.head, first, limit, BUILD.D, BLOCK_M, BUILD.BLOCK_D,
-                           BUILD.DESCRIBED, CLIP)  # fmt: skip
-        row_lse = load_lse(lse + origin, offsets, offsets < place.q_length)
-        st = tl.dot(k_tile, q_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_N, BLOCK_M]
-        pt, slope = weights_of(st, row_lse[None, :], bias, mask, place, spot, scale, BUILD)
+        at = Stretch(batch, place.head, place.q_first + start, limit)
+        q_tile = load_rows(given.q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+        row_lse = load_lse(given.lse + origin, offsets, offsets < place.q_length)
+        st = tl.dot(keys.k, q_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_N, BLOCK_M]
+        pt, slope = weights_of(st, row_lse[None, :], given.bias, mask, place, spot, scale, BUILD)
         if MASKED:
-            pt = tl.where(visible(allowed, mask, place, spot, BUILD), pt, 0.0)
-        g_tile = load_rows(grad_out, strides.other, batch, place.head, first, limit, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV,
-                           BUILD.DESCRIBED, CLIP)  # fmt: skip
+            pt = tl.where(visible(given.allowed, mask, place, spot, BUILD), pt, 0.0)
+        g_tile = load_rows(given.grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
         wt = pt
         if dropout is not None:
-            stream = place.batch * sizes.H + place.head
+            stream = place.batch * given.sizes.H + place.head
             keep = tl.trans(keep_tile(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
             wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
         if BUILD.VALUES:
             dv = tl.dot(wt.to(g_tile.dtype), g_tile, dv, input_precision=BUILD.PRECISION)
         if BUILD.KEYS:
-            row_delta = tl.load(delta + origin + offsets, mask=offsets < place.q_length, other=0.0)
-            dpt = tl.dot(v_tile, g_tile.T, input_precision=BUILD.PRECISION)
+            row_delta = tl.load(given.delta + origin + offsets, mask=offsets < place.q_length, other=0.0)
+            dpt = tl.dot(keys.v, g_tile.T, input_precision=BUILD.PRECISION)
             if dropout is not None:
                 dpt = tl.where(keep, dpt * dropout.inverse_keep, 0.0)
             dst = pt * (dpt - row_delta[None, :])
@@ -136,17 +157,18 @@ def keys_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, d
     memory = memory_batch(mask, batch)
     seen = place.k_first + place.k_length
     CLIP: tl.constexpr = BUILD.LENGTHS or not BUILD.DESCRIBED
-    k_tile = load_rows(k, strides.k, memory, kv_head, place.k_first + column, seen, BUILD.D, BLOCK_N, BUILD.BLOCK_D,
-                       BUILD.DESCRIBED, CLIP)  # fmt: skip
+    at = Stretch(memory, kv_head, place.k_first + column, seen)
+    k_tile = load_rows(k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
     v_tile = k_tile
     if BUILD.KEYS:
-        v_tile = load_rows(v, strides.v, memory, kv_head, place.k_first + column, seen, BUILD.DV, BLOCK_N,
-                           BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)  # fmt: skip
+        v_tile = load_rows(v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
+    keys = KeyBlock(k_tile, v_tile, column)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     for g in range(sizes.G):
-        at = place_of(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
-        span = query_span(mask, at, column, BUILD)
-        shared = (k_tile, v_tile, q, grad_out, bias, allowed, lse, delta, strides, sizes, mask, dropout, at, column)
+        its_place = place_of(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
+        span = query_span(mask, its_place, column, BUILD)
+        shared = (keys, given, its_place)
         if BUILD.LEADING:
             grads = collect_keys(grads, *shared, span.begin, span.full_begin, scale, True, BUILD)
         if BUILD.FULL:
@@ -154,43 +176,39 @@ def keys_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, d
         if BUILD.TRAILING:
             grads = collect_keys(grads, *shared, span.full_end, span.end, scale, True, BUILD)
     rows = column + tl.arange(0, BLOCK_N)[:, None]
-    first = place.k_first + column
+    target = Stretch(memory, kv_head, place.k_first + column, place.k_first + limit)
     if BUILD.KEYS:
-        for_keys = tl.where(rows < place.k_length, grads[0] * scale, 0.0)
-        store_rows(dk, dk_strides, memory, kv_head, first, place.k_first + limit, for_keys, BUILD.D)
+        store_rows(dk, dk_strides, target, tl.where(rows < place.k_length, grads[0] * scale, 0.0), BUILD.D)
     if BUILD.VALUES:
-        for_values = tl.where(rows < place.k_length, grads[1], 0.0)
-        store_rows(dv, dv_strides, memory, kv_head, first, place.k_first + limit, for_values, BUILD.DV)
+        store_rows(dv, dv_strides, target, tl.where(rows < place.k_length, grads[1], 0.0), BUILD.DV)
 
 
 @triton.jit
-def collect_queries(dq, q_tile, g_tile, row_lse, row_delta, k, v, bias, allowed, strides, sizes, mask, dropout, place,
-                    row, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):  # fmt: skip
-    """dQ of one block of queries with what keys [begin, end) add."""
+def collect_queries(dq, queries, given, place, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):
+    """dQ of one QueryBlock with what keys [begin, end) of the Operands `given` add."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
     BLOCK_N: tl.constexpr = BUILD.BLOCK_N
     CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    mask, strides, dropout = given.mask, given.strides, given.dropout
+    rows = queries.row + tl.arange(0, BLOCK_M)[:, None]
     batch = memory_batch(mask, place.batch)
     limit = place.k_first + place.k_length
     for start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        spot = Spot(row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
-        first = place.k_first + start
-        k_tile = load_rows(k, strides.k, batch, place.kv_head, first, limit, BUILD.D, BLOCK_N, BUILD.BLOCK_D,
-                           BUILD.DESCRIBED, CLIP)  # fmt: skip
-        v_tile = load_rows(v, strides.v, batch, place.kv_head, first, limit, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV,
-                           BUILD.DESCRIBED, CLIP)  # fmt: skip
-        s = tl.dot(q_tile, k_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(g_tile, v_tile.T, input_precision=BUILD.PRECISION)
-        p, slope = weights_of(s, row_lse[:, None], bias, mask, place, spot, scale, BUILD)
+        spot = Spot(queries.row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
+        at = Stretch(batch, place.kv_head, place.k_first + start, limit)
+        k_tile = load_rows(given.k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+        v_tile = load_rows(given.v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
+        s = tl.dot(queries.q, k_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = tl.dot(queries.grad_out, v_tile.T, input_precision=BUILD.PRECISION)
+        p, slope = weights_of(s, queries.lse[:, None], given.bias, mask, place, spot, scale, BUILD)
         if MASKED:
-            p = tl.where(visible(allowed, mask, place, spot, BUILD), p, 0.0)
+            p = tl.where(visible(given.allowed, mask, place, spot, BUILD), p, 0.0)
         if dropout is not None:
-            stream = place.batch * sizes.H + place.head
+            stream = place.batch * given.sizes.H + place.head
             keep = keep_tile(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
-        ds = p * (dp - row_delta[:, None])
+        ds = p * (dp - queries.delta[:, None])
         if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)
         ds = ds * slope
@@ -214,25 +232,25 @@ def queries_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq
         if row >= limit:
             return
     memory = memory_batch(mask, batch)
-    first, seen = place.q_first + row, place.q_first + limit
-    q_tile = load_rows(q, strides.q, memory, head, first, seen, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED,
-                       not BUILD.DESCRIBED)  # fmt: skip
-    g_tile = load_rows(grad_out, strides.other, memory, head, first, seen, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV,
-                       BUILD.DESCRIBED, not BUILD.DESCRIBED)  # fmt: skip
+    CLIP: tl.constexpr = not BUILD.DESCRIBED
+    at = Stretch(memory, head, place.q_first + row, place.q_first + limit)
+    q_tile = load_rows(q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+    g_tile = load_rows(grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
     offsets = row + tl.arange(0, BLOCK_M)
     origin = tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + place.q_first
     row_lse = load_lse(lse + origin, offsets, offsets < limit)
     row_delta = tl.load(delta + origin + offsets, mask=offsets < limit, other=0.0)
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     span = key_span(mask, place, row, BLOCK_M, BUILD)
-    shared = (q_tile, g_tile, row_lse, row_delta, k, v, bias, allowed, strides, sizes, mask, dropout, place, row)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
+    shared = (QueryBlock(q_tile, g_tile, row_lse, row_delta, row), given, place)
     if BUILD.LEADING:
         dq_tile = collect_queries(dq_tile, *shared, span.begin, span.full_begin, scale, True, BUILD)
     if BUILD.FULL:
         dq_tile = collect_queries(dq_tile, *shared, span.full_begin, span.full_end, scale, False, BUILD)
     if BUILD.TRAILING:
         dq_tile = collect_queries(dq_tile, *shared, span.full_end, span.end, scale, True, BUILD)
-    store_rows(dq, dq_strides, memory, head, first, seen, dq_tile * scale, BUILD.D)
+    store_rows(dq, dq_strides, at, dq_tile * scale, BUILD.D)
 
 
 def backward(

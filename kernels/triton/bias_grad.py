@@ -19,7 +19,7 @@ from sdpa.kernels.triton.arguments import prepare
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import Spot, modified, place_of, visible
 from sdpa.kernels.triton.nouns import Rows, Side
-from sdpa.kernels.triton.primitives import keep_tile, load_lse, load_rows, probabilities
+from sdpa.kernels.triton.primitives import Operands, Stretch, keep_tile, load_lse, load_rows, probabilities
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
@@ -41,28 +41,28 @@ class Reduction(NamedTuple):
 
 
 @triton.jit
-def bias_tile(q, k, v, grad_out, bias, allowed, lse, delta, strides, sizes, mask, dropout, place, row, column, scale,
-              BUILD: tl.constexpr):  # fmt: skip
-    """dS [BLOCK_M, BLOCK_N] of one tile of scores."""
+def bias_tile(given, place, row, column, scale, BUILD: tl.constexpr):
+    """dS [BLOCK_M, BLOCK_N] of one tile of scores of the Operands `given`."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
     BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    strides, sizes, mask, dropout = given.strides, given.sizes, given.mask, given.dropout
     batch, head = place.batch, place.head
-    q_tile = load_rows(q, strides.q, batch, head, row, sizes.M, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, True)
-    g_tile = load_rows(grad_out, strides.other, batch, head, row, sizes.M, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV,
-                       BUILD.DESCRIBED, True)  # fmt: skip
-    k_tile = load_rows(k, strides.k, batch, place.kv_head, column, place.k_length, BUILD.D, BLOCK_N, BUILD.BLOCK_D,
-                       BUILD.DESCRIBED, True)  # fmt: skip
-    v_tile = load_rows(v, strides.v, batch, place.kv_head, column, place.k_length, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV,
-                       BUILD.DESCRIBED, True)  # fmt: skip
+    at = Stretch(batch, head, row, sizes.M)
+    q_tile = load_rows(given.q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, True)
+    g_tile = load_rows(given.grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, True)
+    at = Stretch(batch, place.kv_head, column, place.k_length)
+    k_tile = load_rows(given.k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, True)
+    v_tile = load_rows(given.v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, True)
     s = tl.dot(q_tile, k_tile.T, input_precision=BUILD.PRECISION)
     dp = tl.dot(g_tile, v_tile.T, input_precision=BUILD.PRECISION)
     offsets = row + tl.arange(0, BLOCK_M)
     spot = Spot(row, column, offsets[:, None], column + tl.arange(0, BLOCK_N)[None, :])
     origin = tl.cast(batch * sizes.H + head, tl.int64) * sizes.rows
-    row_lse = load_lse(lse + origin, offsets, offsets < sizes.M)
-    row_delta = tl.load(delta + origin + offsets, mask=offsets < sizes.M, other=0.0)
-    s = modified(s, bias, mask, place, spot, scale, BUILD)
-    p = tl.where(visible(allowed, mask, place, spot, BUILD), probabilities(s, 1.0, row_lse[:, None], True), 0.0)
+    row_lse = load_lse(given.lse + origin, offsets, offsets < sizes.M)
+    row_delta = tl.load(given.delta + origin + offsets, mask=offsets < sizes.M, other=0.0)
+    s = modified(s, given.bias, mask, place, spot, scale, BUILD)
+    p = probabilities(s, 1.0, row_lse[:, None], True)
+    p = tl.where(visible(given.allowed, mask, place, spot, BUILD), p, 0.0)
     if dropout is not None:
         keep = keep_tile(dropout, batch * sizes.H + head, spot.rows, column, BLOCK_M, BLOCK_N)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
@@ -75,6 +75,7 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
     """One tile of parts [parts, bias.batch, bias.heads, rows, columns]. Grid: parts * tiles of the bias."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
     BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
     r = reduction
     tiles = r.batch * r.heads * r.row_blocks * r.column_blocks
     part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -91,25 +92,7 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
         head, batch = bias_head + rest % r.sum_heads, bias_batch + rest // r.sum_heads
         place = place_of(mask, sizes, batch, head, head // sizes.G)
         row, column = (row_block + inner_row) * BLOCK_M, (column_block + inner_column) * BLOCK_N
-        total += bias_tile(
-            q,
-            k,
-            v,
-            grad_out,
-            bias,
-            allowed,
-            lse,
-            delta,
-            strides,
-            sizes,
-            mask,
-            dropout,
-            place,
-            row,
-            column,
-            scale,
-            BUILD,
-        )
+        total += bias_tile(given, place, row, column, scale, BUILD)
     rows, columns = row_block * BLOCK_M + tl.arange(0, BLOCK_M), column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     M, N = bias_shape
     origin = parts + tl.cast((part * r.batch + bias_batch) * r.heads + bias_head, tl.int64) * M * N

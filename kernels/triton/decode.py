@@ -18,7 +18,7 @@ from sdpa.kernels.triton.forward import attend, unit_of
 from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.mask import key_span, place_of
 from sdpa.kernels.triton.nouns import Side, Strides
-from sdpa.kernels.triton.primitives import LN2, LOG2E, Softmax, finish_softmax
+from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, Queries, Softmax, finish_softmax
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
 
@@ -72,7 +72,8 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
         row_max = tl.where(part == 0, sink, row_max)
     row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     state = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32), row_sum, row_max)
-    shared = (q_tile, k, v, bias, allowed, strides, sizes, mask, dropout, place, first_row, rows)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout)
+    shared = (Queries(q_tile, first_row, rows), given, place)
     if BUILD.LEADING:
         state = attend(state, *shared, begin, full_begin, scale, True, BUILD)
     if BUILD.FULL:

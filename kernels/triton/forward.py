@@ -10,7 +10,10 @@ from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.mask import Spot, key_span, memory_batch, modified, place_of, visible
 from sdpa.kernels.triton.nouns import Side
 from sdpa.kernels.triton.primitives import (
+    Operands,
+    Queries,
     Softmax,
+    Stretch,
     begin_softmax,
     finish_softmax,
     keep_tile,
@@ -24,31 +27,29 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
 
 
 @triton.jit
-def attend(state, q_tile, k, v, bias, allowed, strides, sizes, mask, dropout, place, row, rows, begin, end, scale,
-           MASKED: tl.constexpr, BUILD: tl.constexpr):  # fmt: skip
-    """The online softmax of one block of queries, at positions rows [BLOCK_M, 1], over keys [begin, end)."""
+def attend(state, queries, given, place, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):
+    """The online softmax of one block of Queries over keys [begin, end) of the Operands `given`."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
     BLOCK_N: tl.constexpr = BUILD.BLOCK_N
     CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
+    mask, strides = given.mask, given.strides
     batch = memory_batch(mask, place.batch)
     limit = place.k_first + place.k_length
     for start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        spot = Spot(row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
-        first = place.k_first + start
-        k_tile = load_keys(k, strides.k, mask, batch, place.kv_head, first, limit, BUILD.D, BLOCK_N, BUILD.BLOCK_D,
-                           BUILD.DESCRIBED, CLIP)  # fmt: skip
-        s = tl.dot(q_tile, k_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_M, BLOCK_N]
+        spot = Spot(queries.row, start, queries.rows, start + tl.arange(0, BLOCK_N)[None, :])
+        at = Stretch(batch, place.kv_head, place.k_first + start, limit)
+        k_tile = load_keys(given.k, strides.k, mask, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+        s = tl.dot(queries.tile, k_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_M, BLOCK_N]
         if BUILD.MODIFIED:
-            s = modified(s, bias, mask, place, spot, scale, BUILD)
+            s = modified(s, given.bias, mask, place, spot, scale, BUILD)
         if MASKED:
-            s = tl.where(visible(allowed, mask, place, spot, BUILD), s, float("-inf"))
+            s = tl.where(visible(given.allowed, mask, place, spot, BUILD), s, float("-inf"))
         p, state = raise_scores(state, s, unit_of(scale, BUILD), MASKED or BUILD.MODIFIED, BUILD.MODIFIED)
-        if dropout is not None:
-            stream = place.batch * sizes.H + place.head
-            p = tl.where(keep_tile(dropout, stream, rows, start, BLOCK_M, BLOCK_N), p, 0.0)
-        v_tile = load_keys(v, strides.v, mask, batch, place.kv_head, first, limit, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV,
-                           BUILD.DESCRIBED, CLIP)  # fmt: skip
+        if given.dropout is not None:
+            stream = place.batch * given.sizes.H + place.head
+            p = tl.where(keep_tile(given.dropout, stream, queries.rows, start, BLOCK_M, BLOCK_N), p, 0.0)
+        v_tile = load_keys(given.v, strides.v, mask, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, state.acc, input_precision=BUILD.PRECISION)
         state = Softmax(acc, state.row_sum, state.row_max)
     return state
@@ -78,13 +79,13 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
     limit = sizes.M
     if BUILD.PACKED:
         limit = place.q_length
-    q_tile = load_rows(q, strides.q, memory, head, place.q_first + row, place.q_first + limit, BUILD.D,
-                       BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, not BUILD.DESCRIBED)  # fmt: skip
+    at = Stretch(memory, head, place.q_first + row, place.q_first + limit)
+    q_tile = load_rows(q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, not BUILD.DESCRIBED)
     unit = unit_of(scale, BUILD)
     state = begin_softmax(sinks, head, unit, BLOCK_M, BUILD.BLOCK_DV)
     span = key_span(mask, place, row, BLOCK_M, BUILD)
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
-    shared = (q_tile, k, v, bias, allowed, strides, sizes, mask, dropout, place, row, rows)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout)
+    shared = (Queries(q_tile, row, row + tl.arange(0, BLOCK_M)[:, None]), given, place)
     if BUILD.LEADING:
         state = attend(state, *shared, span.begin, span.full_begin, scale, True, BUILD)
     if BUILD.FULL:
@@ -94,7 +95,7 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
     acc, row_lse = finish_softmax(state, unit)
     if dropout is not None:
         acc = acc * dropout.inverse_keep
-    store_rows(out, strides.other, memory, head, place.q_first + row, place.q_first + limit, acc, BUILD.DV)
+    store_rows(out, strides.other, at, acc, BUILD.DV)
     if lse is not None:
         offsets = row + tl.arange(0, BLOCK_M)
         origin = lse + tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + place.q_first

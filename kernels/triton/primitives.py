@@ -28,6 +28,40 @@ class Place(NamedTuple):
     shift: tl.tensor
 
 
+class Operands(NamedTuple):
+    """What the loops of a kernel read, as pointers or tensor descriptors, and how it lies in memory."""
+
+    k: tl.tensor
+    v: tl.tensor
+    bias: tl.tensor
+    allowed: tl.tensor
+    strides: tl.tuple  # this and the next three as in nouns.py
+    sizes: tl.tuple
+    mask: tl.tuple
+    dropout: tl.tuple
+    q: tl.tensor | None = None  # a backward's, from here on
+    grad_out: tl.tensor | None = None
+    lse: tl.tensor | None = None
+    delta: tl.tensor | None = None
+
+
+class Stretch(NamedTuple):
+    """Rows `start`.. of one head, which end before row `limit`."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    start: tl.tensor
+    limit: tl.tensor
+
+
+class Queries(NamedTuple):
+    """A block of queries: its tile, its first row, and all of them."""
+
+    tile: tl.tensor  # [BLOCK_M, BLOCK_D]
+    row: tl.tensor
+    rows: tl.tensor  # [BLOCK_M, 1]
+
+
 class Softmax(NamedTuple):
     """Online-softmax state (Milakov and Gimelshein, 2018)."""
 
@@ -51,23 +85,23 @@ def locate(blocks, heads, section, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(source, strides, batch, head, start, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-              BLOCK_SIZE: tl.constexpr, DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
-    """[BLOCK, BLOCK_SIZE] rows `start`.. of one head, zeros beyond SIZE columns; beyond row `limit`, too, if CLIP.
+def load_rows(source, strides, at, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+              DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
+    """[BLOCK, BLOCK_SIZE] rows of the Stretch `at`, zeros beyond SIZE columns; beyond its limit, too, if CLIP.
 
     DESCRIBED: `source` is a tensor descriptor (the bulk copy engine pads with zeros at the tensor's end by itself).
     """
     rows = tl.arange(0, BLOCK)[:, None]
     if DESCRIBED:
-        tile = source.load([batch, head, start, 0]).reshape(BLOCK, BLOCK_SIZE)
+        tile = source.load([at.batch, at.head, at.start, 0]).reshape(BLOCK, BLOCK_SIZE)
         if CLIP:
-            tile = tl.where(start + rows < limit, tile, 0.0)
+            tile = tl.where(at.start + rows < at.limit, tile, 0.0)
     else:
         columns = tl.arange(0, BLOCK_SIZE)[None, :]
-        origin = source + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
-        pointers = origin + tl.cast(start, tl.int64) * strides.row + rows * strides.row + columns
+        origin = source + tl.cast(at.batch, tl.int64) * strides.batch + tl.cast(at.head, tl.int64) * strides.head
+        pointers = origin + tl.cast(at.start, tl.int64) * strides.row + rows * strides.row + columns
         if CLIP:
-            tile = tl.load(pointers, mask=(start + rows < limit) & (columns < SIZE), other=0.0)
+            tile = tl.load(pointers, mask=(at.start + rows < at.limit) & (columns < SIZE), other=0.0)
         elif SIZE == BLOCK_SIZE:
             tile = tl.load(pointers)
         else:
@@ -76,31 +110,31 @@ def load_rows(source, strides, batch, head, start, limit, SIZE: tl.constexpr, BL
 
 
 @triton.jit
-def load_keys(source, strides, mask, batch, head, start, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-              BLOCK_SIZE: tl.constexpr, DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
+def load_keys(source, strides, mask, at, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+              DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
     """load_rows of keys or values, which may lie in pages that the block table names."""
     if mask.pages is None:
-        tile = load_rows(source, strides, batch, head, start, limit, SIZE, BLOCK, BLOCK_SIZE, DESCRIBED, CLIP)
+        tile = load_rows(source, strides, at, SIZE, BLOCK, BLOCK_SIZE, DESCRIBED, CLIP)
     else:
-        positions = start + tl.arange(0, BLOCK)
-        inside = positions < limit
-        table = mask.pages.pointer + batch * mask.pages.batch
+        positions = at.start + tl.arange(0, BLOCK)
+        inside = positions < at.limit
+        table = mask.pages.pointer + at.batch * mask.pages.batch
         page = tl.load(table + positions // mask.pages.size, mask=inside, other=0).to(tl.int64)
         offsets = page * strides.batch + positions % mask.pages.size * strides.row
         columns = tl.arange(0, BLOCK_SIZE)[None, :]
-        pointers = source + tl.cast(head, tl.int64) * strides.head + offsets[:, None] + columns
+        pointers = source + tl.cast(at.head, tl.int64) * strides.head + offsets[:, None] + columns
         tile = tl.load(pointers, mask=inside[:, None] & (columns < SIZE), other=0.0)
     return tile
 
 
 @triton.jit
-def store_rows(target, strides, batch, head, start, limit, tile, SIZE: tl.constexpr):
-    """Write the rows of `tile` [BLOCK, BLOCK_SIZE] below row `limit` and column SIZE."""
+def store_rows(target, strides, at, tile, SIZE: tl.constexpr):
+    """Write the rows of `tile` [BLOCK, BLOCK_SIZE] to the Stretch `at`, below its limit and column SIZE."""
     rows = tl.arange(0, tile.shape[0])[:, None]
     columns = tl.arange(0, tile.shape[1])[None, :]
-    origin = target + tl.cast(batch, tl.int64) * strides.batch + tl.cast(head, tl.int64) * strides.head
-    pointers = origin + tl.cast(start, tl.int64) * strides.row + rows * strides.row + columns
-    tl.store(pointers, tile.to(target.dtype.element_ty), mask=(start + rows < limit) & (columns < SIZE))
+    origin = target + tl.cast(at.batch, tl.int64) * strides.batch + tl.cast(at.head, tl.int64) * strides.head
+    pointers = origin + tl.cast(at.start, tl.int64) * strides.row + rows * strides.row + columns
+    tl.store(pointers, tile.to(target.dtype.element_ty), mask=(at.start + rows < at.limit) & (columns < SIZE))
 
 
 @triton.jit
