@@ -24,6 +24,11 @@ def causal_only(problem: AttentionProblem) -> str | None:
     return f"knows no window but causal, got left = {problem.left}, right = {problem.right}"
 
 
+def causal_forward(problem: AttentionProblem) -> str | None:
+    """Any band backward, torch's is_causal forward."""
+    return None if problem.direction == "backward" else causal_only(problem)
+
+
 def one_mask(problem: AttentionProblem) -> str | None:
     """torch's operators disagree about a causal mask beside a dense one."""
     dense = sorted(problem.features & {"bias", "allowed"})

@@ -19,7 +19,7 @@ from sdpa.dispatch import select
 from sdpa.dispatch.catalog import FLOATS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import Gradients, Tile
+from sdpa.problem import Gradients, Results, Tile
 from sdpa.sequences import Documents, Pages, build_packed, build_paged
 from sdpa.testing import (
     MASKS,
@@ -139,6 +139,39 @@ def test_more_entries_than_a_grid_has_rows(sizes):
         right(check_kernel(name_for(make_inputs(case)), case), case)
 
 
+BANDS = {
+    "causal": Mask(causal=True),
+    "bottom_right": Mask(causal=True, align="bottom_right"),
+    "window": Mask(window=(200, 0)),
+    "both_sides": Mask(window=(100, 50)),
+    "everything": Mask(),
+}
+
+
+@pytest.mark.parametrize("D", [40, 64, 128, 256])
+@pytest.mark.parametrize("band", BANDS)
+def test_hopper_backward_of_any_band(band, D):
+    """Every tile, from the results of another forward: this kernel's own knows causal only."""
+    module, math = (by_name()[name].load() for name in ("triton_hopper", "math"))
+    draw = Draw(real(), 11)
+    for M, N, H, Hkv in ((700, 1000, 4, 2), (333, 520, 2, 2), (600, 400, 2, 1), (1000, 1000, 1, 1)):
+        q, grad_out = draw.normal(2, H, M, D), draw.normal(2, H, M, D)
+        k, v = draw.normal(2, Hkv, N, D), draw.normal(2, Hkv, N, D)
+        inputs = build_inputs(q, k, v, Options(BANDS[band], enable_gqa=True))
+        problem = problem_of(inputs, "backward")
+        assert not by_name()["triton_hopper"].why_not(problem)
+        results = math.forward(inputs, problem_of(inputs, "forward"), None)
+        wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
+        _, plain = differentiate(inputs, grad_out, BFLOAT16)
+        bands = backward_bands(inputs, grad_out, wanted, wanted_grads)
+        for tile in module.tiles(problem):
+            grads = module.backward(inputs, results, Results(grad_out, None), problem, tile)
+            for name in "qkv":
+                got, want, rough = (getattr(g, name) for g in (grads, wanted_grads, plain))
+                found = compare(f"grad_{name}", got, want, rough, M * (H // Hkv) + N, bands[name])
+                right([found], (band, M, N, tile))
+
+
 def far_apart(shape, strides, seed):
     """A bfloat16 tensor of more than 2^31 elements from its first to its last, NaN in all that is not its own."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -225,8 +258,16 @@ def test_pages(page_size):
         right(check_inputs("triton_decode", inputs, draw.normal(4, 16, M, 128)), (M, dropout_p))
 
 
+@pytest.fixture
+def torchs_mode(request):
+    """Ours are deterministic without being asked; torch's own where `torch.use_deterministic_algorithms` asks."""
+    torch.use_deterministic_algorithms("vendor" in request.node.callspec.params["name"])
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("name", [kernel.name for kernel in kernels_for("cuda") if kernel.deterministic])
-def test_the_same_bits_twice(name):
+def test_the_same_bits_twice(name, torchs_mode):
     cases = [real(H=8, Hkv=2, M=700, N=900, mask=m) for m in ("none", "causal", "bias_rows")]
     cases += [real(M=700, N=700, mask=m) for m in ("none", "causal")]
     taken = [case for case in cases if not able(name, case)]

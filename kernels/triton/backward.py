@@ -29,6 +29,7 @@ from sdpa.kernels.triton.mask import (
 )
 from sdpa.kernels.triton.nouns import Rows, Side
 from sdpa.kernels.triton.primitives import (
+    LOG2E,
     Operands,
     Stretch,
     keep_tile,
@@ -65,10 +66,14 @@ class QueryBlock(NamedTuple):
 
 
 @triton.jit
-def delta_kernel(out, grad_out, grad_lse, delta, out_strides, grad_strides, H, rows, DV: tl.constexpr,
-                 BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """delta [B, H, rows] = rowsum(out * grad_out) - grad_lse. Grid: blocks * B * H."""
-    blocks = tl.cdiv(rows, BLOCK)
+def delta_kernel(out, grad_out, lse, grad_lse, delta, base2, out_strides, grad_strides, H, rows, width,
+                 DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """delta [B, H, width] = rowsum(out * grad_out) - grad_lse, and 0 behind the first `rows`. Grid: blocks * B * H.
+
+    base2 [B, H, width], where wanted: lse in base 2, infinite where there is no row or the row sees no key, so that its
+    probabilities are 0.
+    """
+    blocks = tl.cdiv(width, BLOCK)
     entry = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK
     batch, head = entry // H, entry % H
@@ -76,11 +81,15 @@ def delta_kernel(out, grad_out, grad_lse, delta, out_strides, grad_strides, H, r
     o = load_rows(out, out_strides, at, DV, BLOCK, BLOCK_DV, False, True)
     g = load_rows(grad_out, grad_strides, at, DV, BLOCK, BLOCK_DV, False, True)
     total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    offsets = tl.cast(entry, tl.int64) * rows + start + tl.arange(0, BLOCK)
-    inside = start + tl.arange(0, BLOCK) < rows
+    offsets = start + tl.arange(0, BLOCK)
+    source, target = tl.cast(entry, tl.int64) * rows + offsets, tl.cast(entry, tl.int64) * width + offsets
     if grad_lse is not None:
-        total -= tl.load(grad_lse + offsets, mask=inside, other=0.0)
-    tl.store(delta + offsets, total, mask=inside)
+        total -= tl.load(grad_lse + source, mask=offsets < rows, other=0.0)
+    tl.store(delta + target, total, mask=offsets < width)
+    if base2 is not None:
+        row_lse = tl.load(lse + source, mask=offsets < rows, other=float("-inf"))
+        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
+        tl.store(base2 + target, row_lse, mask=offsets < width)
 
 
 @triton.jit
@@ -297,23 +306,31 @@ def empty_gradients(inputs: AttentionInputs) -> Gradients:
 
 
 def delta_launch(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Launch]:
+    delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+    return delta, Launch(delta_kernel, *delta_arguments(out, grad_out, None, grad_lse, delta, None), DELTA_TILE)
+
+
+def row_launch(
+    out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, multiple: int
+) -> tuple[Tensor, Tensor, Launch]:
+    """lse in base 2 and delta, both (B * H, queries) with rows filled up to a multiple, and the launch that makes
+    them."""
+    B, H, rows = out.shape[:3]
+    shape = (2, B * H, -(-rows // multiple) * multiple)
+    base2, delta = torch.empty(shape, dtype=torch.float32, device=out.device)
+    arguments = delta_arguments(out, grad_out, lse, grad_lse, delta, base2)
+    return base2, delta, Launch(delta_kernel, *arguments, DELTA_TILE)
+
+
+def delta_arguments(
+    out: Tensor, grad_out: Tensor, lse: Tensor | None, grad_lse: Tensor | None, delta: Tensor, base2: Tensor | None
+) -> tuple[tuple[int], tuple]:
+    """The grid and the arguments of delta_kernel."""
     B, H, rows, Dv = out.shape
-    delta = torch.empty((B, H, rows), dtype=torch.float32, device=out.device)
+    width = delta.shape[-1]
     upstream = None if grad_lse is None else grad_lse.contiguous()
-    args = (
-        out,
-        grad_out,
-        upstream,
-        delta,
-        strides_of(out),
-        strides_of(grad_out),
-        H,
-        rows,
-        Dv,
-        DELTA_ROWS,
-        block_size(Dv),
-    )
-    return delta, Launch(delta_kernel, (-(-rows // DELTA_ROWS) * B * H,), args, DELTA_TILE)
+    sizes = (strides_of(out), strides_of(grad_out), H, rows, width, Dv, DELTA_ROWS, block_size(Dv))
+    return (-(-width // DELTA_ROWS) * B * H,), (out, grad_out, lse, upstream, delta, base2, *sizes)
 
 
 def keys_launches(

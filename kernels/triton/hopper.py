@@ -1,4 +1,4 @@
-"""Forward attention for Hopper: tiles, descriptors and the launch of the Gluon kernel.
+"""Attention for Hopper: tiles, descriptors and the launch of the Gluon forward; its backward is in hopper_backward.py.
 
 Which build is best for which problem was measured on an H200, with bfloat16 and 16384 rows of 2048 columns in all.
 """
@@ -15,6 +15,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sdpa.kernels.triton import forward as plain
+from sdpa.kernels.triton import hopper_backward
 from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, section_of
 from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, LOG2E, Build, forward_kernel
 from sdpa.kernels.triton.launch import Launch, run
@@ -29,7 +30,7 @@ SMALL_D, MEDIUM_D = 64, 128  # head sizes; 64 of them fill a row of the 128-byte
 # at D = 256. Scores of 64 x 128 fill the registers beside an accumulator of D = 128; at D = 64 there is room for a
 # third group, so that the products of two hide the softmax of one.
 TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE = Tile(128, 128, 4, 2), Tile(192, 128, 4, 2), Tile(128, 64, 4, 2)
-TILES: tuple[Tile, ...] = (TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE)
+TILES: tuple[Tile, ...] = (TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE, *hopper_backward.TILES)
 # Registers per thread of (a group, the loader), which setmaxnreg moves between them; 65536 are there for all.
 TWO_GROUPS, THREE_GROUPS = (240, 24), (160, 32)
 SHORT = 1024  # up to so many queries, blocks of 192 leave too many rows empty, and groups do well to take turns
@@ -49,6 +50,8 @@ def unavailable() -> str | None:
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     """Best guess first."""
+    if problem.direction == "backward":
+        return hopper_backward.tiles(problem)
     if problem.D > SMALL_D:
         return (TWO_GROUP_TILE,) if problem.D <= MEDIUM_D else (LARGE_TILE,)
     return (TWO_GROUP_TILE, THREE_GROUP_TILE) if problem.M <= SHORT else (THREE_GROUP_TILE, TWO_GROUP_TILE)
@@ -170,3 +173,6 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> R
     results, launch = made
     run([launch], problem)
     return results
+
+
+backward = hopper_backward.backward

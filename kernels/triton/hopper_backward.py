@@ -1,0 +1,197 @@
+"""Backward attention for Hopper: passes, descriptors and the launches of the Gluon kernel.
+
+Which build is best for which head size was measured on an H200, with bfloat16 and 16384 rows of 2048 columns in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sdpa.kernels.triton import backward as plain
+from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, L2_SHARE, describable
+from sdpa.kernels.triton.hopper_backward_kernel import Build, backward_kernel
+from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, LOG2E
+from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.target import target_of
+from sdpa.kernels.triton.tiles import tiles as plain_tiles
+from sdpa.layout import empty_as
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile
+
+SMALL_D, MEDIUM_D = 64, 128
+# As everywhere in a backward, BLOCK_M rows stream and BLOCK_N stay. Of a pass over blocks of keys: at D = 64 two groups
+# and blocks of 128 are best where nothing is masked, and else smaller scores, whose masks leave registers free; at 256
+# the tile is that of dV's pass, and dK's, which keeps values as well, streams half as many rows.
+SMALL_TILES = (Tile(128, 128, 4, 3), Tile(64, 192, 4, 4), Tile(64, 128, 4, 4))
+MEDIUM_TILE, LARGE_TILE = Tile(64, 128, 4, 3), Tile(64, 128, 4, 2)
+TILES: tuple[Tile, ...] = (*SMALL_TILES, MEDIUM_TILE, LARGE_TILE)
+LARGE_STREAMING_TILE = Tile(32, 128, 4, 3)
+# Of the pass over blocks of queries, by head size: a third group where its sum leaves registers for one.
+QUERIES_TILES = {SMALL_D: Tile(64, 192, 4, 4), MEDIUM_D: Tile(64, 192, 4, 3), 256: LARGE_STREAMING_TILE}
+# Registers per thread of (a group, the loader).
+TWO_GROUPS, THREE_GROUPS = (240, 24), (160, 32)
+ROW_ALIGNMENT = 128  # rows of lse and delta are filled up to blocks of the largest size that streams
+
+
+def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
+    """Best guess first."""
+    if problem.D > SMALL_D:
+        return (MEDIUM_TILE,) if problem.D <= MEDIUM_D else (LARGE_TILE,)
+    unmasked, three, two = SMALL_TILES
+    return (unmasked, three, two) if "band" not in problem.features else (three, two)
+
+
+class Pass(NamedTuple):
+    """One launch: which rows stay, which sums it makes, and its tile."""
+
+    keys: bool
+    grad_a: bool
+    grad_b: bool
+    tile: Tile
+
+
+def passes(problem: AttentionProblem, tile: Tile) -> tuple[Pass, ...]:
+    queries = Pass(False, True, False, QUERIES_TILES[width_of(problem)])
+    if problem.D <= MEDIUM_D:
+        return Pass(True, True, True, tile), queries
+    return Pass(True, False, True, tile), Pass(True, True, False, LARGE_STREAMING_TILE), queries
+
+
+def width_of(problem: AttentionProblem) -> int:
+    """The head size that rows are filled up to: a row of the 128-byte swizzle has 64 numbers."""
+    return max(SMALL_D, triton.next_power_of_2(problem.D))
+
+
+def build_of(problem: AttentionProblem, work: Pass, near: int | None, far: int | None) -> Build:
+    three = work.tile.BLOCK_N > 2 * GROUP_ROWS.value
+    return Build(
+        work.keys,
+        work.grad_a,
+        work.grad_b,
+        work.tile.BLOCK_N,
+        work.tile.BLOCK_M,
+        width_of(problem),
+        work.tile.num_stages,
+        NEAR=near is not None,
+        FAR=far is not None,
+        REVERSED=far is not None and near is None,
+        GROUP_REGISTERS=(THREE_GROUPS if three else TWO_GROUPS)[0],
+        LOADER_REGISTERS=(THREE_GROUPS if three else TWO_GROUPS)[1],
+    )
+
+
+class Fixed(NamedTuple):
+    """What calls of the same problem, strides and tile share of one pass; made once."""
+
+    programs: int
+    counts: tuple[int, ...]  # blocks, entries, section, near, far
+    descriptors: tuple[dict | None, ...]  # of a, b, x, y, grad_a, grad_b, lse and delta: all but the address
+    build: Build
+    tile: Tile
+
+
+FIXED: dict[Hashable, tuple[Fixed, ...] | None] = {}
+MAX_FIXED = 4096
+
+
+def reaches(problem: AttentionProblem, keys: bool) -> tuple[int | None, int | None]:
+    """(near, far): how far a row that stays sees to the front and to the back; None where it sees everything."""
+    shift = problem.N - problem.M if problem.bottom_right else 0
+    left = None if problem.left == UNLIMITED else problem.left - shift
+    right = None if problem.right == UNLIMITED else problem.right + shift
+    return (right, left) if keys else (left, right)
+
+
+def fix(problem: AttentionProblem, work: Pass, operands: tuple[Tensor, ...]) -> Fixed:
+    near, far = reaches(problem, work.keys)
+    build = build_of(problem, work, near, far)
+    a, _, x = operands[:3]
+    own = GROUP_ROWS.value
+    heights = (own, own, build.STEP, build.STEP, own, own)
+    rows = operands[:6]
+    descriptors = [rows_descriptor(t, n, build.D) for t, n in zip(rows, heights, strict=True)]
+    descriptors += [numbers_descriptor(t, build.STEP) for t in operands[6:]]
+    blocks, entries = -(-a.shape[2] // build.OWN), a.shape[0] * a.shape[1]
+    section = section_of(problem, x, entries)
+    return Fixed(
+        blocks * entries, (blocks, entries, section, near or 0, far or 0), tuple(descriptors), build, work.tile
+    )
+
+
+def section_of(problem: AttentionProblem, x: Tensor, entries: int) -> int:
+    """How many of the heads that stay have what streams for them in the L2 cache together."""
+    streaming = x.shape[2] * (problem.D + problem.Dv) * problem.dtype.itemsize
+    fitting = int(L2_SHARE * target_of(problem.device).l2) // max(1, streaming)  # heads of what streams
+    own = max(1, fitting) * entries // (x.shape[0] * x.shape[1])
+    return min(entries, max(1, own))
+
+
+def rows_descriptor(tensor: Tensor, rows: int, size: int) -> dict:
+    """Descriptor of (B, H, rows, D) moved in blocks of [1, 1, rows, size]; a dimension of one needs no true stride."""
+    unit = DESCRIPTOR_ALIGNMENT // tensor.element_size()
+    strides = [unit if n == 1 else s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return vars(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, size], layout)) | {
+        "base": None
+    }
+
+
+def numbers_descriptor(tensor: Tensor, count: int) -> dict:
+    """Descriptor of (B * H, queries) float32, moved in blocks of [1, count]."""
+    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return vars(TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, count], layout)) | {
+        "base": None
+    }
+
+
+def describe(fields: dict, tensor: Tensor) -> Any:
+    """A checked descriptor with another address."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(descriptor).update(fields, base=tensor)
+    return descriptor
+
+
+def backward_launches(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
+) -> tuple[Gradients, list[Launch]] | None:
+    """Gradients to be filled, and the launches that fill them; None where the bulk copy engine cannot read a tensor."""
+    q, k, v = inputs[:3]
+    out, grad_out = (t if t.stride(3) == 1 else t.contiguous() for t in (results.out, upstream.out))
+    read = (q, k, v, grad_out)
+    if any(t.data_ptr() % DESCRIPTOR_ALIGNMENT or not describable(t) for t in read):
+        return None
+    grads = [empty_as(t, t.shape[3]) for t in (q, k, v)]
+    lse, delta, first = plain.row_launch(out, grad_out, results.lse.contiguous(), upstream.lse, ROW_ALIGNMENT)
+    by_keys = (k, v, q, grad_out, grads[1], grads[2], lse, delta)
+    by_queries = (q, grad_out, k, v, grads[0], grads[0], lse, delta)
+    works = passes(problem, tile)
+    key = (problem, tile, target_of(problem.device), *(t.stride() for t in (*read, *grads)))
+    if key not in FIXED:
+        if len(FIXED) >= MAX_FIXED:
+            FIXED.clear()
+        FIXED[key] = tuple(fix(problem, work, by_keys if work.keys else by_queries) for work in works)
+    scale = inputs.scale
+    launches = [first]
+    for fixed in FIXED[key]:
+        operands = by_keys if fixed.build.KEYS else by_queries
+        described = map(describe, fixed.descriptors, operands)
+        args = (*described, lse, delta, *fixed.counts, scale, scale * LOG2E.value, fixed.build)
+        launches.append(Launch(backward_kernel, (fixed.programs,), args, fixed.tile))
+    return Gradients(*grads), launches
+
+
+def backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
+) -> Gradients:
+    """Tensors that the bulk copy engine cannot read go to the plain Triton loops: slower, but with no copy."""
+    made = backward_launches(inputs, results, upstream, problem, tile)
+    if made is None:
+        return plain.backward(inputs, results, upstream, problem, plain_tiles(problem)[0])
+    grads, launches = made
+    run(launches, problem)
+    return grads
