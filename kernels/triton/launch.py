@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime import driver
 
+from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
+from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionProblem, Tile
 
 
@@ -24,25 +28,29 @@ class Launch(NamedTuple):
         sizes = {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
         return sizes | {"launch_pdl": True} if self.chained else sizes
 
-    def __call__(self) -> None:
+    def __call__(self, backend: str, arch: int | str) -> None:
+        """Run on the current device, which is what `backend` and `arch` say."""
         if self.grid[0]:
-            self.kernel[self.grid](*self.args, **self.options)
+            path = assembler_for(self.kernel, backend, arch)
+            with assembling(path):
+                self.kernel[self.grid](*self.args, **self.options, **(MARK if path else {}))
 
     def compile(self):
         """The compiled kernel for Triton's active target, without running it."""
-        return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+        target = driver.active.get_current_target()
+        path = assembler_for(self.kernel, target.backend, target.arch)
+        with assembling(path):
+            return self.kernel.warmup(*self.args, grid=self.grid, **self.options, **(MARK if path else {}))
 
 
 def run(launches: list[Launch], problem: AttentionProblem) -> None:
     """Run `launches` in order on the problem's device."""
+    target = target_of(problem.device)
     index = device_index(problem.device)
-    if index is None or index == torch.cuda.current_device():
+    elsewhere = index is not None and index != torch.cuda.current_device()
+    with torch.cuda.device(index) if elsewhere else nullcontext():
         for launch in launches:
-            launch()
-        return
-    with torch.cuda.device(index):
-        for launch in launches:
-            launch()
+            launch(target.backend, target.arch)
 
 
 @lru_cache(maxsize=64)
