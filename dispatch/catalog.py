@@ -76,7 +76,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="ours: Gluon for Hopper; loads, groups of products and softmax overlapped",
         max_head_size=256,
         efficiency=0.7,
-        overhead=30e-6,
+        overhead=25e-6,
         rules=(causal_forward, same_head_sizes, eighths, any_unit_stride, hopper_only),
     ),
     Kernel(
@@ -89,7 +89,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="ours: Triton; structured masks, skips key blocks outside them",
         max_head_size=TRITON_HEAD_SIZE,
         efficiency=0.6,
-        overhead=30e-6,
+        overhead=27e-6,
         rules=(any_unit_stride, triton_architecture),
     ),
     Kernel(
@@ -117,7 +117,7 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_size=TRITON_HEAD_SIZE,
         splits_keys=True,
         efficiency=0.1,
-        overhead=40e-6,
+        overhead=19e-6,
         rules=(any_unit_stride, triton_architecture),
     ),
     Kernel(
@@ -130,7 +130,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="cuDNN's fused attention through torch",
         deterministic=False,
         efficiency=0.75,
-        overhead=13e-6,
+        overhead=22e-6,
         rules=(
             causal_only,
             square_causal,
@@ -153,7 +153,7 @@ KERNELS: tuple[Kernel, ...] = (
         deterministic=True,
         max_head_size=256,
         efficiency=0.42,
-        overhead=12e-6,
+        overhead=20e-6,
         rules=(causal_only, square_causal, same_head_sizes, any_unit_stride, flash_architecture, no_row_limit),
     ),
     Kernel(
@@ -166,7 +166,7 @@ KERNELS: tuple[Kernel, ...] = (
         summary="CUTLASS memory-efficient attention as torch ships it",
         deterministic=False,
         efficiency=0.2,
-        overhead=14e-6,
+        overhead=15e-6,
         rules=(causal_only, one_mask, any_unit_stride, bias_in_query_dtype, efficient_alignment, no_row_limit),
     ),
     Kernel(
@@ -180,7 +180,7 @@ KERNELS: tuple[Kernel, ...] = (
         directions=("forward",),
         materialises=True,
         efficiency=0.08,
-        overhead=15e-6,
+        overhead=50e-6,
         rules=(causal_only, one_mask, bias_in_query_dtype),
     ),
     Kernel(

@@ -55,6 +55,12 @@ class Choice:
     def backward(self) -> Callable:
         return self.kernel.load().backward
 
+    @property
+    def record(self) -> Callable | None:
+        """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form; where
+        the kernel's module has such."""
+        return getattr(self.kernel.load(), "record", None)
+
 
 @dataclass(frozen=True)
 class Candidate:

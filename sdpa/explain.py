@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
+from sdpa.eager import left_to_torch
 from sdpa.inputs import Options, build_inputs
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, pack_jagged, under_autocast
 from sdpa.mask import Mask
 from sdpa.problem import AttentionProblem
+
+LEFT_TO_TORCH = "the call is short, so that torch differentiates its operator: settled in the forward"
 
 
 def explain(
@@ -46,7 +51,10 @@ def explain(
     if direction == "backward" and inputs.bias is not None and inputs.bias.requires_grad:
         extra.add("bias_grad")
     problem = AttentionProblem.of(inputs, direction, frozenset(extra))
-    return explain_problem(problem, effective(request_text(kernel)))
+    explanation = explain_problem(problem, effective(request_text(kernel)))
+    if direction == "backward" and learns and left_to_torch(query, key, value, options, kernel):
+        return replace(explanation, reason=f"{explanation.reason}; {LEFT_TO_TORCH}")
+    return explanation
 
 
 def prepare(

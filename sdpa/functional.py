@@ -12,6 +12,7 @@ from sdpa.dispatch.context import request_text
 from sdpa.inputs import Options, build_inputs, restore_rank
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, nested_attention
 from sdpa.mask import Mask
+from sdpa.plans import select_by_modes
 from sdpa.problem import AttentionInputs, Results
 
 
@@ -54,8 +55,8 @@ def scaled_dot_product_attention(
         kernel: name of a kernel or family that must run; it raises with its reasons if it cannot.
 
     Returns:
-        (..., H, M, Dv) in the memory layout of `query`; with `return_lse` a pair. A row that sees no key is 0, with
-        log-sum-exp -inf and gradient 0.
+        (..., H, M, Dv) in the memory layout of `query`, or in the one torch returns where its kernel answers a plain
+        call; with `return_lse` a pair. A row that sees no key is 0, with log-sum-exp -inf and gradient 0.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, in torch's words where torch has them.
@@ -124,7 +125,7 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
         if not needs_grad(inputs):
             return plain(inputs, needs_lse, request)
         return Results(*Attention.apply(*distinct(inputs), request))
-    if eager.select_by_modes():
+    if select_by_modes():
         flops.announce()
     if needs_grad(inputs) or is_transformed():
         return Results(*AttentionEager.apply(*inputs, request))

@@ -42,6 +42,7 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
     problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
     choice = select(problem, effective(kernel))
     out, lse = choice.run(inputs)
+    out = like_layout(out, inputs.q)  # torch's kernels have layouts of their own, and a graph counts on this one
     return out, lse if needs_lse else no_tensor(inputs.q)
 
 

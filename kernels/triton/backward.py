@@ -39,12 +39,14 @@ from sdpa.kernels.triton.primitives import (
     probabilities,
     store_rows,
 )
+from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.tiles import Part, passes, queries_tile
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 DELTA_ROWS = 64  # a few rows a warp: the kernel only streams
 DELTA_TILE = Tile(DELTA_ROWS, 0, 4, 1)
+DELTA, BASE2 = 4, 5  # places among the arguments of its kernel
 
 
 class KeyBlock(NamedTuple):
@@ -268,6 +270,15 @@ def backward(
     gradients, launches, finish = backward_launches(inputs, results, upstream, problem, tile)
     run(launches, problem)
     return finish(gradients)
+
+
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradients, Replay | None]:
+    """Like `backward`, and what does it again for tensors of the same form."""
+    inputs, results, upstream = tensors
+    grads, launches, finish = backward_launches(inputs, results, upstream, problem, tile)
+    given, delta = (*inputs[:3], *results, upstream.out), launches[0].args[DELTA]
+    again = run_recording(launches, problem, given, (*grads[:3], delta), lambda made: Gradients(*made[:3]))
+    return finish(grads), None if inputs.sinks is not None else again  # their gradient is more than launches
 
 
 def backward_launches(

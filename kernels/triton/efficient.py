@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.backward import backward
+from sdpa.kernels.triton.flash import record
 from sdpa.kernels.triton.forward import forward
 from sdpa.kernels.triton.tiles import TILES, tiles
 
-__all__ = ["TILES", "backward", "forward", "tiles", "unavailable"]
+__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable"]

@@ -23,6 +23,7 @@ from sdpa.kernels.triton.primitives import (
     raise_scores,
     store_rows,
 )
+from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
 
 
@@ -130,3 +131,10 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> R
     results, launches = forward_launches(inputs, problem, tile)
     run(launches, problem)
     return results
+
+
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results, Replay | None]:
+    """Like `forward`, and what does it again for tensors of the same form."""
+    (inputs,) = tensors
+    results, launches = forward_launches(inputs, problem, tile)
+    return results, run_recording(launches, problem, inputs[:3], results, Results._make)

@@ -19,10 +19,11 @@ from sdpa.kernels.triton import hopper_backward
 from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, section_of
 from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, LOG2E, Build, forward_kernel
 from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
 from sdpa.layout import empty_as
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 HOPPER = (9, 0)
 SMALL_D, MEDIUM_D = 64, 128  # head sizes; 64 of them fill a row of the 128-byte swizzle, so there are none smaller
@@ -173,6 +174,19 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> R
     results, launch = made
     run([launch], problem)
     return results
+
+
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results | Gradients, Replay | None]:
+    """Like the pass that the problem names, and what does it again for tensors of the same form, of which none is
+    empty."""
+    if problem.direction == "backward":
+        return hopper_backward.record(tensors, problem, tile)
+    (inputs,) = tensors
+    made = forward_launch(inputs, problem, tile)
+    if made is None:
+        return plain.record(tensors, problem, plain_tiles(problem)[0])
+    results, launch = made
+    return results, run_recording([launch], problem, inputs[:3], results, Results._make)
 
 
 backward = hopper_backward.backward

@@ -18,6 +18,7 @@ from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, L2_SHARE, descri
 from sdpa.kernels.triton.hopper_backward_kernel import Build, backward_kernel
 from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, LOG2E
 from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
 from sdpa.layout import empty_as
@@ -195,3 +196,16 @@ def backward(
     grads, launches = made
     run(launches, problem)
     return grads
+
+
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradients, Replay | None]:
+    """Like `backward`, and what does it again for tensors of the same form."""
+    inputs, results, upstream = tensors
+    made = backward_launches(inputs, results, upstream, problem, tile)
+    if made is None:
+        return plain.record(tensors, problem, plain_tiles(problem)[0])
+    grads, launches = made
+    rows = (launches[0].args[plain.BASE2], launches[0].args[plain.DELTA])
+    given = (*inputs[:3], *results, upstream.out)
+    again = run_recording(launches, problem, given, (*grads[:3], *rows), lambda made: Gradients(*made[:3]))
+    return grads, again

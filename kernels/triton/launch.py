@@ -28,12 +28,14 @@ class Launch(NamedTuple):
         sizes = {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
         return sizes | {"launch_pdl": True} if self.chained else sizes
 
-    def __call__(self, backend: str, arch: int | str) -> None:
-        """Run on the current device, which is what `backend` and `arch` say."""
-        if self.grid[0]:
-            path = assembler_for(self.kernel, backend, arch)
-            with assembling(path):
-                self.kernel[self.grid](*self.args, **self.options, **(MARK if path else {}))
+    def __call__(self, backend: str, arch: int | str) -> Any:
+        """Run on the current device, which is what `backend` and `arch` say; the compiled kernel, where there was
+        something to do and Triton compiles."""
+        if not self.grid[0]:
+            return None
+        path = assembler_for(self.kernel, backend, arch)
+        with assembling(path):
+            return self.kernel[self.grid](*self.args, **self.options, **(MARK if path else {}))
 
     def compile(self):
         """The compiled kernel for Triton's active target, without running it."""
@@ -43,14 +45,13 @@ class Launch(NamedTuple):
             return self.kernel.warmup(*self.args, grid=self.grid, **self.options, **(MARK if path else {}))
 
 
-def run(launches: list[Launch], problem: AttentionProblem) -> None:
-    """Run `launches` in order on the problem's device."""
+def run(launches: list[Launch], problem: AttentionProblem) -> list:
+    """Run `launches` in order on the problem's device; returns what each was compiled to."""
     target = target_of(problem.device)
     index = device_index(problem.device)
     elsewhere = index is not None and index != torch.cuda.current_device()
     with torch.cuda.device(index) if elsewhere else nullcontext():
-        for launch in launches:
-            launch(target.backend, target.arch)
+        return [launch(target.backend, target.arch) for launch in launches]
 
 
 @lru_cache(maxsize=64)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs
 
 
@@ -16,6 +17,11 @@ def no_cuda() -> str | None:
 def is_causal(inputs: AttentionInputs) -> bool:
     """The rows admit no band but torch's causal one."""
     return inputs.right == 0
+
+
+def scale_option(inputs: AttentionInputs) -> dict[str, float]:
+    """The scale by name; nothing where it is torch's own, because each argument costs time to read."""
+    return {} if inputs.scale == 1.0 / math.sqrt(inputs.q.shape[-1]) else {"scale": inputs.scale}
 
 
 def float_mask(inputs: AttentionInputs) -> Tensor | None:
@@ -37,21 +43,22 @@ def expanded_mask(inputs: AttentionInputs) -> Tensor | None:
 
 
 def no_rng(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset for a backward without dropout, which reads neither."""
-    zero = torch.zeros((), dtype=torch.int64, device=q.device)
-    return zero, zero
+    """Seed and offset for a backward without dropout, which reads neither: not filled, which would be a launch."""
+    nothing = q.new_empty((), dtype=torch.int64)
+    return nothing, nothing
 
 
-def settle(inputs: AttentionInputs, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Results in the query's layout, with output 0 and log-sum-exp -inf in rows that see no key by the mask itself."""
+def settle(inputs: AttentionInputs, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Results with output 0 and log-sum-exp -inf in rows that see no key by the mask itself."""
     mask = float_mask(inputs)
     if mask is None:
-        return like_layout(out, inputs.q), lse
+        return out, lse
     dead = (mask == -torch.inf).all(-1)  # [B|1, H|1, M|1]
-    out = like_layout(out.masked_fill(dead.unsqueeze(-1), 0.0), inputs.q)
-    return out, lse.masked_fill(dead, -torch.inf)
+    return out.masked_fill(dead.unsqueeze(-1), 0.0), None if lse is None else lse.masked_fill(dead, -torch.inf)
 
 
-def lse_for_backward(lse: Tensor) -> Tensor:
-    """+inf for dead rows: exp(score - lse) is then 0 there, and so is every gradient."""
+def lse_for_backward(inputs: AttentionInputs, lse: Tensor) -> Tensor:
+    """+inf for dead rows, which only a dense mask makes here: exp(score - lse) is then 0, and so is every gradient."""
+    if inputs.bias is None and inputs.allowed is None:
+        return lse
     return torch.where(lse == -torch.inf, torch.inf, lse)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, settle
+import torch
+from torch import Tensor
+
+from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, scale_option, settle
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -14,6 +17,14 @@ def unavailable() -> str | None:
     if reason := no_cuda():
         return reason
     return None if torch.backends.cudnn.is_available() else "torch was built without cuDNN"
+
+
+def native(inputs: AttentionInputs, learns: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """torch's operator of (q, k, v) without a mask, as torch calls and differentiates it."""
+    attend, scale = torch._scaled_dot_product_cudnn_attention, scale_option(inputs)
+    if is_causal(inputs):
+        return lambda q, k, v: attend(q, k, v, None, learns, 0.0, True, **scale)[0]
+    return lambda q, k, v: attend(q, k, v, None, learns, **scale)[0]
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
@@ -33,7 +44,7 @@ def backward(
         inputs.k,
         inputs.v,
         results.out,
-        lse_for_backward(results.lse).unsqueeze(-1),
+        lse_for_backward(inputs, results.lse).unsqueeze(-1),
         *no_rng(inputs.q),
         expanded_mask(inputs),
         None,

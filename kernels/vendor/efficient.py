@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, settle
+from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, scale_option, settle
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
 LSE_MULTIPLE = 32  # rows of the operator's log-sum-exp are padded to this
 
 unavailable = no_cuda
+
+
+def native(inputs: AttentionInputs, learns: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """torch's operator of (q, k, v) without a mask, as torch calls and differentiates it."""
+    attend, scale = torch._scaled_dot_product_efficient_attention, scale_option(inputs)
+    if is_causal(inputs):
+        return lambda q, k, v: attend(q, k, v, None, learns, 0.0, True, **scale)[0]
+    return lambda q, k, v: attend(q, k, v, None, learns, **scale)[0]
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
@@ -25,9 +35,7 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
         is_causal(inputs),
         scale=inputs.scale,
     )
-    if "lse" not in problem.features:
-        lse = lse.new_zeros(1).expand(inputs.q.shape[:3])
-    return Results(*settle(inputs, out, lse[:, :, : inputs.q.shape[2]]))
+    return Results(*settle(inputs, out, lse[:, :, : inputs.q.shape[2]] if "lse" in problem.features else None))
 
 
 def backward(
@@ -41,7 +49,7 @@ def backward(
         inputs.v,
         expanded_mask(inputs),
         rows_outside(results.out),
-        padded_lse(results.lse),
+        padded_lse(inputs, results.lse),
         *no_rng(inputs.q),
         0.0,
         [True, True, True, wanted],
@@ -52,10 +60,10 @@ def backward(
     return Gradients(*gradients[:3], bias)
 
 
-def padded_lse(lse: Tensor) -> Tensor:
+def padded_lse(inputs: AttentionInputs, lse: Tensor) -> Tensor:
     """The log-sum-exp with its rows filled up as the backward operator expects them."""
-    missing = -lse.shape[2] % LSE_MULTIPLE
-    return torch.nn.functional.pad(lse_for_backward(lse), (0, missing), value=torch.inf)
+    lse, missing = lse_for_backward(inputs, lse), -lse.shape[2] % LSE_MULTIPLE
+    return torch.nn.functional.pad(lse, (0, missing), value=torch.inf) if missing else lse.contiguous()
 
 
 def rows_outside(out: Tensor) -> Tensor:

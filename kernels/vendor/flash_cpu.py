@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sdpa.kernels.vendor.common import float_mask, is_causal
@@ -23,9 +25,8 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
         inputs.q, inputs.k, inputs.v, 0.0, is_causal(inputs), attn_mask=float_mask(inputs), scale=inputs.scale
     )
     # torch writes zeros into a row whose scores hold a NaN; the row's log-sum-exp still tells.
-    broken = torch.isnan(lse)
-    if broken.any():
-        out = out.masked_fill(broken.unsqueeze(-1), torch.nan)
+    if math.isnan(lse.sum().item()):
+        out = out.masked_fill(torch.isnan(lse).unsqueeze(-1), torch.nan)
     return Results(out, lse if "lse" in problem.features else None)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from sdpa.kernels.vendor.common import is_causal, no_cuda, no_rng
+import torch
+from torch import Tensor
+
+from sdpa.kernels.vendor.common import is_causal, no_cuda, no_rng, scale_option
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -20,6 +23,16 @@ def padded(inputs: AttentionInputs) -> AttentionInputs:
         return inputs
     q, k, v = (torch.nn.functional.pad(t, (0, missing)) for t in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
+
+
+def native(inputs: AttentionInputs, learns: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """torch's operator of (q, k, v) as torch calls and differentiates it; None where head sizes have to be padded."""
+    if inputs.q.shape[-1] % HEAD_MULTIPLE:
+        return None
+    attend, scale = torch._scaled_dot_product_flash_attention, scale_option(inputs)
+    if is_causal(inputs):
+        return lambda q, k, v: attend(q, k, v, 0.0, True, **scale)[0]
+    return lambda q, k, v: attend(q, k, v, **scale)[0]
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:

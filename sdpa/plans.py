@@ -1,0 +1,203 @@
+"""What a plain eager call with given sizes, dtype, device and settings comes to, found out once.
+
+A plan is made by the ordinary path, so it can never say anything else; it only remembers. Where torch's own operator
+answers it may also leave the derivative to torch (`native`): then nothing of ours runs in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sdpa.autograd import AttentionBackward
+from sdpa.dispatch import failure, select
+from sdpa.dispatch.context import torch_toggles
+from sdpa.dispatch.select import LAST
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
+
+FULL_RANK = 4
+# Operations of a forward below which the host is what is waited for: 40 us of an H200. Beyond, a backward that can
+# still choose its kernel, and another one where the device refuses, is worth its microseconds.
+NATIVE_FLOPS = 2e10
+
+
+class Plan:
+    """How calls of one key are answered: by torch's operator as it is, by launches run again, or by a forward."""
+
+    __slots__ = (
+        "again",
+        "again_backward",
+        "attend",
+        "backward_choice",
+        "backward_problem",
+        "backward_state",
+        "choice",
+        "forward",
+        "is_bias",
+        "learns",
+        "native",
+        "numbers",
+        "problem",
+        "record",
+        "setting",
+        "watch",
+    )
+
+    def __init__(self, inputs: AttentionInputs, learns: bool, setting: str) -> None:
+        self.numbers = inputs[3:7]  # scale, left, right, bottom_right
+        self.is_bias = inputs.bias is not None
+        self.learns = learns
+        self.setting = setting
+        self.problem = AttentionProblem.of(inputs, extra=frozenset({"lse"} if learns else ()))
+        self.choice = select.choose(self.problem, setting, torch_toggles())
+        self.forward, self.record = self.choice.forward, self.choice.record
+        self.backward_problem = self.problem._replace(direction="backward", features=self.problem.features - {"lse"})
+        self.backward_choice: select.Choice | None = None
+        self.backward_state: tuple | None = None
+        self.native: Callable | None = self.native_of(inputs)
+        self.watch: Tensor | None = self.make_watch() if learns and self.native is not None else None
+        # (query, key, value, mask or None) -> the result
+        self.attend: Callable[..., Tensor] = self.by_forward if self.native is None else self.by_operator
+        if learns:
+            self.attend = self.by_function if self.native is None else self.by_differentiable_operator
+        self.again: Callable | None = None
+        self.again_backward: Callable | None = None
+
+    def native_of(self, inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """torch's operator, where the chosen kernel is one and, if there will be a backward, that of it is wanted."""
+        make = getattr(self.choice.kernel.load(), "native", None)
+        if make is None or inputs.bias is not None or inputs.allowed is not None:
+            return None
+        if self.learns and not (self.problem.flops() < NATIVE_FLOPS and self.backward_stays()):
+            return None
+        return make(inputs, self.learns)
+
+    def backward_stays(self) -> bool:
+        """Whether the kernel of the forward would be chosen for the backward, too."""
+        try:
+            choice = select.choose(self.backward_problem, select.backward_setting(self.setting), torch_toggles())
+        except select.NoKernelError:  # that is for the backward to say, if there is one
+            return False
+        return choice.kernel is self.choice.kernel
+
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionInputs:
+        if mask is None:
+            return AttentionInputs(query, key, value, *self.numbers)
+        if mask.dim() < FULL_RANK:
+            mask = mask[(None,) * (FULL_RANK - mask.dim())]
+        bias, allowed = (mask, None) if self.is_bias else (None, mask)
+        return AttentionInputs(query, key, value, *self.numbers, bias, allowed)
+
+    def by_forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.run(query, key, value, mask).out
+
+    def by_function(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return apply(query, key, value, mask, self)
+
+    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
+        LAST.choice = self.choice
+        try:
+            return self.native(query, key, value)
+        except Exception as error:
+            return select.recover(self.choice, error, self.inputs(query, key, value, None)).out
+
+    def by_differentiable_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
+        LAST.choice = self.choice
+        try:
+            out = self.native(query, key, value)
+        except Exception as error:
+            if failure.kind_of(error) is None:  # checkpointing ends a forward so
+                raise
+            return apply(query, key, value, None, self)
+        out.grad_fn._register_hook_dict(self.watch)
+        return out
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Results:
+        LAST.choice = self.choice
+        try:
+            if mask is not None or self.record is None:
+                return self.forward(self.inputs(query, key, value, mask), self.problem, self.choice.tile)
+            results = None if self.again is None else self.again(query, key, value)
+            if results is None:
+                inputs = self.inputs(query, key, value, None)
+                results, again = self.record((inputs,), self.problem, self.choice.tile)
+                self.again = again or self.again  # these tensors may be the exception: not aligned
+            return results
+        except Exception as error:
+            return select.recover(self.choice, error, self.inputs(query, key, value, mask))
+
+    def run_backward(self, given: list[Tensor | None], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
+        state = (torch_toggles(), torch._C._get_deterministic_algorithms())
+        if state != self.backward_state:
+            problem = self.backward_problem = self.backward_problem._replace(deterministic=state[1])
+            self.backward_choice = select.select(problem, select.backward_setting(self.setting))
+            self.backward_state, self.again_backward = state, None
+        choice = LAST.choice = self.backward_choice
+        tensors = (self.inputs(*given), Results(out, lse), Results(grad_out, None))
+        try:
+            if given[3] is not None or choice.record is None:
+                return choice.call(*tensors)
+            again = self.again_backward
+            gradients = None if again is None else again(*given[:3], out, lse, grad_out)
+            if gradients is None:
+                gradients, again = choice.record(tensors, choice.problem, choice.tile)
+                self.again_backward = again or self.again_backward
+            return gradients
+        except Exception as error:
+            return select.recover(choice, error, *tensors)
+
+    def make_watch(self) -> Tensor:
+        """A tensor whose hooks nodes can share: `Tensor.register_hook` would make new ones for each call."""
+        watch = torch.empty(0)
+        watch._backward_hooks = {0: self.before_backward}
+        return watch
+
+    def before_backward(self, grad_out: Tensor) -> None:
+        """torch's own backward of the operator has no derivative: where one may be asked for, ours replaces it."""
+        if torch.is_grad_enabled():
+            node = torch._C._current_autograd_node()
+            if "sdpa" not in node.metadata:  # a graph that is kept is gone through again
+                node.metadata["sdpa"] = node.register_hook(self.after_backward)
+
+    def after_backward(self, grads: tuple, upstream: tuple) -> tuple | None:
+        if not torch.is_grad_enabled() or upstream[0] is None:
+            return None
+        node = torch._C._current_autograd_node()
+        inputs = self.inputs(node._saved_query, node._saved_key, node._saved_value, None)
+        lse = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
+        lse = lse.detach().reshape(*inputs.q.shape[:2], -1)[:, :, : inputs.q.shape[2]]  # its rows may be padded
+        out = node._saved_output.detach()
+        found = AttentionBackward.apply(upstream[0], None, out, lse, *inputs, False, self.setting)
+        return (*(None if g is None else f for g, f in zip(grads[:3], found, strict=False)), *grads[3:])
+
+
+class PlannedAttention(torch.autograd.Function):
+    """Training through a plan; a second derivative goes the ordinary way."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, plan):
+        out, lse = plan.run(query, key, value, mask)
+        ctx.plan = plan
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        *given, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled() or select_by_modes():
+            inputs = ctx.plan.inputs(*given)
+            grads = AttentionBackward.apply(grad_out, None, out, lse, *inputs, False, ctx.plan.setting)
+        else:
+            grads = ctx.plan.run_backward(given, out, lse, grad_out)
+        return (*grads[:3], None, None)
+
+
+# Function.apply without its questions about functorch, which were answered before a plan is taken: 2 us.
+apply = super(torch.autograd.Function, PlannedAttention).apply
+
+
+def select_by_modes() -> bool:
+    """A TorchDispatchMode (FLOP counter, selective checkpointing, fake tensors) must see the operator."""
+    return torch._C._len_torch_dispatch_stack() > 0

@@ -1,0 +1,117 @@
+"""Repeated calls on a GPU: launches run again and torch's own operators, beside torch and beside the first call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel as torch_kernel
+
+import sdpa
+from sdpa import eager
+from sdpa import scaled_dot_product_attention as attend
+
+pytestmark = pytest.mark.gpu
+
+NATIVE = {"vendor_efficient": "ScaledDotProductEfficient", "vendor_flash": "ScaledDotProductFlash"}
+NATIVE["vendor_cudnn"] = "ScaledDotProductCudnn"
+AGAIN = ("triton_flash", "triton_efficient", "triton_hopper", "triton_decode")
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+
+def qkv(grad=False, dtype=torch.bfloat16, M=64, N=64, D=64, seed=0, offset=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(rows):
+        flat = torch.randn(2 * 4 * rows * D + offset, generator=generator, dtype=dtype, device="cuda")
+        return flat[offset:].view(2, 4, rows, D).requires_grad_(grad)
+
+    return [draw(M), draw(N), draw(N)]
+
+
+def close(found, wanted):
+    distance = torch.linalg.vector_norm((found - wanted).double())
+    assert distance <= TOLERANCE[wanted.dtype] * torch.linalg.vector_norm(wanted.double())
+
+
+def exact(*tensors, **options):
+    with torch_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+
+def able(name, tensors):
+    rows = {row.kernel: row for row in sdpa.explain(*tensors, kernel=None).rows}
+    if rows[name].reasons:
+        pytest.skip("; ".join(rows[name].reasons))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", (*AGAIN, *NATIVE))
+def test_calls_again(name, dtype, is_causal):
+    able(name, qkv(dtype=dtype))
+    for seed in range(4):
+        tensors = qkv(dtype=dtype, seed=seed)
+        close(attend(*tensors, is_causal=is_causal, kernel=name), exact(*tensors, is_causal=is_causal))
+    unaligned = qkv(dtype=dtype, offset=1)
+    if name in AGAIN:
+        close(attend(*unaligned, is_causal=is_causal, kernel=name), exact(*unaligned, is_causal=is_causal))
+        assert any(plan.again is not None for plan in eager.PLANS.values() if plan and plan.choice.kernel.name == name)
+    close(attend(*tensors, is_causal=is_causal, kernel=name), exact(*tensors, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", ("triton_flash", *NATIVE))
+def test_training_again(name, dtype):
+    able(name, qkv(dtype=dtype))
+    for seed in range(3):
+        tensors = qkv(True, dtype, seed=seed)
+        out = attend(*tensors, kernel=name)
+        assert type(out.grad_fn).__name__.startswith(NATIVE.get(name, "PlannedAttention"))
+        upstream = torch.randn_like(out)
+        wanted = torch.autograd.grad(exact(*tensors), tensors, upstream)
+        for _ in range(2):
+            found = torch.autograd.grad(out, tensors, upstream, retain_graph=True)
+            for f, w in zip(found, wanted, strict=True):
+                close(f, w)
+        spread = torch.autograd.grad(out.sum(), tensors)  # a gradient of stride 0
+        for f, w in zip(spread, torch.autograd.grad(exact(*tensors).sum(), tensors), strict=True):
+            close(f, w)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_second_derivatives(name):
+    dtype = torch.float32 if name == "vendor_efficient" else torch.bfloat16
+    able(name, qkv(dtype=dtype))
+    tensors = qkv(True, dtype, M=40, N=40)
+
+    def second(out):
+        first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+
+    for f, w in zip(second(attend(*tensors, kernel=name)), second(exact(*tensors)), strict=True):
+        close(f, w)
+
+
+@pytest.mark.parametrize("name", ("triton_flash", "triton_hopper", "vendor_efficient"))
+def test_streams_and_graphs(name):
+    tensors = qkv()
+    able(name, tensors)
+    wanted = exact(*tensors)
+    for _ in range(2):
+        attend(*tensors, kernel=name)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        out = attend(*tensors, kernel=name)
+    torch.cuda.current_stream().wait_stream(side)
+    close(out, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*tensors, kernel=name)
+    others = qkv(seed=1)
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.copy_(other)
+    graph.replay()
+    close(out, exact(*others))

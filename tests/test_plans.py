@@ -1,0 +1,216 @@
+"""Plans that leave a call and its derivative to torch's own operator, shown with torch's CPU flash in that role."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import sdpa
+from sdpa import eager, plans
+from sdpa import scaled_dot_product_attention as attend
+from sdpa.bench import tuner
+from sdpa.dispatch import select
+from sdpa.dispatch.catalog import by_name
+from sdpa.inputs import Options, build_inputs
+from sdpa.kernels.vendor import flash_cpu
+from sdpa.kernels.vendor.common import is_causal
+from sdpa.problem import AttentionProblem
+
+NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    """torch's CPU flash as the GPU rows of torch are: called and differentiated as torch does it."""
+    calls = []
+
+    def make(inputs, learns):
+        def operator(q, k, v):
+            calls.append(learns)
+            return torch._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, is_causal(inputs), attn_mask=None, scale=inputs.scale
+            )[0]
+
+        return operator
+
+    monkeypatch.setattr(flash_cpu, "native", make, raising=False)
+    select.clear_caches()
+    yield calls
+    select.clear_caches()
+
+
+def qkv(grad: bool = True, dtype: torch.dtype = torch.float32, N: int = 12):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 4, n, 8, generator=generator, dtype=dtype).requires_grad_(grad) for n in (12, N, N)]
+
+
+def vendor(*tensors, **options):
+    return attend(*tensors, kernel="vendor_cpu_flash", **options)
+
+
+def test_training_is_left_to_torch(native):
+    tensors = qkv()
+    with sdpa.sdpa_kernel("vendor_cpu_flash"):
+        for _ in range(3):
+            out = attend(*tensors, is_causal=True)
+    assert type(out.grad_fn).__name__ == NODE
+    assert native == [True] * 3
+    assert sdpa.last_choice().kernel.name == "vendor_cpu_flash"
+    wanted = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+    upstream = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(o, tensors, upstream) for o in (out, wanted))
+    for f, w in zip(found, wanted, strict=True):
+        assert torch.equal(f, w)
+
+
+def test_explain_tells_who_differentiates():
+    tensors = qkv()
+    sdpa.explain(*tensors, direction="forward")
+    found = sdpa.explain(*tensors, kernel="vendor_cpu_flash", direction="backward")
+    assert "torch differentiates its operator" in found.reason
+    for other in ({"kernel": "cpu_flash"}, {"kernel": "vendor_cpu_flash", "attn_mask": torch.zeros(12, 12)}):
+        assert "torch differentiates" not in sdpa.explain(*tensors, direction="backward", **other).reason
+
+
+def test_inference_is_left_to_torch(native):
+    tensors = qkv(grad=False)
+    for _ in range(2):
+        out = vendor(*tensors)
+    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(*tensors))
+    assert native == [False] * 2
+
+
+def test_derivatives_of_derivatives():
+    tensors = qkv(dtype=torch.float64)
+    assert gradcheck(vendor, tensors, fast_mode=True)
+    assert gradgradcheck(vendor, tensors, fast_mode=True)
+    assert gradgradcheck(lambda k: vendor(tensors[0].detach(), k, tensors[2].detach()), tensors[1], fast_mode=True)
+
+
+def test_second_derivative_sees_what_hooks_made_of_the_gradient():
+    tensors = qkv(dtype=torch.float64)
+    out = vendor(*tensors)
+    plain = torch.autograd.grad(out.sum(), tensors, retain_graph=True)
+    out.register_hook(lambda grad: 3 * grad)
+    for _ in range(2):  # the graph is kept, and gone through again
+        found = torch.autograd.grad(out.sum(), tensors, create_graph=True)
+        for f, p in zip(found, plain, strict=True):
+            assert f.requires_grad
+            assert torch.allclose(f, 3 * p)
+
+
+def test_another_call_is_not_changed_by_a_hook():
+    tensors = qkv()
+    first, second = vendor(*tensors), vendor(*tensors)
+    wanted = torch.autograd.grad(second.sum(), tensors[0], retain_graph=True)[0]
+    first.register_hook(lambda grad: 0 * grad)
+    assert torch.equal(torch.autograd.grad(second.sum(), tensors[0])[0], wanted)
+
+
+def test_checkpointing():
+    tensors = qkv()
+    wanted = torch.autograd.grad(vendor(*tensors).sum(), tensors)
+    found = torch.autograd.grad(checkpoint(vendor, *tensors, use_reentrant=False).sum(), tensors)
+    for f, w in zip(found, wanted, strict=True):
+        assert torch.equal(f, w)
+
+
+def test_large_problems_keep_the_choice_of_a_backward(monkeypatch, native):
+    monkeypatch.setattr(plans, "NATIVE_FLOPS", 1)
+    with sdpa.sdpa_kernel("vendor_cpu_flash"):
+        assert type(attend(*qkv()).grad_fn).__name__ == "PlannedAttentionBackward"
+    assert not native
+
+
+def test_a_backward_of_another_kernel_is_not_left_to_torch(monkeypatch, native):
+    monkeypatch.setattr(plans.Plan, "backward_stays", lambda self: False)
+    out = vendor(*qkv())
+    assert type(out.grad_fn).__name__ == "PlannedAttentionBackward"
+    assert not native
+
+
+def test_what_torch_refuses_another_kernel_answers(monkeypatch):
+    tensors = qkv(grad=False)
+
+    def refused(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(flash_cpu, "native", lambda inputs, learns: refused)
+    with sdpa.sdpa_kernel(["vendor_cpu_flash", "cpu_flash"], set_priority=True):
+        with pytest.warns(UserWarning, match="cpu_flash answers instead"):
+            out = attend(*tensors)
+        learned = attend(*qkv())  # the operator alone refuses here: the same kernel's own forward does not
+    assert torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(*tensors), atol=1e-6)
+    assert torch.allclose(learned, out, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["shape", "stride", "dtype", "grad", "no_grad", "autocast", "tf32", "one twice"])
+def test_recent_plans_are_only_for_what_they_were_made_of(change, native):
+    q, k, v = qkv(grad=False)
+    vendor(q, k, v)
+    vendor(q, k, v)
+    made = sum(map(len, eager.RECENT.values()))
+    assert made == 1
+    run = {
+        "shape": lambda: vendor(q, k[:, :, :5], v[:, :, :5]),
+        "stride": lambda: vendor(q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        "dtype": lambda: vendor(q.double(), k.double(), v.double()),
+        "grad": lambda: vendor(q.clone().requires_grad_(), k, v),
+        "no_grad": lambda: torch.no_grad()(vendor)(q.clone().requires_grad_(), k, v),
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)(vendor)(q, k, v),
+        "tf32": lambda: with_precision("high", lambda: vendor(q, k, v)),
+        "one twice": lambda: vendor(q, k, k),
+    }[change]
+    out = run()
+    assert torch.equal(out, run())
+    kept = change not in ("autocast", "one twice")
+    assert sum(map(len, eager.RECENT.values())) == made + kept
+    assert (out.dtype == torch.bfloat16) == (change == "autocast")
+    assert out.requires_grad == (change == "grad")
+
+
+def with_precision(name, call):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        return call()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_recent_plans_are_few():
+    for N in range(1, 20):
+        vendor(*qkv(grad=False, N=N))
+    assert [len(found) for found in eager.RECENT.values()] == [eager.LATEST]
+    select.clear_caches()
+    assert not eager.RECENT
+    assert not eager.PLANS
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_recent_plans_stay_out_of_transforms(transform, native):
+    q, k, v = qkv(grad=False)
+    wanted = vendor(q, k, v)
+    vendor(q, k, v)
+    before = len(native)
+    if transform == "vmap":
+        out = torch.vmap(lambda scale: vendor(q, k, v) * scale)(torch.ones(2))[0]
+    elif transform == "grad":
+        _, out = torch.func.grad(lambda x: (x.sum(), vendor(q, k, v)), has_aux=True)(q)
+    else:
+        _, _, out = torch.func.jvp(lambda x: (x.sum(), vendor(q, k, v)), (q,), (q,), has_aux=True)
+    assert torch.allclose(out, wanted)
+    assert len(native) == before
+
+
+def test_the_tuner_times_what_repeated_calls_run(native):
+    problem = AttentionProblem.of(build_inputs(*qkv(grad=False), Options()))
+    inputs = build_inputs(*qkv(grad=False), Options())
+    tuner.repeated(by_name()["vendor_cpu_flash"], None, problem, inputs)()
+    assert native == [False]
+    masked = build_inputs(*qkv(grad=False), Options(torch.zeros(12, 12)))
+    results = tuner.repeated(by_name()["vendor_cpu_flash"], None, AttentionProblem.of(masked), masked)()
+    assert results.out.shape == (2, 4, 12, 8)
+    assert native == [False]

@@ -1,0 +1,193 @@
+"""Launches run again past Triton's look-up: the same arguments but for addresses, and only where nothing else differs.
+
+No GPU: what a launcher is called with is recorded, and Triton's own binder says what it would have told apart.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
+
+triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
+
+from sdpa.kernels.triton import decode, flash, hopper, replay, tiles  # noqa: E402
+from sdpa.kernels.triton.launch import Launch  # noqa: E402
+from sdpa.kernels.triton.target import Target, assume  # noqa: E402
+
+TARGET = Target("cuda", 90, 227 << 10, 132, 50 << 20)
+STREAM, FUNCTION = 11, 7
+BASE_ARGS = 9  # grid, stream, function, metadata of two kinds, two hooks
+KERNELS = {"triton_flash": flash, "triton_hopper": hopper, "triton_decode": decode}
+
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A Hopper that is not here; yields (the ordinary launches, what launchers were called with)."""
+    from triton.runtime import driver
+
+    ordinary, called = [], []
+
+    def launch(self):
+        compiled = CompiledKernel.__new__(CompiledKernel)
+        compiled.function, compiled.packed_metadata = FUNCTION, (4, 1, 0)
+        compiled._run = lambda *args: called.append(args)
+        ordinary.append(self)
+        return compiled
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(replay, "current_device", lambda: 0)
+    monkeypatch.setattr(replay, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(replay, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    with assume(TARGET):
+        yield ordinary, called
+
+
+def inputs_of(M=32, N=64, dtype=torch.bfloat16, D=64, offset=0):
+    def draw(rows):
+        return torch.empty(4 * rows * D + offset, dtype=dtype)[offset:].view(1, 4, rows, D)
+
+    return AttentionInputs(draw(M), draw(N), draw(N), D**-0.5, right=0)
+
+
+def forward_of(name, **sizes):
+    inputs = inputs_of(**sizes)
+    problem = AttentionProblem.of(inputs, extra=frozenset({"lse"}))._replace(device="cuda:0")
+    return inputs, problem, KERNELS[name].tiles(problem)[0]
+
+
+def backward_of():
+    inputs = inputs_of()
+    problem = AttentionProblem.of(inputs, "backward")._replace(device="cuda:0")
+    results = Results(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3]))
+    return (inputs, results, Results(torch.empty_like(inputs.q), None)), problem, tiles.tiles(problem)[0]
+
+
+def specialised(launch):
+    """What Triton would compile for a launch, in its own words."""
+    binder = launch.kernel.create_binder()[-1]
+    return binder(*launch.args, debug=False, instrumentation_mode="", **launch.options)[1]
+
+
+def flat(value):
+    """Arguments as a launcher sees them: tensors by address, descriptors by their fields."""
+    if isinstance(value, torch.Tensor):
+        return [value.data_ptr()]
+    if hasattr(value, "base"):
+        return [value.base.data_ptr(), *value.shape, *value.strides]
+    return [x for part in value for x in flat(part)] if isinstance(value, tuple | list) else [value]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_forward_again(name, device):
+    ordinary, called = device
+    inputs, problem, tile = forward_of(name, N=2048 if name == "triton_decode" else 64)
+    results, again = KERNELS[name].record((inputs,), problem, tile)
+    first = list(ordinary)
+    assert not called
+    others = inputs._replace(q=inputs.q.clone(), k=inputs.k.clone(), v=inputs.v.clone())
+    found = again(*others[:3])
+    assert [(r.shape, r.stride(), r.dtype) for r in found] == [(r.shape, r.stride(), r.dtype) for r in results]
+    KERNELS[name].record((others,), problem, tile)
+    wanted = ordinary[len(first) :]
+    assert len(called) == len(wanted) == len(first)
+    given = {t.data_ptr() for t in others[:3]}
+    seen = set()
+    for args, launch, before in zip(called, wanted, first, strict=True):
+        assert args[:BASE_ARGS] == (*(*launch.grid, 1, 1)[:3], STREAM, FUNCTION, (4, 1, 0), None, None, None)
+        assert specialised(launch) == specialised(before)
+        made = {address(t) for t in launch.args} - {None} - given
+        got, want = flat(args[BASE_ARGS:]), flat(launch.args)
+        assert len(got) == len(want)
+        seen |= {g for g, w in zip(got, want, strict=True) if w in made}
+        assert all(g == w for g, w in zip(got, want, strict=True) if w not in made)
+        assert given & set(got) == given & set(want)
+    assert {r.data_ptr() for r in found} <= seen
+
+
+def address(value):
+    tensor = getattr(value, "base", value)
+    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else None
+
+
+def test_backward_again(device):
+    ordinary, called = device
+    tensors, problem, tile = backward_of()
+    gradients, again = flash.record(tensors, problem, tile)
+    inputs, results, upstream = tensors
+    given = (*inputs[:3], *results, upstream.out)
+    found = again(*(t.clone() for t in given))
+    assert [g.shape for g in found[:3]] == [g.shape for g in gradients[:3]]
+    assert len(called) == len(ordinary) == 3
+    for place, tensor in enumerate(given):
+        turned = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        assert again(*given[:place], turned, *given[place + 1 :]) is None
+    assert again(*given) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_another_alignment_is_not_run_again(dtype, device):
+    ordinary, called = device
+    inputs, problem, tile = forward_of("triton_flash", dtype=dtype)
+    again = flash.record((inputs,), problem, tile)[1]
+    shifted, _, _ = forward_of("triton_flash", dtype=dtype, offset=1)
+    assert again(*shifted[:3]) is None
+    assert not called
+    assert flash.record((shifted,), problem, tile)[1] is None
+    assert specialised(ordinary[0]) != specialised(ordinary[-1])
+
+
+def test_one_tensor_twice_is_not_remembered(device):
+    inputs, problem, tile = forward_of("triton_flash")
+    assert flash.record((inputs._replace(v=inputs.k),), problem, tile)[1] is None
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook", "pre_run"])
+def test_hooks_see_every_launch(hook, device, monkeypatch):
+    ordinary, _ = device
+    inputs, problem, tile = forward_of("triton_flash")
+    again = flash.record((inputs,), problem, tile)[1]
+    if hook == "pre_run":
+        monkeypatch.setattr(ordinary[0].kernel, "pre_run_hooks", ordinary[0].kernel.pre_run_hooks)
+        ordinary[0].kernel.pre_run_hooks.append(lambda *_, **__: None)
+    else:
+        chain = triton.knobs.HookChain()
+        chain.add(lambda metadata: None)
+        monkeypatch.setattr(triton.knobs.runtime, hook, chain)
+    try:
+        assert again(*inputs[:3]) is None
+    finally:
+        ordinary[0].kernel.pre_run_hooks.clear()
+
+
+def test_another_current_device_is_not_run_again(device, monkeypatch):
+    inputs, problem, tile = forward_of("triton_flash")
+    again = flash.record((inputs,), problem, tile)[1]
+    monkeypatch.setattr(replay, "current_device", lambda: 1)
+    assert again(*inputs[:3]) is None
+
+
+@pytest.mark.parametrize("change", ["hip", "release", "cpu"])
+def test_where_nothing_is_remembered(change, device, monkeypatch):
+    inputs, problem, tile = forward_of("triton_flash")
+    if change == "release":
+        monkeypatch.setattr(replay, "VERSION", (99, 0))
+    if change == "cpu":
+        problem = problem._replace(device="cpu")
+    target = TARGET._replace(backend="hip", arch="gfx942", shared_memory=64 << 10) if change == "hip" else TARGET
+    with assume(target):
+        assert flash.record((inputs,), problem, tile)[1] is None
