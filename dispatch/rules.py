@@ -29,6 +29,12 @@ def causal_forward(problem: AttentionProblem) -> str | None:
     return None if problem.direction == "backward" else causal_only(problem)
 
 
+def bias_forward(problem: AttentionProblem) -> str | None:
+    if problem.direction == "backward" and "bias" in problem.features:
+        return "knows a bias in the forward only"
+    return None
+
+
 def one_mask(problem: AttentionProblem) -> str | None:
     """torch's operators disagree about a causal mask beside a dense one."""
     dense = sorted(problem.features & {"bias", "allowed"})
@@ -66,6 +72,12 @@ def bias_in_query_dtype(problem: AttentionProblem) -> str | None:
     if problem.bias_dtype in (None, problem.dtype):
         return None
     return f"needs the bias in the query's dtype {problem.dtype}, got {problem.bias_dtype}"
+
+
+def full_bias(problem: AttentionProblem) -> str | None:
+    if problem.bias_dtype is None or problem.full_bias:
+        return None
+    return "needs a bias with a row for each query and a column for each key, got one that repeats along them"
 
 
 def no_row_limit(problem: AttentionProblem) -> str | None:

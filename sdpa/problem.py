@@ -130,6 +130,7 @@ class AttentionProblem(NamedTuple):
     bias_dtype: torch.dtype | None = None
     direction: str = "forward"  # or "backward"
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
+    full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
 
     @classmethod
     def of(
@@ -159,6 +160,7 @@ class AttentionProblem(NamedTuple):
             None if inputs.bias is None else inputs.bias.dtype,
             direction,
             is_row_mask(inputs),
+            is_full_bias(inputs),
         )
 
     @property
@@ -211,6 +213,14 @@ def is_row_mask(inputs: AttentionInputs) -> bool:
     """Whether there is a dense mask or bias, and each of them has one row for all queries."""
     given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]
     return bool(given) and all(mask.shape[2] == 1 for mask in given)
+
+
+def is_full_bias(inputs: AttentionInputs) -> bool:
+    """Whether there is a bias, and nothing of it repeats along rows or columns."""
+    bias = inputs.bias
+    if bias is None or bias.shape[2:] != (inputs.q.shape[2], inputs.k.shape[2]):
+        return False
+    return all(n == 1 or stride != 0 for n, stride in zip(bias.shape[2:], bias.stride()[2:], strict=True))
 
 
 def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:

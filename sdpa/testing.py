@@ -328,16 +328,15 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
 
 
 def able(name: str, case: Case) -> list[str]:
-    """The reasons of `why_not` for both directions of a case; empty when the kernel takes it."""
+    """Why a kernel does not take a case; empty where it takes its forward, and the bias' gradient if that is asked."""
     inputs, kernel = make_inputs(case), by_name()[name]
     reasons = kernel.why_not(AttentionProblem.of(inputs))
-    if trains(kernel, inputs):
-        reasons += kernel.why_not(problem_of(inputs, "backward", case.requires_bias_grad))
-    elif case.requires_bias_grad:
-        reasons += kernel.why_not(problem_of(inputs, "forward"))
+    if case.requires_bias_grad:
+        reasons += kernel.why_not(problem_of(inputs, "backward", True))
     return reasons
 
 
 def trains(kernel: Kernel, inputs: AttentionInputs) -> bool:
-    """Whether the kernel's forward also gives what a backward needs; a few do so for some problems only."""
-    return "backward" in kernel.directions and not kernel.why_not(problem_of(inputs, "forward"))
+    """Whether the kernel's forward also gives what a backward needs, and its backward takes it; a few do so for some
+    problems only."""
+    return not kernel.why_not(problem_of(inputs, "forward")) and not kernel.why_not(problem_of(inputs, "backward"))

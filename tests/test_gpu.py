@@ -98,6 +98,40 @@ def test_kernel(kernel):
         right(check_kernel(kernel.name, case), case)
 
 
+def spoiled(bias, kind):
+    """A bias that hides keys or whole rows, or whose multiples overflow."""
+    if kind == "holes":
+        bias[torch.rand(bias.shape, device=bias.device) < 0.3] = -torch.inf
+    elif kind == "dead rows":
+        bias[:, :, ::3] = -torch.inf
+    elif kind == "dead ends":  # keys come last to first
+        bias[..., bias.shape[3] // 2 :] = -torch.inf
+    elif kind == "lowest":
+        bias[:, :, ::3] = torch.finfo(bias.dtype).min
+        bias[:, :, 1::3] = -1e4
+    elif kind == "large":
+        bias *= 100
+    return bias
+
+
+@pytest.mark.parametrize("kind", ["normal", "holes", "dead rows", "dead ends", "lowest", "large"])
+@pytest.mark.parametrize("D", [64, 96, 256])
+def test_bias_in_the_product(D, kind):
+    """triton_hopper with biases of every breadth, sizes that no tile divides, and both dtypes it takes."""
+    shapes = {(64, 128): (2, 4), (200, 200): (1, 1), (257, 1000): (2, 1), (1000, 264): (1, 4), (1, 264): (2, 4)}
+    masks = (Mask(), Mask(causal=True), Mask(causal=True, align="bottom_right"))
+    for ((M, N), lead), mask, dtype in itertools.product(shapes.items(), masks, (BFLOAT16, FLOAT16)):
+        draw = Draw(real(dtype=dtype), 10)
+        q, k, v = draw.normal(2, 4, M, D), draw.normal(2, 2, N, D), draw.normal(2, 2, N, D)
+        bias = spoiled(draw.normal(*lead, M, N), kind)
+        inputs = build_inputs(q, k, v, Options(mask & Mask(bias=bias), enable_gqa=True))
+        reasons = by_name()["triton_hopper"].why_not(problem_of(inputs, "forward"))
+        if any("compute capability" in reason for reason in reasons):
+            pytest.skip(reasons[0])
+        assert not reasons
+        right(check_inputs("triton_hopper", inputs, draw.normal(2, 4, M, D)), (D, kind, M, N, lead, mask, dtype))
+
+
 HEAD_SIZES = ((96, 96), (192, 128), (33, 65), (256, 256), (512, 512))
 # Sizes at which kernels of others were seen to give NaN, or garbage, or nothing.
 REAL = {

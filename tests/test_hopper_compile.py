@@ -6,6 +6,7 @@ kernel's text, but it shows that the protocol neither locks nor lets a copy over
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import subprocess
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sdpa.dispatch.catalog import by_name
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.reference import attention as reference
 
@@ -63,10 +65,12 @@ def pretend(monkeypatch, tmp_path):
         yield
 
 
-def problem_of(D, N, mask, M=None):
+def problem_of(D, N, mask, M=None, bias=None):
     """Inputs of which only the addresses and shapes count, and their problem."""
     q, k, v = (torch.empty(1, HEADS, rows, D, dtype=torch.bfloat16) for rows in (M or N, N, N))
-    inputs = AttentionInputs(q, k, v, D**-0.5, right=-1 if mask == "none" else 0, bottom_right=mask == "bottom_right")
+    bias = None if bias is None else torch.empty(1, 1, M or N, N, dtype=torch.bfloat16)
+    right, bottom_right = -1 if mask == "none" else 0, mask == "bottom_right"
+    inputs = AttentionInputs(q, k, v, D**-0.5, right=right, bottom_right=bottom_right, bias=bias)
     return inputs, AttentionProblem.of(inputs)
 
 
@@ -89,33 +93,56 @@ def hidden_exponentials(sass):
     return [len(after) - 1 for after in found if after and after[0] == "1"]
 
 
+def product_loops(sass):
+    """The instructions of each innermost loop that holds matrix products: a branch back that has a condition."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
+    back = [(at, int(to, 16)) for at, text in code for to in re.findall(r"^@.*BRA.* 0x([0-9a-f]+)", text)]
+    spans = sorted(((to, at) for at, to in back if to < at), key=lambda span: span[1] - span[0])
+    found = []
+    for first, last in spans:
+        body = [text for at, text in code if first <= at <= last]
+        inner = any(first <= a and b <= last for a, b, _ in found)
+        if not inner and any("HGMMA" in text for text in body):
+            found.append((first, last, body))
+    return [body for _, _, body in found]
+
+
 BUILDS = [
-    *((D, SHORT, mask) for D in (64, 128, 256) for mask in ("none", "causal")),
-    (64, LONG, "causal"),
-    (128, LONG, "none"),
-    (256, LONG, "causal"),
-    (128, SHORT, "bottom_right"),
+    *((D, SHORT, mask, bias) for D in (64, 128, 256) for mask in ("none", "causal") for bias in (None, "bias")),
+    (64, LONG, "causal", None),
+    (64, LONG, "none", "bias"),
+    (128, LONG, "none", None),
+    (128, LONG, "causal", "bias"),
+    (256, LONG, "causal", None),
+    (128, SHORT, "bottom_right", None),
+    (64, SHORT, "bottom_right", "bias"),
 ]
 
 
-@pytest.mark.parametrize("D,N,mask", BUILDS)
-def test_every_tile_compiles_to_hoppers_instructions(D, N, mask, pretend, tmp_path):
-    inputs, problem = problem_of(D, N, mask, M=N - 64 if mask == "bottom_right" else N)
+@pytest.mark.parametrize("D,N,mask,bias", BUILDS)
+def test_every_tile_compiles_to_hoppers_instructions(D, N, mask, bias, pretend, tmp_path):
+    inputs, problem = problem_of(D, N, mask, M=N - 64 if mask == "bottom_right" else N, bias=bias)
     offered = hopper.tiles(problem)
     assert offered and set(offered) <= set(hopper.TILES)
     for tile in offered:
         _, launch = hopper.forward_launch(inputs, problem, tile)
         build = launch.args[-1]
         assert build.PERSISTENT == (N == SHORT) and build.CAUSAL == (mask != "none"), build
+        assert build.BIAS == bool(bias) and build.WHOLE_SCALE == (build.BIAS and D != 128), build
         compiled = launch.compile()
         assert compiled.metadata.shared <= TARGET.shared_memory, (tile, compiled.metadata.shared)
         sass = dump(compiled, tmp_path)
-        assert re.findall(r"STACK:(\d+)", sass) == ["0"], tile
-        for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        groups = tile.BLOCK_M // hopper_kernel.GROUP_ROWS.value
+        if bias and build.PERSISTENT and groups == 3:  # a few numbers are kept from block to block of queries
+            loops = product_loops(sass)
+            assert len(loops) == groups and not re.search(r"\b(LDL|STL)\b", str(loops)), tile
+        else:
+            assert re.findall(r"STACK:(\d+)", sass) == ["0"], tile
+        for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", *(["LDSM"] if bias else [])):
             assert instruction in sass, (tile, instruction)
         own = tile.BLOCK_N * hopper_kernel.GROUP_ROWS.value // GROUP_THREADS  # exponentials of one thread
         counts = hidden_exponentials(sass)
-        assert len(counts) == tile.BLOCK_M // hopper_kernel.GROUP_ROWS.value, (tile, counts)
+        assert len(counts) == groups, (tile, counts)
         assert min(counts) >= own, f"{tile}: {counts} of {own} exponentials run beside the products"
 
 
@@ -142,10 +169,12 @@ def unreadable(name):
     return torch.randn(1, 1, 32, 64, dtype=torch.bfloat16).expand(1, HEADS, 32, 64)
 
 
-@pytest.mark.parametrize("name", ["address", "strides", "expanded"])
+@pytest.mark.parametrize("name", ["address", "strides", "expanded", "bias"])
 def test_unreadable_tensors_go_to_the_plain_loop(name, monkeypatch):
     q = torch.randn(1, HEADS, 32, 64, dtype=torch.bfloat16)
     inputs = AttentionInputs(q, unreadable(name), q, 0.125)
+    if name == "bias":  # rows 72 bytes apart
+        inputs = inputs._replace(k=q, bias=torch.randn(1, 1, 32, 36, dtype=torch.bfloat16)[..., :32])
     problem, seen = AttentionProblem.of(inputs), []
 
     def forward(given, problem, tile):
@@ -157,6 +186,46 @@ def test_unreadable_tensors_go_to_the_plain_loop(name, monkeypatch):
     assert hopper.forward_launch(inputs, problem, tile) is None
     hopper.forward(inputs, problem, tile)
     assert seen[0][0] is inputs and seen[0][1] in hopper.plain_tiles(problem)
+
+
+FULL_OR_NOT = {
+    "own": (torch.empty(2, 4, 64, 128), True),
+    "of all": (torch.empty(64, 128)[None, None], True),
+    "expanded heads": (torch.empty(1, 1, 64, 128).expand(2, 4, -1, -1), True),
+    "one row": (torch.empty(2, 1, 1, 128), False),
+    "one column": (torch.empty(1, 4, 64, 1), False),
+    "expanded rows": (torch.empty(1, 1, 1, 128).expand(1, 1, 64, 128), False),
+}
+
+
+@pytest.mark.parametrize("name", FULL_OR_NOT)
+def test_biases_that_repeat_along_rows_or_columns_are_refused(name):
+    bias, full = FULL_OR_NOT[name]
+    q, k = torch.empty(2, 4, 64, 64), torch.empty(2, 4, 128, 64)
+    problem = AttentionProblem.of(AttentionInputs(q, k, k, 0.125, bias=bias))
+    reasons = by_name()["triton_hopper"].why_not(problem)
+    assert any("repeats along them" in reason for reason in reasons) == (not full)
+    assert not any("bias" in reason for reason in by_name()["triton_efficient"].why_not(problem))
+
+
+def test_an_expanded_bias_is_described_once(pretend):
+    inputs, problem = problem_of(64, SHORT, "none", bias="bias")
+    inputs = inputs._replace(bias=inputs.bias.expand(-1, HEADS, -1, -1))
+    _, launch = hopper.forward_launch(inputs, problem, hopper.tiles(problem)[0])
+    assert launch.args[4].shape == [1, 1, SHORT, SHORT]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.1, 0.125, 1.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scale_is_a_power_of_two_and_a_rest(scale, dtype):
+    """bfloat16's bias may be as large as float32 gets: times what is left of the scale it must not become larger."""
+    problem = AttentionProblem("cpu", dtype, 1, 1, 1, 64, 64, 64, 64)
+    power = hopper.power_of(problem, scale)
+    assert math.frexp(power)[0] == 0.5
+    if dtype == torch.bfloat16:
+        assert power <= scale < 2 * power
+    else:
+        assert hopper.MIN_POWER <= power <= 1.0
 
 
 def test_pairs_need_equal_shares_and_full_rounds():
@@ -171,32 +240,72 @@ def test_pairs_need_equal_shares_and_full_rounds():
         assert hopper.is_persistent(problem._replace(H=9, Hkv=9, right=-1), tile)
 
 
-def visits(blocks, entries, programs, causal):
-    """[(entry, block)] of each program, by the kernel's own functions."""
+def problem_with(B, H, blocks, causal):
+    tile = hopper.TILES[0]
+    rows = blocks * tile.BLOCK_M
+    problem = AttentionProblem("cpu", torch.bfloat16, B, H, H, rows, rows, 128, 128, right=0 if causal else -1)
+    return problem, tile
+
+
+def visits(B, H, blocks, programs, causal, bias=None):
+    """[((batch, head), block)] of each program, by the order of the entries and the kernel's own functions."""
     build = SimpleNamespace(CAUSAL=causal, BLOCK_M=1)
-    schedule = SimpleNamespace(blocks=blocks, entries=entries, H=entries)
+    schedule = hopper.order_of(*problem_with(B, H, blocks, causal), True, bias)
     found = []
     for program in range(programs):
         found.append([])
-        for share in range(program, hopper_kernel.share_count.fn(schedule, build), programs):
-            for part in range(hopper_kernel.share_size.fn(share, schedule, build)):
-                _, entry, block = hopper_kernel.locate_in.fn(share, part, schedule, build)
-                found[-1].append((entry, block))
+        for share in range(program, schedule.all_shares, programs):
+            batch, head, n = find_share(share, schedule)
+            for part in range(hopper_kernel.share_size.fn(n, schedule, build)):
+                found[-1].append(((batch, head), hopper_kernel.first_row.fn(n, part, schedule, build)))
     return found
 
 
+def find_share(number, schedule):
+    """The kernel's own, whose helper is no function of Python's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_kernel, "batch_and_head", hopper_kernel.batch_and_head.fn)
+        return hopper_kernel.find_share.fn(number, schedule)
+
+
+BIASES = {None: None, "heads": (1, 3), "batches": (2, 1), "both": (2, 3), "neither": (1, 1)}
+
+
+@pytest.mark.parametrize("name", BIASES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_shares_hold_every_block_once(causal):
+def test_shares_hold_every_block_once(causal, name):
+    bias = name and torch.empty(*BIASES[name], 1, 1)
     for blocks in range(1, 14):
-        for entries in (1, 3, 8):
-            for programs in (1, 2, 5, 132):
-                found = Counter(at for own in visits(blocks, entries, programs, causal) for at in own)
-                assert found == Counter((e, b) for e in range(entries) for b in range(blocks))
+        for programs in (1, 2, 5, 132):
+            found = Counter(at for own in visits(2, 3, blocks, programs, causal, bias) for at in own)
+            assert found == Counter(((b, h), n) for b in range(2) for h in range(3) for n in range(blocks))
 
 
 def test_causal_shares_are_equally_long():
-    work = [sum(block + 1 for _, block in own) for own in visits(32, 33, 132, True)]
+    work = [sum(block + 1 for _, block in own) for own in visits(1, 33, 32, 132, True)]
     assert min(work) == max(work)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("name,shared", [("heads", 2), ("batches", 3), ("both", 1), ("neither", 3)])
+def test_readers_of_the_same_bias_run_side_by_side(name, shared, persistent):
+    """(batch, head) of neighbouring programs differ only along what the bias has one entry for."""
+    bias = torch.empty(*BIASES[name], 1, 1)
+    schedule = hopper.order_of(*problem_with(2, 3, 7, False), persistent, bias)
+    build = SimpleNamespace(CAUSAL=False, BLOCK_M=1)
+    places = [find_share(n, schedule) if persistent else locate(n, schedule, build) for n in range(schedule.all_shares)]
+    assert len(set(places)) == len(places) == 2 * 3 * 7
+    for first in range(0, len(places), shared):
+        near = places[first : first + shared]
+        own = {(b if bias.shape[0] > 1 else 0, h if bias.shape[1] > 1 else 0, n) for b, h, n in near}
+        assert len(own) == 1, near
+
+
+def locate(number, schedule, build):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_kernel, "batch_and_head", hopper_kernel.batch_and_head.fn)
+        patch.setattr(hopper_kernel.gl, "minimum", min)
+        return hopper_kernel.locate.fn(number, schedule, build)
 
 
 class Barrier:
@@ -233,7 +342,7 @@ class Turn:
 
 
 class Play:
-    """One program: a loader, its groups, and copies that land when they like. `lengths` are key blocks per block of
+    """One program: its loaders, its groups, and copies that land when they like. `lengths` are key blocks per block of
     queries. An actor is a generator that yields what it waits for, or None for a moment in which others may act."""
 
     def __init__(self, build, lengths, rng, fault=None):
@@ -260,19 +369,15 @@ class Play:
         yield lambda: self.empty[name][slot].passed((use & 1) ^ 1)
         self.copy(name, slot, tag)
 
-    def loader(self):
+    def loader(self, name):
         i = 0
         for t, blocks in enumerate(self.lengths):
-            yield from self.fetch("k", i, (t, 0))
-            for g in self.groups:
-                yield lambda g=g, t=t: self.empty["q"][g].passed((t & 1) ^ 1)
-                self.copy("q", g, t)
-            for n in range(blocks - 1):
-                yield from self.fetch("k", i + 1, (t, n + 1))
-                yield from self.fetch("v", i, (t, n))
+            for n in range(blocks):
+                yield from self.fetch(name, i, (t, n))
                 i += 1
-            yield from self.fetch("v", i, (t, blocks - 1))
-            i += 1
+                for g in self.groups if name == "k" and n == 0 else ():
+                    yield lambda g=g, t=t: self.empty["q"][g].passed((t & 1) ^ 1)
+                    self.copy("q", g, t)
 
     def begin(self, name, slot, tag):
         assert self.held.get((name, slot)) == tag, f"{name}[{slot}] holds {self.held.get((name, slot))}, not {tag}"
@@ -294,9 +399,9 @@ class Play:
         if self.build.PINGPONG:
             wanted = self.turns[g].arrive()
             yield lambda: self.turns[g].count // 2 >= wanted
+        yield from self.start("k", i, (t, n))
         if self.fault == "keys":  # given back before the product has read them
             self.empty["k"][i % self.build.STAGES].arrive()
-        yield from self.start("k", i, (t, n))
         self.begin("q", g, t)
         yield from self.start("v", i - 1, (t, n - 1))
         if self.build.PINGPONG:
@@ -339,7 +444,7 @@ class Play:
             i += 1
 
     def run(self):
-        waiting = dict.fromkeys([self.loader(), *map(self.group, self.groups)])
+        waiting = dict.fromkeys([self.loader("k"), self.loader("v"), *map(self.group, self.groups)])
         while waiting or self.landing:
             ready = [actor for actor, wait in waiting.items() if wait is None or wait()]
             choice = self.rng.randrange(len(ready) + len(self.landing)) if ready or self.landing else None
@@ -359,10 +464,10 @@ def plays(seeds, fault=None, **fixed):
         rng = random.Random(seed)
         groups = rng.choice([2, 3])
         causal, own, turns = (rng.random() < 0.5 for _ in range(3))
-        build = hopper_kernel.Build(groups * 64, 128, 64, rng.choice([2, 3, 4]), causal, False, True, own,
+        build = hopper_kernel.Build(groups * 64, 128, 64, rng.choice([2, 3, 4]), causal, False, False, False, True, own,
                                     turns and groups == 2, 0, 0)  # fmt: skip
         blocks, reach = rng.randint(1, 5), rng.randint(1, 3)
-        own_visits = visits(blocks, rng.randint(1, 3), rng.randint(1, 3), causal)[0]
+        own_visits = visits(1, rng.randint(1, 3), blocks, rng.randint(1, 3), causal)[0]
         lengths = [1 + block // reach if causal else blocks for _, block in own_visits]
         yield Play(replace(build, **fixed), lengths, rng, fault)
 

@@ -40,7 +40,7 @@ def device(monkeypatch):
 
     ordinary, called = [], []
 
-    def launch(self):
+    def launch(self, backend, arch):
         compiled = CompiledKernel.__new__(CompiledKernel)
         compiled.function, compiled.packed_metadata = FUNCTION, (4, 1, 0)
         compiled._run = lambda *args: called.append(args)

@@ -5,7 +5,9 @@ Which build is best for which problem was measured on an H200, with bfloat16 and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,15 +28,17 @@ from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 HOPPER = (9, 0)
+MIN_POWER = 2.0**-6  # float16 has no digits to lose far below 1
 SMALL_D, MEDIUM_D = 64, 128  # head sizes; 64 of them fill a row of the 128-byte swizzle, so there are none smaller
 # Warps are those of one group of 64 rows. Stages of keys and values fill the shared memory: 160 KB at D = 128, 192 KB
 # at D = 256. Scores of 64 x 128 fill the registers beside an accumulator of D = 128; at D = 64 there is room for a
 # third group, so that the products of two hide the softmax of one.
 TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE = Tile(128, 128, 4, 2), Tile(192, 128, 4, 2), Tile(128, 64, 4, 2)
 TILES: tuple[Tile, ...] = (TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE, *hopper_backward.TILES)
-# Registers per thread of (a group, the loader), which setmaxnreg moves between them; 65536 are there for all.
+# A bias takes as many stages: 16 KB per group and stage, 8 KB at D = 256, which fills the rest.
+# Registers per thread of (a group, the loaders), which setmaxnreg moves between them; 65536 are there for all.
 TWO_GROUPS, THREE_GROUPS = (240, 24), (160, 32)
-SHORT = 1024  # up to so many queries, blocks of 192 leave too many rows empty, and groups do well to take turns
+SHORT = 1024  # up to so many queries, blocks of 192 leave too many rows empty
 # Up to so many keys a persistent program wins by loading beside the end of the block before (13 % at 1024 keys, 3 % at
 # 4096); at 16384 there is nothing left to win, and it loses 1 %.
 PERSISTENT_KEYS = 8192
@@ -55,13 +59,17 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
         return hopper_backward.tiles(problem)
     if problem.D > SMALL_D:
         return (TWO_GROUP_TILE,) if problem.D <= MEDIUM_D else (LARGE_TILE,)
-    return (TWO_GROUP_TILE, THREE_GROUP_TILE) if problem.M <= SHORT else (THREE_GROUP_TILE, TWO_GROUP_TILE)
+    two_first = problem.M <= SHORT or (problem.causal and is_biased(problem))
+    return (TWO_GROUP_TILE, THREE_GROUP_TILE) if two_first else (THREE_GROUP_TILE, TWO_GROUP_TILE)
+
+
+def is_biased(problem: AttentionProblem) -> bool:
+    return "bias" in problem.features
 
 
 def build_of(problem: AttentionProblem, tile: Tile) -> Build:
-    two = tile.BLOCK_M == 2 * GROUP_ROWS.value
-    group, loader = TWO_GROUPS if two else THREE_GROUPS
-    persistent = is_persistent(problem, tile)
+    group, loader = TWO_GROUPS if tile.BLOCK_M == 2 * GROUP_ROWS.value else THREE_GROUPS
+    persistent, biased = is_persistent(problem, tile), is_biased(problem)
     return Build(
         tile.BLOCK_M,
         tile.BLOCK_N,
@@ -69,12 +77,21 @@ def build_of(problem: AttentionProblem, tile: Tile) -> Build:
         tile.num_stages,
         CAUSAL=problem.causal,
         BOTTOM_RIGHT=problem.bottom_right,
+        BIAS=biased,
+        WHOLE_SCALE=False,  # a problem does not tell: see `fix`
         PERSISTENT=persistent,
-        OWN_OUT=persistent and problem.D <= MEDIUM_D,  # beyond it shared memory is full
-        PINGPONG=persistent and two and problem.D <= SMALL_D and problem.N <= SHORT,
+        OWN_OUT=persistent and problem.D <= (SMALL_D if biased else MEDIUM_D),  # beyond it shared memory is full
+        PINGPONG=persistent and takes_turns(problem, tile),
         GROUP_REGISTERS=group,
         LOADER_REGISTERS=loader,
     )
+
+
+def takes_turns(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether groups do well to take turns: where softmax takes longer than the products."""
+    if is_biased(problem):
+        return problem.D <= MEDIUM_D
+    return tile == TWO_GROUP_TILE and problem.D <= SMALL_D and problem.N <= SHORT
 
 
 def is_persistent(problem: AttentionProblem, tile: Tile) -> bool:
@@ -84,14 +101,40 @@ def is_persistent(problem: AttentionProblem, tile: Tile) -> bool:
         return False
     if not problem.causal:
         return True
-    count, cores = shares(problem, tile, True), target_of(problem.device).cores
+    count, cores = problem.B * problem.H * shares_of_head(problem, tile, True), target_of(problem.device).cores
     return problem.M <= problem.N and count >= MIN_FILLED * cores * -(-count // cores)
 
 
-def shares(problem: AttentionProblem, tile: Tile, persistent: bool) -> int:
-    """What programs can divide among themselves: blocks of queries, or pairs of them (see the kernel's share_count)."""
+def shares_of_head(problem: AttentionProblem, tile: Tile, persistent: bool) -> int:
+    """What programs can divide among themselves: blocks of queries, or pairs of them (see the kernel's Schedule)."""
     blocks = -(-problem.M // tile.BLOCK_M)
-    return problem.B * problem.H * (-(-blocks // 2) if persistent and problem.causal else blocks)
+    return -(-blocks // 2) if persistent and problem.causal else blocks
+
+
+class Order(NamedTuple):
+    """In which order programs take the entries (see the kernel's Schedule)."""
+
+    blocks: int
+    shares: int
+    all_shares: int
+    entries: int
+    section: int
+    inner: int
+    by_head: int
+
+
+def order_of(problem: AttentionProblem, tile: Tile, persistent: bool, bias: Tensor | None) -> Order:
+    """Entries that share a bias come side by side, so that it is read from memory once; without one, see section_of."""
+    blocks, entries = -(-problem.M // tile.BLOCK_M), problem.B * problem.H
+    section, inner, by_head = 1, problem.H, 0
+    if bias is None:
+        section = 1 if persistent else section_of(problem, entries)
+    elif bias.shape[1] == 1:
+        section = problem.H
+    elif bias.shape[0] == 1:
+        section, inner, by_head = problem.B, problem.B, 1
+    shares = shares_of_head(problem, tile, persistent)
+    return Order(blocks, shares, shares * entries, entries, section, inner, by_head)
 
 
 class Fixed(NamedTuple):
@@ -99,14 +142,21 @@ class Fixed(NamedTuple):
 
     build: Build
     programs: int
-    blocks: int
-    entries: int
-    section: int
-    descriptors: tuple[dict, ...]  # of q, k, v and out: all but the address
+    order: Order
+    power: float  # of two, by which the kernel multiplies queries
+    descriptors: tuple[dict | None, ...]  # of q, k, v, out and the bias: all but the address
 
 
 FIXED: dict[Hashable, Fixed | None] = {}
 MAX_FIXED = 4096
+
+
+def unexpanded(bias: Tensor) -> Tensor:
+    """The bias with one entry along batch and heads where it is expanded."""
+    for dimension in (0, 1):
+        if bias.stride(dimension) == 0:
+            bias = bias.narrow(dimension, 0, 1)
+    return bias
 
 
 def descriptor_of(tensor: Tensor, rows: int, size: int) -> dict:
@@ -118,24 +168,35 @@ def descriptor_of(tensor: Tensor, rows: int, size: int) -> dict:
     return vars(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)) | {"base": None}
 
 
-def describe(fields: dict, tensor: Tensor) -> TensorDescriptor:
+def describe(fields: dict | None, tensor: Tensor | None) -> TensorDescriptor | None:
     """A checked descriptor with another address."""
+    if fields is None:
+        return None
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     vars(descriptor).update(fields, base=tensor)
     return descriptor
 
 
-def fix(problem: AttentionProblem, tile: Tile, build: Build, tensors: tuple[Tensor, ...]) -> Fixed | None:
-    """`tensors` are q, k, v and out; None where the bulk copy engine cannot follow their strides."""
-    if not all(t.stride(3) == 1 and describable(t) for t in tensors):
+def power_of(problem: AttentionProblem, scale: float) -> float:
+    """The power of two next below the scale, so far as it does not cost float16 queries digits."""
+    power = 2.0 ** math.floor(math.log2(scale))
+    return min(1.0, max(MIN_POWER, power)) if problem.dtype == torch.float16 else power
+
+
+def fix(
+    problem: AttentionProblem, tile: Tile, build: Build, tensors: tuple[Tensor | None, ...], scale: float
+) -> Fixed | None:
+    """`tensors` are q, k, v, out and the bias; None where the bulk copy engine cannot follow their strides."""
+    if not all(t is None or (t.stride(3) == 1 and describable(t)) for t in tensors):
         return None
-    programs = shares(problem, tile, build.PERSISTENT)
-    if build.PERSISTENT:
-        programs = min(programs, target_of(problem.device).cores)
-    entries, own = problem.B * problem.H, GROUP_ROWS.value
-    rows = (own, tile.BLOCK_N, tile.BLOCK_N, own)
-    descriptors = tuple(descriptor_of(t, n, build.D) for t, n in zip(tensors, rows, strict=True))
-    return Fixed(build, programs, -(-problem.M // tile.BLOCK_M), entries, section_of(problem, entries), descriptors)
+    order = order_of(problem, tile, build.PERSISTENT, tensors[-1])
+    programs = min(order.all_shares, target_of(problem.device).cores) if build.PERSISTENT else order.all_shares
+    own, keys, size = GROUP_ROWS.value, tile.BLOCK_N, build.D
+    boxes = ((own, size), (keys, size), (keys, size), (own, size), (own, keys))
+    descriptors = (None if t is None else descriptor_of(t, *box) for t, box in zip(tensors, boxes, strict=True))
+    power = power_of(problem, scale) if build.BIAS else 1.0
+    build = replace(build, WHOLE_SCALE=build.BIAS and power == scale)
+    return Fixed(build, programs, order, power, tuple(descriptors))
 
 
 def forward_launch(
@@ -144,21 +205,27 @@ def forward_launch(
     """Results to be filled, and the launch that fills them, of the kernel that `build` tells or else the best; None
     where the bulk copy engine cannot read the tensors."""
     q, k, v = inputs[:3]
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % DESCRIPTOR_ALIGNMENT:
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    key = (problem, tile, build, target_of(problem.device), q.stride(), k.stride(), v.stride())
+    bias = inputs.bias
+    if bias is not None:
+        bias = unexpanded(bias)
+        addresses |= bias.data_ptr()
+        key = (*key, bias.shape, bias.stride(), inputs.scale)
+    if addresses % DESCRIPTOR_ALIGNMENT:
         return None
     out = empty_as(q, problem.Dv)
-    tensors = (q, k, v, out)
-    key = (problem, tile, build, target_of(problem.device), q.stride(), k.stride(), v.stride())
+    tensors = (q, k, v, out, bias)
     if key not in FIXED:
         if len(FIXED) >= MAX_FIXED:
             FIXED.clear()
-        FIXED[key] = fix(problem, tile, build or build_of(problem, tile), tensors)
+        FIXED[key] = fix(problem, tile, build or build_of(problem, tile), tensors, inputs.scale)
     fixed = FIXED[key]
     if fixed is None:
         return None
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    counts = (fixed.blocks, fixed.entries, fixed.section)
-    args = (*map(describe, fixed.descriptors, tensors), lse, *counts, inputs.scale * LOG2E.value, fixed.build)
+    numbers = (*fixed.order, inputs.scale / fixed.power * LOG2E.value, fixed.power)
+    args = (*map(describe, fixed.descriptors, tensors), lse, *numbers, fixed.build)
     return Results(out, lse), Launch(forward_kernel, (fixed.programs,), args, tile)
 
 

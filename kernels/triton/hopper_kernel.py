@@ -1,9 +1,13 @@
 """Hopper's forward kernel in Gluon: warps with roles, and the softmax in the shade of the matrix products.
 
 The algorithm is FlashAttention-3's (Shah et al., 2024): a block of BLOCK_M queries belongs to BLOCK_M / 64 groups of
-four warps, each with its own 64 rows, and one more warp does nothing but start bulk copies. A group issues the product
-q k^T of the next keys before p v of the present ones, so that its softmax runs while the tensor cores work; the other
-groups fill what gaps remain. Keys come last to first: the masked blocks, at the diagonal or the end, come early.
+four warps, each with its own 64 rows, and two more warps do nothing but start bulk copies, one of keys and one of
+values. A group issues the product q k^T of the next keys before p v of the present ones, so that its softmax runs while
+the tensor cores work; the other groups fill what gaps remain. Keys come last to first: the masked blocks, at the
+diagonal or the end, come early.
+
+A bias costs instructions, which the softmax has none to spare for. So it is where the product's sum starts: queries are
+multiplied by the power of two in the scale, and the bias by what that leaves of the scale, if anything.
 
 Who waits for whom. Every barrier counts its completed phases, and a wait names the parity of the phase it waits for.
   q_full[g], q_empty[g]    the rows of group g are in shared memory; group g needs them no more. One use per block of
@@ -11,9 +15,10 @@ Who waits for whom. Every barrier counts its completed phases, and a wait names 
   k_full[s], k_empty[s]    the same for stage s of a ring of key blocks, and again for values: block i of a program,
   v_full[s], v_empty[s]    counted through all its blocks of queries, lives in stage i % STAGES and is that stage's use
                            i // STAGES. A full barrier takes one arrival (the loader's) and the bytes it announced; an
-                           empty one takes an arrival from each group.
-A fresh barrier lets the parity before its first phase pass: the loader never waits for a stage that was not yet used.
-The loader's order (keys i, values i - 1) is the order in which groups ask, so no wait can close a circle.
+                           empty one takes an arrival from each group. A tile of the bias travels with its keys.
+A fresh barrier lets the parity before its first phase pass: no loader waits for a stage that was not yet used. Each
+loader's order is that in which groups ask, so no wait can close a circle; and keys, given back before the softmax, need
+not wait for values, given back behind it.
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROUP_ROWS = gl.constexpr(64)  # rows of one warp group's matrix product
 GROUP_WARPS = gl.constexpr(4)
+TURNS = gl.constexpr(11)  # the barriers by which groups take turns
 LANE_BITS = gl.constexpr(6)  # of a column number
+# Rows whose largest score is beyond this in size compare by their differences alone (see `soften`).
+FAR = gl.constexpr(2.0**26)
 
 
 class Operands(NamedTuple):
@@ -45,6 +53,7 @@ class Operands(NamedTuple):
     k: Any
     v: Any
     out: Any
+    bias: Any  # in shared memory one tile [64, BLOCK_N] per stage and group
 
 
 class Barriers(NamedTuple):
@@ -57,16 +66,23 @@ class Barriers(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side."""
+    """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side. Entries are
+    counted by `inner` = H heads of a batch after another or, where `by_head`, by `inner` = B batches of a head.
+
+    A persistent program takes `shares` of each entry: a block of queries each; where causal, the n-th block from the
+    end and the n-th from the front, so that all shares take equally long."""
 
     blocks: Any
+    shares: Any
+    all_shares: Any
     entries: Any
     section: Any
-    H: Any
+    inner: Any
+    by_head: Any
 
 
 class State(NamedTuple):
-    """The online softmax of a group, in base 2, behind by one product."""
+    """The online softmax of a group, behind by one product, in base 2; but row_max with a bias in the scores' units."""
 
     p: Any  # [64, BLOCK_N] probabilities not yet in acc
     acc: Any  # [64, D]
@@ -84,17 +100,27 @@ class Build:
     STAGES: int
     CAUSAL: bool
     BOTTOM_RIGHT: bool
+    BIAS: bool
+    WHOLE_SCALE: bool  # the scale is a power of two
     PERSISTENT: bool  # one program per core goes through many shares of blocks of queries
     OWN_OUT: bool  # results leave through shared memory of their own, not through that of the queries
-    PINGPONG: bool  # two groups take turns in issuing their products
+    PINGPONG: bool  # groups take turns in issuing their products
     GROUP_REGISTERS: int
     LOADER_REGISTERS: int
 
 
 @gluon.jit
+def batch_and_head(outer, inner, schedule):
+    batch, head = outer, inner
+    if schedule.by_head:
+        batch, head = inner, outer
+    return batch, head
+
+
+@gluon.jit
 def locate(program, schedule, BUILD: gl.constexpr):
-    """(batch, head, first row) where a program has one block: equal blocks of `section` heads lie side by side, longest
-    first."""
+    """(batch, head, first row) where a program has one block: equal blocks of `section` entries lie side by side, the
+    longest first."""
     first = (program // (schedule.section * schedule.blocks)) * schedule.section
     inside = program - first * schedule.blocks
     width = gl.minimum(schedule.section, schedule.entries - first)
@@ -102,39 +128,42 @@ def locate(program, schedule, BUILD: gl.constexpr):
     entry = first + inside % width
     if BUILD.CAUSAL:
         block = schedule.blocks - 1 - block
-    return entry // schedule.H, entry % schedule.H, block * BUILD.BLOCK_M
+    batch, head = batch_and_head(entry // schedule.inner, entry % schedule.inner, schedule)
+    return batch, head, block * BUILD.BLOCK_M
 
 
 @gluon.jit
-def share_count(schedule, BUILD: gl.constexpr):
-    """How many shares of work the grid has: a block of queries each; where causal, the n-th block from the end and the
-    n-th from the front of the same head, so that all shares take equally long."""
-    per_entry = schedule.blocks
-    if BUILD.CAUSAL:
-        per_entry = (schedule.blocks + 1) // 2
-    return per_entry * schedule.entries
+def find_share(number, schedule):
+    """(batch, head, n) of the n-th share of an entry, by its number among all. A section here is one entry or `inner`
+    of them."""
+    low, high = schedule.shares, schedule.inner
+    if schedule.section > 1:
+        low, high = high, low
+    rest = number // low
+    n, inner = number - rest * low, rest % high
+    if schedule.section > 1:
+        n, inner = inner, n
+    batch, head = batch_and_head(rest // high, inner, schedule)
+    return batch, head, n
 
 
 @gluon.jit
-def share_size(share, schedule, BUILD: gl.constexpr):
-    """How many blocks a share has: of an odd number of blocks the middle one is alone."""
+def share_size(n, schedule, BUILD: gl.constexpr):
+    """How many blocks the n-th share of an entry has: of an odd number of blocks the middle one is alone."""
     size = 1
     if BUILD.CAUSAL:
-        n = share % ((schedule.blocks + 1) // 2)
-        size = 2 - (2 * n + 1) // schedule.blocks
+        if 2 * n + 1 < schedule.blocks:
+            size = 2
     return size
 
 
 @gluon.jit
-def locate_in(share, part, schedule, BUILD: gl.constexpr):
-    """(batch, head, first row) of the blocks of a share, the longer one first."""
-    per_entry = schedule.blocks
+def first_row(n, part, schedule, BUILD: gl.constexpr):
+    """Where a block of the n-th share of an entry begins, the longer one first."""
+    block = n
     if BUILD.CAUSAL:
-        per_entry = (schedule.blocks + 1) // 2
-    entry, block = share // per_entry, share % per_entry
-    if BUILD.CAUSAL:
-        block += (1 - part) * (schedule.blocks - 1 - 2 * block)
-    return entry // schedule.H, entry % schedule.H, block * BUILD.BLOCK_M
+        block += (1 - part) * (schedule.blocks - 1 - 2 * n)
+    return block * BUILD.BLOCK_M
 
 
 @gluon.jit
@@ -178,13 +207,26 @@ def own_sums(p):
 
 
 @gluon.jit
-def soften(s, row_max, scale_log2, MASKED: gl.constexpr):
-    """(probabilities, factor for what was summed before, new row_max) of scores s [64, BLOCK_N]."""
-    raised = gl.maximum(row_max, gl.convert_layout(largest(s), row_max.type.layout, assert_trivial=True) * scale_log2)
+def soften(s, row_max, scale, MASKED: gl.constexpr, BUILD: gl.constexpr):
+    """(probabilities, factor for what was summed before, new row_max) of scores s [64, BLOCK_N].
+
+    A bias may be as large as float32 gets (a mask of the lowest finite number), and times `scale` it would overflow.
+    Scores beyond FAR lie 8 apart or so: whatever the base of the power, only those equal to the maximum count.
+    """
+    top = gl.convert_layout(largest(s), row_max.type.layout, assert_trivial=True)
+    if not BUILD.BIAS:
+        top *= scale
+    raised = gl.maximum(row_max, top)
     base = raised
-    if MASKED:  # a row that has seen no key yet subtracts nothing
+    if MASKED or BUILD.BIAS:  # a row that has seen no key yet subtracts nothing
         base = gl.where(raised == float("-inf"), 0.0, raised)
-    return gl.exp2(s * scale_log2 - gl.expand_dims(base, 1)), gl.exp2(row_max - base), raised
+    if BUILD.BIAS:
+        factor = gl.where(gl.abs(base) < FAR, scale, 1.0)
+        e = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base * factor, 1))
+        alpha = gl.exp2((row_max - base) * factor)
+    else:
+        e, alpha = gl.exp2(s * scale - gl.expand_dims(base, 1)), gl.exp2(row_max - base)
+    return e, alpha, raised
 
 
 @gluon.jit
@@ -205,13 +247,47 @@ def hide(s, row, start, M, N, BUILD: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(q, k, barriers, i, BUILD: gl.constexpr, LAYOUT: gl.constexpr):
-    """q k^T [64, BLOCK_N] of block i of the ring, under way."""
+def widen(tile):
+    """float32 of a tile in half precision. A pair of bfloat16 takes two instructions; Triton's own way takes three."""
+    if tile.dtype == gl.bfloat16:
+        wide = gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [tile],
+                                         dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
+    else:
+        wide = tile.to(gl.float32)
+    return wide
+
+
+@gluon.jit
+def load_bias(bias, i, scale, GROUP: gl.constexpr, BUILD: gl.constexpr, LAYOUT: gl.constexpr):
+    """The group's tile [64, BLOCK_N] of the bias beside block i of the keys, in units of scores."""
+    place = i % BUILD.STAGES * (BUILD.BLOCK_M // GROUP_ROWS) + GROUP
+    tile = widen(bias.index(place).reshape([GROUP_ROWS, BUILD.BLOCK_N]).load(LAYOUT))
+    if not BUILD.WHOLE_SCALE:
+        tile = tile * (LOG2E / scale)
+    return tile
+
+
+@gluon.jit
+def scale_queries(q, power, BUILD: gl.constexpr):
+    """Multiply the group's queries, in shared memory, by a power of two, which rounds nothing."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GROUP_WARPS, 1], [1, 0])
+    q.store((q.load(LAYOUT) * power).to(q.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def start_scores(q, smem, barriers, i, scale, GROUP: gl.constexpr, BUILD: gl.constexpr, LAYOUT: gl.constexpr):
+    """q k^T [64, BLOCK_N] of block i of the ring, on top of the bias where there is one, under way."""
     stage = i % BUILD.STAGES
     mbarrier.wait(barriers.index(stage), (i // BUILD.STAGES) & 1)
-    tile = k.index(stage).reshape([BUILD.BLOCK_N, BUILD.D])
-    nothing = gl.full([GROUP_ROWS, BUILD.BLOCK_N], 0.0, gl.float32, LAYOUT)
-    return warpgroup_mma(q, tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    keys = smem.k.index(stage).reshape([BUILD.BLOCK_N, BUILD.D]).permute((1, 0))
+    if BUILD.BIAS:
+        bias = load_bias(smem.bias, i, scale, GROUP, BUILD, LAYOUT)
+        s = warpgroup_mma(q, keys, bias, is_async=True)
+    else:
+        nothing = gl.full([GROUP_ROWS, BUILD.BLOCK_N], 0.0, gl.float32, LAYOUT)
+        s = warpgroup_mma(q, keys, nothing, use_acc=False, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -240,22 +316,17 @@ def hold(row_sum):
 
 @gluon.jit
 def take_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
-    """Wait until the other group has issued its products."""
+    """Wait until the group before has issued its products."""
     if BUILD.PINGPONG:
-        if GROUP == 0:
-            gl.inline_asm_elementwise("bar.sync 13, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-        else:
-            gl.inline_asm_elementwise("bar.sync 14, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+        gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [TURNS + GROUP], gl.int32, False, 1)
 
 
 @gluon.jit
 def give_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
-    """Let the group other than GROUP issue its products."""
+    """Let the group after GROUP issue its products."""
     if BUILD.PINGPONG:
-        if GROUP == 0:
-            gl.inline_asm_elementwise("bar.arrive 14, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
-        else:
-            gl.inline_asm_elementwise("bar.arrive 13, 256; mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+        after: gl.constexpr = (GROUP + 1) % (BUILD.BLOCK_M // GROUP_ROWS)
+        gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [TURNS + after], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -265,11 +336,11 @@ def rescale(acc, alpha):
 
 
 @gluon.jit
-def step(state, q, smem, bars, i, row, start, full, M, N, scale_log2, GROUP: gl.constexpr, BUILD: gl.constexpr,
+def step(state, q, smem, bars, i, row, start, full, M, N, scale, GROUP: gl.constexpr, BUILD: gl.constexpr,
          LAYOUT: gl.constexpr):  # fmt: skip
     """Add block i - 1 to acc while the scores of block i, which starts at key `start`, become probabilities."""
     take_turn(GROUP, BUILD)
-    s = start_scores(q, smem.k, bars.k_full, i, BUILD, LAYOUT)
+    s = start_scores(q, smem, bars.k_full, i, scale, GROUP, BUILD, LAYOUT)
     acc = start_values(state.p, smem.v, state.acc, bars.v_full, i - 1, BUILD)
     give_turn(GROUP, BUILD)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -277,7 +348,7 @@ def step(state, q, smem, bars, i, row, start, full, M, N, scale_log2, GROUP: gl.
     if BUILD.CAUSAL:
         if start >= full:
             s = hide(s, row, start, M, N, BUILD)
-    e, alpha, row_max = soften(s, state.row_max, scale_log2, BUILD.CAUSAL)
+    e, alpha, row_max = soften(s, state.row_max, scale, BUILD.CAUSAL, BUILD)
     row_sum = hold(rescale(state.row_sum, alpha) + own_sums(e))
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(bars.v_empty, i - 1, BUILD)
@@ -286,7 +357,7 @@ def step(state, q, smem, bars, i, row, start, full, M, N, scale_log2, GROUP: gl.
 
 
 @gluon.jit
-def attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP: gl.constexpr, BUILD: gl.constexpr):
+def attend(descs, smem, bars, lse, place, t, i, scale, power, GROUP: gl.constexpr, BUILD: gl.constexpr):
     """The 64 rows of GROUP in the program's t-th block of queries, whose keys are blocks i.. of the ring."""
     batch, head, block_row = place
     M, N, H = descs.q.shape[2], descs.k.shape[2], descs.q.shape[1]
@@ -299,20 +370,22 @@ def attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP: gl.constexpr,
 
     mbarrier.wait(bars.q_full.index(GROUP), t & 1)
     q = smem.q.index(GROUP).reshape([GROUP_ROWS, BUILD.D])
-    s = start_scores(q, smem.k, bars.k_full, i, BUILD, S_LAYOUT)
+    if BUILD.BIAS:
+        scale_queries(q, power, BUILD)
+    s = start_scores(q, smem, bars.k_full, i, scale, GROUP, BUILD, S_LAYOUT)
     s = warpgroup_mma_wait(0, deps=[s])
     release(bars.k_empty, i, BUILD)
     start = (blocks - 1) * BUILD.BLOCK_N
     s = hide(s, row, start, M, N, BUILD)
     row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    e, _, row_max = soften(s, row_max, scale_log2, True)
+    e, _, row_max = soften(s, row_max, scale, True, BUILD)
     p = gl.convert_layout(e.to(descs.q.dtype), P_LAYOUT, assert_trivial=True)
     acc = gl.full([GROUP_ROWS, BUILD.D], 0.0, gl.float32, O_LAYOUT)
     state = State(p, acc, row_max, own_sums(e))
     for _ in range(blocks - 1):
         i += 1
         start -= BUILD.BLOCK_N
-        state = step(state, q, smem, bars, i, row, start, full, M, N, scale_log2, GROUP, BUILD, S_LAYOUT)
+        state = step(state, q, smem, bars, i, row, start, full, M, N, scale, GROUP, BUILD, S_LAYOUT)
     if BUILD.OWN_OUT:
         mbarrier.arrive(bars.q_empty.index(GROUP), count=1)
     acc = start_values(state.p, smem.v, state.acc, bars.v_full, i, BUILD)
@@ -322,7 +395,10 @@ def attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP: gl.constexpr,
     row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
     dead = row_sum == 0.0
     total = gl.where(dead, 1.0, row_sum)
-    row_lse = gl.where(dead, float("-inf"), (state.row_max + gl.log2(total)) * LN2)
+    row_max = state.row_max * LN2
+    if BUILD.BIAS:
+        row_max *= scale
+    row_lse = gl.where(dead, float("-inf"), row_max + gl.log2(total) * LN2)
     rows = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
     gl.store(lse + (batch * H + head).to(gl.int64) * M + rows, row_lse, mask=rows < M)
     out = smem.out.index(GROUP)
@@ -338,82 +414,124 @@ def attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP: gl.constexpr,
 
 
 @gluon.jit
-def group(descs, smem, bars, lse, schedule, scale_log2, GROUP: gl.constexpr, BUILD: gl.constexpr):
+def group(descs, smem, bars, lse, schedule, scale, power, GROUP: gl.constexpr, BUILD: gl.constexpr):
     """What the four warps of GROUP do."""
     t = 0
     i = 0
-    if GROUP == 1:
+    if GROUP == BUILD.BLOCK_M // GROUP_ROWS - 1:
         give_turn(GROUP, BUILD)
     if BUILD.PERSISTENT:
-        for share in range(gl.program_id(0), share_count(schedule, BUILD), gl.num_programs(0)):
-            for part in range(share_size(share, schedule, BUILD)):
-                place = locate_in(share, part, schedule, BUILD)
-                i = attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP, BUILD)
+        for share in range(gl.program_id(0), schedule.all_shares, gl.num_programs(0)):
+            batch, head, n = find_share(share, schedule)
+            for part in range(share_size(n, schedule, BUILD)):
+                place = (batch, head, first_row(n, part, schedule, BUILD))
+                i = attend(descs, smem, bars, lse, place, t, i, scale, power, GROUP, BUILD)
                 t += 1
     else:
         place = locate(gl.program_id(0), schedule, BUILD)
-        attend(descs, smem, bars, lse, place, t, i, scale_log2, GROUP, BUILD)
+        attend(descs, smem, bars, lse, place, t, i, scale, power, GROUP, BUILD)
     tma.store_wait(0)
 
 
 @gluon.jit
-def first_group(descs, smem, bars, lse, schedule, scale_log2, BUILD: gl.constexpr):
-    group(descs, smem, bars, lse, schedule, scale_log2, 0, BUILD)
+def first_group(descs, smem, bars, lse, schedule, scale, power, BUILD: gl.constexpr):
+    group(descs, smem, bars, lse, schedule, scale, power, 0, BUILD)
 
 
 @gluon.jit
-def second_group(descs, smem, bars, lse, schedule, scale_log2, BUILD: gl.constexpr):
-    group(descs, smem, bars, lse, schedule, scale_log2, 1, BUILD)
+def second_group(descs, smem, bars, lse, schedule, scale, power, BUILD: gl.constexpr):
+    group(descs, smem, bars, lse, schedule, scale, power, 1, BUILD)
 
 
 @gluon.jit
-def third_group(descs, smem, bars, lse, schedule, scale_log2, BUILD: gl.constexpr):
-    group(descs, smem, bars, lse, schedule, scale_log2, 2, BUILD)
+def third_group(descs, smem, bars, lse, schedule, scale, power, BUILD: gl.constexpr):
+    group(descs, smem, bars, lse, schedule, scale, power, 2, BUILD)
 
 
 @gluon.jit
-def fetch(desc, coordinates, smem, full, empty, i, BUILD: gl.constexpr):
-    """Start copying a block of keys or values into its stage of the ring, as soon as that is free."""
+def fetch(desc, coordinates, smem, full, empty, i, BESIDE: gl.constexpr, BUILD: gl.constexpr):
+    """Start copying a block of keys or values into its stage of the ring, as soon as that is free, and announce it and
+    so many bytes beside it."""
     stage = i % BUILD.STAGES
     mbarrier.wait(empty.index(stage), ((i // BUILD.STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes + BESIDE)
     tma.async_copy_global_to_shared(desc, coordinates, full.index(stage), smem.index(stage))
 
 
 @gluon.jit
-def load_block(descs, smem, bars, place, t, i, BUILD: gl.constexpr):
-    """Start every copy that one block of queries needs."""
+def fetch_keys(descs, smem, bars, place, kv_head, start, i, BUILD: gl.constexpr):
+    """fetch of the keys from `start` on, with the bias of their scores."""
     batch, head, row = place
-    kv_head = head // (descs.q.shape[1] // descs.k.shape[1])
-    blocks = key_blocks(row, BUILD.BLOCK_M, descs.q.shape[2], descs.k.shape[2], BUILD)
-    start = (blocks - 1) * BUILD.BLOCK_N
-    fetch(descs.k, [batch, kv_head, start, 0], smem.k, bars.k_full, bars.k_empty, i, BUILD)
+    coordinates = [batch, kv_head, start, 0]
+    GROUPS: gl.constexpr = BUILD.BLOCK_M // GROUP_ROWS
+    if BUILD.BIAS:
+        beside: gl.constexpr = GROUPS * descs.bias.block_type.nbytes
+        fetch(descs.k, coordinates, smem.k, bars.k_full, bars.k_empty, i, beside, BUILD)
+        own_batch, own_head = batch, head
+        if descs.bias.shape[0] == 1:
+            own_batch = 0
+        if descs.bias.shape[1] == 1:
+            own_head = 0
+        stage = i % BUILD.STAGES
+        for g in gl.static_range(GROUPS):
+            tma.async_copy_global_to_shared(descs.bias, [own_batch, own_head, row + g * GROUP_ROWS, start],
+                                            bars.k_full.index(stage), smem.bias.index(stage * GROUPS + g))  # fmt: skip
+    else:
+        fetch(descs.k, coordinates, smem.k, bars.k_full, bars.k_empty, i, 0, BUILD)
+
+
+@gluon.jit
+def fetch_queries(descs, smem, bars, place, t, BUILD: gl.constexpr):
+    """Start copying the rows of each group, as soon as it needs those of the block before no more."""
+    batch, head, row = place
     for g in gl.static_range(BUILD.BLOCK_M // GROUP_ROWS):
         mbarrier.wait(bars.q_empty.index(g), (t & 1) ^ 1)
         mbarrier.expect(bars.q_full.index(g), descs.q.block_type.nbytes)
         coordinates = [batch, head, row + g * GROUP_ROWS, 0]
         tma.async_copy_global_to_shared(descs.q, coordinates, bars.q_full.index(g), smem.q.index(g))
-    for _ in range(blocks - 1):
-        fetch(descs.k, [batch, kv_head, start - BUILD.BLOCK_N, 0], smem.k, bars.k_full, bars.k_empty, i + 1, BUILD)
-        fetch(descs.v, [batch, kv_head, start, 0], smem.v, bars.v_full, bars.v_empty, i, BUILD)
-        start -= BUILD.BLOCK_N
-        i += 1
-    fetch(descs.v, [batch, kv_head, start, 0], smem.v, bars.v_full, bars.v_empty, i, BUILD)
-    return i + 1
 
 
 @gluon.jit
-def loader(descs, smem, bars, schedule, BUILD: gl.constexpr):
-    """What the loading warp does."""
+def load_block(descs, smem, bars, place, t, i, KEYS: gl.constexpr, BUILD: gl.constexpr):
+    """Start every copy that one block of queries needs: of keys and what goes with them, or of values."""
+    batch, head, row = place
+    kv_head = head // (descs.q.shape[1] // descs.k.shape[1])
+    blocks = key_blocks(row, BUILD.BLOCK_M, descs.q.shape[2], descs.k.shape[2], BUILD)
+    for n in range(blocks):
+        start = (blocks - 1 - n) * BUILD.BLOCK_N
+        if KEYS:
+            fetch_keys(descs, smem, bars, place, kv_head, start, i + n, BUILD)
+            if n == 0:
+                fetch_queries(descs, smem, bars, place, t, BUILD)
+        else:
+            fetch(descs.v, [batch, kv_head, start, 0], smem.v, bars.v_full, bars.v_empty, i + n, 0, BUILD)
+    return i + blocks
+
+
+@gluon.jit
+def load(descs, smem, bars, schedule, KEYS: gl.constexpr, BUILD: gl.constexpr):
+    """What a loading warp does."""
     t = 0
     i = 0
     if BUILD.PERSISTENT:
-        for share in range(gl.program_id(0), share_count(schedule, BUILD), gl.num_programs(0)):
-            for part in range(share_size(share, schedule, BUILD)):
-                i = load_block(descs, smem, bars, locate_in(share, part, schedule, BUILD), t, i, BUILD)
+        for share in range(gl.program_id(0), schedule.all_shares, gl.num_programs(0)):
+            batch, head, n = find_share(share, schedule)
+            for part in range(share_size(n, schedule, BUILD)):
+                place = (batch, head, first_row(n, part, schedule, BUILD))
+                i = load_block(descs, smem, bars, place, t, i, KEYS, BUILD)
                 t += 1
     else:
-        load_block(descs, smem, bars, locate(gl.program_id(0), schedule, BUILD), t, i, BUILD)
+        load_block(descs, smem, bars, locate(gl.program_id(0), schedule, BUILD), t, i, KEYS, BUILD)
+
+
+@gluon.jit
+def key_loader(descs, smem, bars, schedule, BUILD: gl.constexpr):
+    load(descs, smem, bars, schedule, True, BUILD)
+
+
+@gluon.jit
+def value_loader(descs, smem, bars, schedule, BUILD: gl.constexpr):
+    load(descs, smem, bars, schedule, False, BUILD)
 
 
 @gluon.jit
@@ -425,9 +543,11 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
-@gluon.jit(do_not_specialize=["blocks", "entries", "section"])
-def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, blocks, entries, section, scale_log2, BUILD: gl.constexpr):
-    """out (B, H, M, D) and lse (B, H, M); `blocks` of queries for each of `entries` = B * H."""
+@gluon.jit(do_not_specialize=["blocks", "entries", "section", "inner", "by_head", "shares", "all_shares"])
+def forward_kernel(q_desc, k_desc, v_desc, out_desc, bias_desc, lse, blocks, shares, all_shares, entries,
+                   section, inner, by_head, scale, power, BUILD: gl.constexpr):  # fmt: skip
+    """out (B, H, M, D) and lse (B, H, M) for a Schedule. `scale` is log2(e) times that of the scores or, with a bias,
+    times what remains of it when queries are multiplied by a `power` of two."""
     GROUPS: gl.constexpr = BUILD.BLOCK_M // GROUP_ROWS
     STAGES: gl.constexpr = BUILD.STAGES
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [GROUPS] + q_desc.block_type.shape, q_desc.layout)
@@ -436,22 +556,29 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, lse, blocks, entries, secti
     out_smem = q_smem
     if BUILD.OWN_OUT:
         out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS] + out_desc.block_type.shape, out_desc.layout)
+    bias_smem = q_smem
+    if BUILD.BIAS:
+        tiles: gl.constexpr = [STAGES * GROUPS] + bias_desc.block_type.shape
+        bias_smem = gl.allocate_shared_memory(bias_desc.dtype, tiles, bias_desc.layout)
     bars = Barriers(barriers(GROUPS, 1), barriers(GROUPS, 1), barriers(STAGES, 1), barriers(STAGES, GROUPS),
             barriers(STAGES, 1), barriers(STAGES, GROUPS))  # fmt: skip
     fence_async_shared()
-    descs, smem = Operands(q_desc, k_desc, v_desc, out_desc), Operands(q_smem, k_smem, v_smem, out_smem)
-    schedule = Schedule(blocks, entries, section, q_desc.shape[1])
+    descs = Operands(q_desc, k_desc, v_desc, out_desc, bias_desc)
+    smem = Operands(q_smem, k_smem, v_smem, out_smem, bias_smem)
+    schedule = Schedule(blocks, shares, all_shares, entries, section, inner, by_head)
     if GROUPS == 2:
         gl.warp_specialize([
-            (first_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
-            (second_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
-            (loader, (descs, smem, bars, schedule, BUILD)),
-        ], [GROUP_WARPS, 1], [BUILD.GROUP_REGISTERS, BUILD.LOADER_REGISTERS])  # fmt: skip
+            (first_group, (descs, smem, bars, lse, schedule, scale, power, BUILD)),
+            (second_group, (descs, smem, bars, lse, schedule, scale, power, BUILD)),
+            (key_loader, (descs, smem, bars, schedule, BUILD)),
+            (value_loader, (descs, smem, bars, schedule, BUILD)),
+        ], [GROUP_WARPS, 1, 1], [BUILD.GROUP_REGISTERS, BUILD.LOADER_REGISTERS, BUILD.LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (first_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
-            (second_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
-            (third_group, (descs, smem, bars, lse, schedule, scale_log2, BUILD)),
-            (loader, (descs, smem, bars, schedule, BUILD)),
-        ], [GROUP_WARPS, GROUP_WARPS, 1],
-            [BUILD.GROUP_REGISTERS, BUILD.GROUP_REGISTERS, BUILD.LOADER_REGISTERS])  # fmt: skip
+            (first_group, (descs, smem, bars, lse, schedule, scale, power, BUILD)),
+            (second_group, (descs, smem, bars, lse, schedule, scale, power, BUILD)),
+            (third_group, (descs, smem, bars, lse, schedule, scale, power, BUILD)),
+            (key_loader, (descs, smem, bars, schedule, BUILD)),
+            (value_loader, (descs, smem, bars, schedule, BUILD)),
+        ], [GROUP_WARPS, GROUP_WARPS, 1, 1],
+            [BUILD.GROUP_REGISTERS, BUILD.GROUP_REGISTERS, BUILD.LOADER_REGISTERS, BUILD.LOADER_REGISTERS])  # fmt: skip

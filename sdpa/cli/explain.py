@@ -123,6 +123,7 @@ def problem_of(
         bias_dtype=getattr(torch, dtype) if "bias" in features else None,
         direction="backward" if backward else "forward",
         row_mask="padding" in masks and "bias" not in masks,
+        full_bias="bias" in features,
     )  # fmt: skip
 
 
