@@ -30,6 +30,7 @@ L2 = 50 << 20
 # Loop-invariant pointers and a few accumulators of masked variants are spilled by ptxas without a cost that shows; a
 # tile that does not fit the registers spills kilobytes.
 MAX_STACK = 256
+WGMMA_ROWS = 64  # of queries, from which on Triton takes a warpgroup's products
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -240,6 +241,26 @@ def test_default_tiles_on_hopper(D, mask, pretend, tmp_path):
                 if name_of(launch) != "delta_kernel":
                     assert "wgmma.mma_async" in compiled.asm["ptx"], name_of(launch)
                     assert "cp.async.bulk.tensor" in compiled.asm["ptx"], name_of(launch)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256, 512], ids=lambda D: f"D{D}")
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_float32_on_hopper(mask, D, pretend, tmp_path):
+    """Products of float16 parts, two programs of small heads per core, and a kernel for what the parts do not hold."""
+    target = pretend(TARGETS["90"])
+    inputs = make_inputs(sized(D, N=512, mask=mask, dtype=torch.float32))
+    with assume(target):
+        problem = problem_of(inputs, "forward")
+        parts, careful = launches_for(inputs, problem, tiles.tiles(problem)[0])
+        compiled = checked(parts, target)
+        assert spilt(compiled, tmp_path) <= MAX_STACK
+        products = "wgmma.mma_async" if parts.tile.BLOCK_M >= WGMMA_ROWS else "mma.sync"
+        assert re.search(rf"{products}[^\n]*\.f32\.f16\.f16", compiled.asm["ptx"])
+        assert "bf16" not in compiled.asm["ptx"]
+        assert (parts.registers == 128) == (D == 64)
+        assert careful.tile.BLOCK_M <= parts.tile.BLOCK_M
+        if D <= 128:  # above, the exact products spill kilobytes
+            assert "bf16" in checked(careful, target).asm["ptx"]
 
 
 @pytest.mark.parametrize("D", [64, 128], ids=lambda D: f"D{D}")

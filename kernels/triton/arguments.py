@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sdpa.kernels.triton.halves import LIFT
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.nouns import (
     FLAG,
@@ -160,6 +161,7 @@ def build_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, sid
     lengths = any(t is not None for t in (inputs.k_lengths, inputs.q_lengths, inputs.cu_q))
     everywhere = asks_everywhere(inputs, side)
     structured = far is not None or lengths or spans or inputs.prefix is not None or everywhere
+    parts = halves(problem) if side is Side.KEYS else 0
     return Build(
         tile.BLOCK_M,
         tile.BLOCK_N,
@@ -178,6 +180,8 @@ def build_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, sid
         TRAILING=structured or length % block != 0,
         BIAS=None,
         ALLOWED=None,
+        HALVES=parts,
+        LIFT=LIFT if parts else 0,
     )
 
 
@@ -186,11 +190,19 @@ def block_size(size: int) -> int:
 
 
 def precision(problem: AttentionProblem) -> str:
-    """How float32 products are made. Six products of three-part bfloat16 keep float32's accuracy and, on an H200, took
-    less time and erred less than three TF32 products; CDNA has float32 matrix units, and so has the interpreter."""
+    """How float32 products are made that are not of halves (see below). Six products of three-part bfloat16 keep
+    float32's accuracy and, on an H200, took less time and erred less than three TF32 products; CDNA has float32 matrix
+    units, and so has the interpreter."""
     if problem.dtype != torch.float32 or knobs.runtime.interpret or target_of(problem.device).backend == "hip":
         return "ieee"
     return "tf32" if problem.tf32 else "bf16x6"
+
+
+def halves(problem: AttentionProblem) -> int:
+    """Parts of float32 operands in a forward's products: two hold float32, one TF32 (halves.py); 0 is for none."""
+    if (problem.direction, problem.dtype) != ("forward", torch.float32) or target_of(problem.device).backend == "hip":
+        return 0
+    return 1 if problem.tf32 else 2
 
 
 def describable(tensor: Tensor) -> bool:

@@ -30,7 +30,10 @@ TILES = tuple(
     Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (128, 2), (64, 2), (32, 4), (32, 2), (16, 2))
 )
 PROGRAMS_PER_CORE = 2  # as many as the shared memory of a core holds at the default tile
-MIN_KEYS = 256  # of a part: less does not hide the latency of its first loads
+# Keys of a part at least: less does not hide the latency of its first loads; and with a second program per core, whose
+# parts must be loaded and combined, too.
+MIN_KEYS = 256
+LONG_PART = 1024
 MAX_PARTS = 128
 COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
 
@@ -81,7 +84,7 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
         state = attend(state, *shared, full_begin, full_end, scale, False, BUILD)
     if BUILD.TRAILING:
         state = attend(state, *shared, full_end, end, scale, True, BUILD)
-    acc, row_lse = finish_softmax(state, unit)
+    acc, row_lse = finish_softmax(state, unit, 0)
     if dropout is not None:
         acc = acc * dropout.inverse_keep
     columns = tl.arange(0, BLOCK_DV)[None, :]
@@ -148,10 +151,11 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
 
 
 def parts_of(problem: AttentionProblem, tile: Tile) -> int:
-    """Parts of the keys that give every core its programs."""
-    programs = -(-problem.M * problem.G // tile.BLOCK_M) * problem.B * problem.Hkv
-    wanted = PROGRAMS_PER_CORE * target_of(problem.device).cores // max(1, programs)
-    return max(1, min(wanted, MAX_PARTS, -(-problem.N // MIN_KEYS)))
+    """Parts of the keys that give every core a program, or several where parts are long even so."""
+    programs = max(1, -(-problem.M * problem.G // tile.BLOCK_M) * problem.B * problem.Hkv)
+    cores = target_of(problem.device).cores
+    several = min(PROGRAMS_PER_CORE * cores // programs, problem.N // LONG_PART)
+    return max(1, min(max(cores // programs, several), MAX_PARTS, -(-problem.N // MIN_KEYS)))
 
 
 def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> tuple[Results, list[Launch]]:

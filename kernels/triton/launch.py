@@ -22,11 +22,16 @@ class Launch(NamedTuple):
     args: tuple
     tile: Tile
     chained: bool = False  # may begin before the launch before it has ended, and waits inside
+    registers: int | None = None  # of a thread at most
 
     @property
     def options(self) -> dict:
         sizes = {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
-        return sizes | {"launch_pdl": True} if self.chained else sizes
+        if self.chained:
+            sizes["launch_pdl"] = True
+        if self.registers:
+            sizes["maxnreg"] = self.registers
+        return sizes
 
     def __call__(self, backend: str, arch: int | str) -> Any:
         """Run on the current device, which is what `backend` and `arch` say; the compiled kernel, where there was

@@ -130,6 +130,8 @@ class Build(NamedTuple):
     ALLOWED: DenseBuild | None
     KEYS: bool = True  # of a backward over blocks of keys: dK is wanted
     VALUES: bool = True  # dV is wanted
+    HALVES: int = 0  # float16 parts that a forward cuts float32 operands into
+    LIFT: int = 0  # the power of two that probabilities then carry
 
 
 class Prepared(NamedTuple):

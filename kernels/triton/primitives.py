@@ -138,12 +138,13 @@ def store_rows(target, strides, at, tile, SIZE: tl.constexpr):
 
 
 @triton.jit
-def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """The state before the first key; a sink is a key without a value. Scores are `unit` times what state holds."""
+def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, LIFT: tl.constexpr):
+    """The state before the first key; a sink is a key without a value. Scores are `unit` times what state holds,
+    probabilities and their sums 2^-LIFT times."""
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     if sinks is not None:
         row_max = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) / unit
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 2.0**LIFT)
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -151,8 +152,8 @@ def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constex
 
 
 @triton.jit
-def raise_scores(state, s, unit, HIDDEN: tl.constexpr, FAR: tl.constexpr):
-    """(probabilities, state rescaled to them) of a tile [BLOCK_M, BLOCK_N] of scores s * unit.
+def raise_scores(state, s, unit, HIDDEN: tl.constexpr, FAR: tl.constexpr, LIFT: tl.constexpr):
+    """(2^LIFT times the probabilities, state rescaled to them) of a tile [BLOCK_M, BLOCK_N] of scores s * unit.
 
     HIDDEN: some may be -inf, and a row that has seen no other yet subtracts nothing. FAR: some may be so large (a mask
     of the lowest finite number) that they must not be multiplied before the maximum is taken off.
@@ -164,19 +165,19 @@ def raise_scores(state, s, unit, HIDDEN: tl.constexpr, FAR: tl.constexpr):
     factor = unit * LOG2E
     alpha = tl.math.exp2((state.row_max - base) * factor)
     if FAR:
-        p = tl.math.exp2((s - base[:, None]) * factor)
+        p = tl.math.exp2((s - base[:, None]) * factor + LIFT)
     else:
-        p = tl.math.exp2(s * factor - (base * factor)[:, None])
+        p = tl.math.exp2(s * factor - (base * factor - LIFT)[:, None])
     row_sum = state.row_sum * alpha + tl.sum(p, 1)
     return p, Softmax(state.acc * alpha[:, None], row_sum, row_max)
 
 
 @triton.jit
-def finish_softmax(state, unit):
+def finish_softmax(state, unit, LIFT: tl.constexpr):
     """(acc, lse): normalised; 0 and -inf for rows that saw no key."""
     dead = state.row_sum == 0.0
     total = tl.where(dead, 1.0, state.row_sum)
-    lse = tl.where(dead, float("-inf"), state.row_max * unit + tl.math.log2(total) * LN2)
+    lse = tl.where(dead, float("-inf"), state.row_max * unit + (tl.math.log2(total) - LIFT) * LN2)
     return state.acc / total[:, None], lse
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from sdpa.kernels.triton.arguments import block_size
+from sdpa.kernels.triton.arguments import block_size, halves
 from sdpa.kernels.triton.target import HOPPER, Target, target_of
 from sdpa.problem import AttentionProblem, Tile
 
@@ -21,6 +21,20 @@ FORWARD = {
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     512: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
+# For two float16 parts of float32 operands, and for one (halves.py).
+FORWARD_TWO_PARTS = {
+    64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(32, 32, 4, 1)),
+    128: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    256: (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    512: (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+}
+FORWARD_ONE_PART = {
+    64: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(32, 32, 4, 1)),
+    128: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    256: (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    512: (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
+}
+# For products of float32 as they are: of what those parts do not hold, and where they are not used.
 FORWARD_FLOAT32 = {
     64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3), Tile(128, 128, 8, 2), Tile(32, 32, 4, 1)),
     128: (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 1)),
@@ -41,11 +55,14 @@ BACKWARD_FLOAT32 = {
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
+# By direction, whether it is float32, and its parts.
 TABLES = {
-    ("forward", False): FORWARD,
-    ("forward", True): FORWARD_FLOAT32,
-    ("backward", False): BACKWARD,
-    ("backward", True): BACKWARD_FLOAT32,
+    ("forward", False, 0): FORWARD,
+    ("forward", True, 0): FORWARD_FLOAT32,
+    ("forward", True, 1): FORWARD_ONE_PART,
+    ("forward", True, 2): FORWARD_TWO_PARTS,
+    ("backward", False, 0): BACKWARD,
+    ("backward", True, 0): BACKWARD_FLOAT32,
 }
 TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
 SIZES = (64, 128, 256, 512)
@@ -86,20 +103,36 @@ def half(tile: Tile) -> Tile:
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     """The tiles that fit the device, at least the last (smallest) one."""
-    size = next((s for s in SIZES if max(block_size(problem.D), block_size(problem.Dv)) <= s), SIZES[-1])
-    listed = TABLES[problem.direction, problem.dtype == torch.float32][size]
+    listed = TABLES[problem.direction, problem.dtype == torch.float32, halves(problem)][size_class(problem)]
     target = target_of(problem.device)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
     return fitting or listed[-1:]
 
 
-def shared_memory(problem: AttentionProblem, tile: Tile, target: Target) -> int:
-    """Bytes of shared memory a tile should take: what stays, and what streams as often as there are stages."""
+def size_class(problem: AttentionProblem) -> int:
+    return next((s for s in SIZES if max(block_size(problem.D), block_size(problem.Dv)) <= s), SIZES[-1])
+
+
+def careful_tile(problem: AttentionProblem, tile: Tile) -> Tile:
+    """For what a kernel with `tile` doubts. It is no higher, so that a block asks one word."""
+    target = target_of(problem.device)
+    listed = (t for t in FORWARD_FLOAT32[size_class(problem)] if t.BLOCK_M <= tile.BLOCK_M)
+    return next((t for t in listed if shared_memory(problem, t, target, 0) <= target.shared_memory), tile)
+
+
+def shared_memory(problem: AttentionProblem, tile: Tile, target: Target, parts: int | None = None) -> int:
+    """Bytes of shared memory a tile should take: what stays, and what streams as often as there are stages.
+
+    `parts` are the float16 parts of a forward's operands, by default those that the problem's have.
+    """
     width = block_size(problem.D) + block_size(problem.Dv)
     size = problem.dtype.itemsize
     scores = tile.BLOCK_M * tile.BLOCK_N
     dense = 0 if problem.row_mask else scores * dense_bytes(problem)  # of a mask that streams with the keys
     if problem.direction == "forward":
+        parts = halves(problem) if parts is None else parts
+        if parts:
+            return halves_memory(problem, tile, parts) + max(1, tile.num_stages) * dense
         stays = tile.BLOCK_M * block_size(problem.D) if holds_operands(target) else 0
         return stays * size + max(1, tile.num_stages) * (tile.BLOCK_N * width * size + dense)
     streams = max(1, tile.num_stages) * (tile.BLOCK_M * width * size + dense)
@@ -108,6 +141,15 @@ def shared_memory(problem: AttentionProblem, tile: Tile, target: Target) -> int:
         return max(one, tile.BLOCK_N * width * size + streams // 2) + scores * size // 2
     turned = 0 if holds_operands(target) else tile.BLOCK_M * block_size(problem.D) * size  # queries, transposed
     return (tile.BLOCK_N * width + scores) * size + streams + turned
+
+
+def halves_memory(problem: AttentionProblem, tile: Tile, parts: int) -> int:
+    """Queries in one part or three tiles (halves.py), a key's or value's parts, and what streams in float32, of which
+    one stage's is in registers."""
+    D, Dv = block_size(problem.D), block_size(problem.Dv)
+    queries = tile.BLOCK_M * D * (1 if parts == 1 else 3)
+    streams = max(1, tile.num_stages - 1) * tile.BLOCK_N * (D + Dv) * torch.float32.itemsize
+    return (queries + parts * tile.BLOCK_N * max(D, Dv)) * torch.float16.itemsize + streams
 
 
 def dense_bytes(problem: AttentionProblem) -> int:

@@ -1,0 +1,99 @@
+"""float32 products out of float16 ones: what each operand is cut into, and whether the result can be trusted.
+
+Two float16 parts hold 23 bits of a float32, the second one 2^11 times too large so that it is not subnormal where the
+first is not. Three products of such parts leave out only the second parts' own: at most 2^-22 of a term, 2^-25 in the
+mean square, less than a sum of float32 products rounds off. One part holds what TF32 does. What float16 cannot hold
+(65520 and more, or so little that the fixed smallest step counts) shows in the result, which is then made again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+# A second part is that much too large: one step of the first part's 11 bits.
+STEP = tl.constexpr(2048.0)
+# Queries are multiplied by the power of two that brings the largest to [2^14, 2^15), just below the largest float16.
+TOP = tl.constexpr(14)
+# Probabilities, at most 1, carry 2^LIFT: those of 2^-29 and more are then normal numbers.
+LIFT = 15
+BIAS_OF_EXPONENT = tl.constexpr(127)
+FRACTION_BITS = tl.constexpr(23)
+MAX_EXPONENT = tl.constexpr(100)  # beyond it nothing is right anyway, and the powers of two stay finite
+# Keys and values are known to 2^-36 at least (2^-25 with one part). A score is then known to float32's 2^-24 (TF32's
+# 2^-13) while |q| * scale * D is below the first, and a row of the output while its mean |out| is above the second.
+MOST_REACH = tl.constexpr(4096.0)
+LEAST_MEAN = tl.constexpr(1.0 / 4096)
+
+
+class Halves(NamedTuple):
+    """The float16 parts of a tile of rows, the left operand."""
+
+    high: tl.tensor
+    low: tl.tensor  # not looked at in products of one part, nor is the next
+    small: tl.tensor  # high / STEP, for the other operand's second part
+
+
+@triton.jit
+def halves_of(x, PARTS: tl.constexpr):
+    """The parts of a left operand, whose largest value is near float16's."""
+    high = x.to(tl.float16)
+    if PARTS == 1:
+        parts = Halves(high, high, high)
+    else:
+        low = (x - high.to(tl.float32)).to(tl.float16)
+        parts = Halves(high, low, high * (1.0 / STEP))
+    return parts
+
+
+@triton.jit
+def scaled_queries(q_tile, scale, PARTS: tl.constexpr):
+    """(parts of q times a power of two, scale over it, the largest |q| * |scale|)."""
+    top = tl.max(tl.max(tl.abs(q_tile), 1), 0)
+    exponent = (top.to(tl.int32, bitcast=True) >> FRACTION_BITS) - BIAS_OF_EXPONENT
+    raised = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT) + TOP
+    up = ((raised + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
+    down = ((-raised + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
+    return halves_of(q_tile * up, PARTS), scale * down, tl.abs(top * scale)
+
+
+@triton.jit
+def scores_of(q, k_tile, PARTS: tl.constexpr):
+    """q k^T [BLOCK_M, BLOCK_N], the smallest products first; NaN where a key is too large."""
+    high = k_tile.to(tl.float16)
+    if PARTS == 1:
+        s = tl.dot(q.high, (high + high * 0.0).T)  # an infinity becomes NaN, which no mask by -inf resembles
+    else:
+        low = ((k_tile - high.to(tl.float32)) * STEP).to(tl.float16)
+        s = tl.dot(q.small, low.T)
+        s = tl.dot(q.low, high.T, s)
+        s = tl.dot(q.high, high.T, s)
+    return s
+
+
+@triton.jit
+def add_values(acc, p, v_tile, PARTS: tl.constexpr):
+    """acc + p v [BLOCK_M, BLOCK_DV]; not finite where a value is too large.
+
+    Two parts are summed from 0: the matrix units cut off what they add, and over all the keys that would add up.
+    """
+    high = v_tile.to(tl.float16)
+    parts = halves_of(p, PARTS)
+    if PARTS == 1:
+        acc = tl.dot(parts.high, high, acc)
+    else:
+        low = ((v_tile - high.to(tl.float32)) * STEP).to(tl.float16)
+        new = tl.dot(parts.small, low)
+        new = tl.dot(parts.low, high, new)
+        acc += tl.dot(parts.high, high, new)
+    return acc
+
+
+@triton.jit
+def is_doubtful(acc, row_sum, reach, D: tl.constexpr, DV: tl.constexpr):
+    """Whether some row of a normalised acc [BLOCK_M, BLOCK_DV] met what float16 parts cannot hold."""
+    mean = tl.where(reach * D < MOST_REACH, tl.sum(tl.abs(acc), 1) / DV, float("inf"))
+    sound = (mean >= LEAST_MEAN) & (mean < float("inf"))
+    return tl.min((sound | (row_sum == 0.0)).to(tl.int32), 0) == 0
