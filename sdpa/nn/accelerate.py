@@ -1,0 +1,101 @@
+"""accelerate(model): torch's attention modules in a model become ours, in place; restore(model) undoes it.
+
+Only the class of a module changes. Its parameters, buffers, hooks, names, requires_grad, train/eval, device and dtype
+stay the same objects, so optimizers, tied weights, state_dicts and whoever holds a reference keep working.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.utils import parametrize
+
+from sdpa import patch
+from sdpa.nn.attention import MultiheadAttention
+from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+from sdpa.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
+
+OURS: dict[type, type] = {
+    torch.nn.MultiheadAttention: MultiheadAttention,
+    torch.nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    torch.nn.TransformerDecoderLayer: TransformerDecoderLayer,
+    torch.nn.TransformerEncoder: TransformerEncoder,
+    torch.nn.TransformerDecoder: TransformerDecoder,
+    torch.nn.Transformer: Transformer,
+}
+TORCHS = {ours: torchs for torchs, ours in OURS.items()}
+HANDLES = "_sdpa_patch_handles"  # attribute of a model whose functional calls are routed here
+
+
+@dataclass
+class Report:
+    """What `accelerate` did: names of modules that were swapped, and those it left alone with the reason."""
+
+    swapped: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    functional: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"swapped {len(self.swapped)} modules" + (f": {', '.join(self.swapped)}" if self.swapped else "")]
+        lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
+        if self.functional:
+            lines.append("routes scaled_dot_product_attention here while the model runs")
+        return "\n".join(lines)
+
+
+def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
+    """Make torch's attention modules in `model` (itself among them) ours, in place.
+
+    Call it before torch.compile, fully_shard (FSDP2), DistributedDataParallel and parametrizations, which keep or
+    rename classes; a state_dict, an optimizer, hooks and tied weights may be there already.
+
+    Args:
+        model: any module.
+        functional: also answer every torch.nn.functional.scaled_dot_product_attention that is called while `model`
+            runs (its forward; see sdpa.patch for what that reaches).
+
+    Returns:
+        What was swapped, and what was left alone and why: subclasses (whose overrides may rely on torch's code),
+        quantised and parametrized modules, modules with a forward of their own.
+    """
+    report = Report(functional=functional)
+    for name, module in model.named_modules():
+        if not isinstance(module, tuple(OURS)) or type(module) in TORCHS:
+            continue
+        reason = why_not(module)
+        if reason is None:
+            module.__class__ = OURS[type(module)]
+            report.swapped.append(name or "(the model)")
+        else:
+            report.left[name or "(the model)"] = reason
+    if functional and not hasattr(model, HANDLES):
+        vars(model)[HANDLES] = (
+            model.register_forward_pre_hook(lambda module, inputs: patch.install()),
+            model.register_forward_hook(lambda module, inputs, output: patch.uninstall(), always_call=True),
+        )
+    return report
+
+
+def restore(model: torch.nn.Module) -> list[str]:
+    """Undo `accelerate`: our modules in `model` become torch's again. Returns their names."""
+    restored = []
+    for name, module in model.named_modules():
+        if type(module) in TORCHS:
+            module.__class__ = TORCHS[type(module)]
+            restored.append(name or "(the model)")
+    for handle in vars(model).pop(HANDLES, ()):
+        handle.remove()
+    return restored
+
+
+def why_not(module: torch.nn.Module) -> str | None:
+    """Why a module that is one of torch's, or derived from one, stays as it is."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        return "is parametrized; call accelerate before registering parametrizations"
+    if kind not in OURS:
+        return f"is a {kind.__module__}.{kind.__qualname__}, whose code may rely on torch's"
+    if "forward" in vars(module):
+        return "has a forward of its own, set on the instance"
+    return None

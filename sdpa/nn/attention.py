@@ -1,0 +1,143 @@
+"""MultiheadAttention: torch's module, with projections that copy nothing and our attention between them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdpa.functional import scaled_dot_product_attention
+from sdpa.inputs import Options
+from sdpa.nn.masks import check_masks, check_shapes, mask_of
+from sdpa.nn.padding import Between, Packing, is_lengths
+from sdpa.nn.weights import attention_with_weights
+from sdpa.varlen import varlen_attention
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention with the fastest correct kernel in every mode: training, inference, self- and
+    cross-attention, with or without weights, under autocast and compile.
+
+    Constructor, parameters, initialisation, state_dict and errors are torch's. What differs: a row that sees no key
+    is 0 (before the last projection) where torch may give NaN; `key_padding_mask` may be (B,) integer lengths, which
+    are never read on the host; a bool mask stays bool, and a mismatch of mask dtypes is no reason to warn.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of projected queries to projected keys. L queries, S keys, E = embed_dim, B batch, H heads.
+
+        Args:
+            query: (L, B, E), (B, L, E) with batch_first, or (L, E).
+            key, value: (S, B, kdim) and (S, B, vdim), likewise.
+            key_padding_mask: (B, S) or (S,): True = padding, or float, added to the scores; or (B,) integer lengths.
+            need_weights: also return the weights, from the log-sum-exp of the fused kernel.
+            attn_mask: (L, S) or (B * H, L, S): True = hidden, or float, added to the scores.
+            average_attn_weights: the weights' mean over heads, (B, L, S), instead of (B, H, L, S).
+            is_causal: a hint that attn_mask is causal, which is then not read.
+
+        Returns:
+            The output in the shape of `query`, and the weights after dropout, or None.
+
+        Raises:
+            AssertionError, RuntimeError: shapes and dtypes that do not fit, in torch's words.
+        """
+        if isinstance(key_padding_mask, Packing | Between):
+            return self.attend_packed(query, key, value, key_padding_mask, is_causal), None
+        if query.is_nested or key.is_nested or value.is_nested:
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
+        is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)
+        check_masks(key_padding_mask, attn_mask, is_causal)
+        self.check_sizes(query, key, value)
+        q, k, v = self.project(query, key, value)
+        if not is_batched:
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        if self.batch_first or not is_batched:
+            q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+        else:
+            q, k, v = (t.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
+        B, H, M = q.shape[:3]
+        check_shapes(key_padding_mask, attn_mask, B, H, M, k.shape[2])
+        k, v, extra = self.extend(k, v)
+        mask = mask_of(key_padding_mask, attn_mask, is_causal, B, H, extra, q)
+        options = Options(mask, self.dropout if self.training else 0.0)
+        weights = None
+        if need_weights:
+            out, weights = attention_with_weights(q, k, v, options, average_attn_weights)
+        else:
+            out = scaled_dot_product_attention(q, k, v, mask, options.dropout_p)
+        out = out.transpose(1, 2) if self.batch_first or not is_batched else out.permute(2, 0, 1, 3)
+        out = F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        if is_batched:
+            return out, weights
+        return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def check_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
+        if self._qkv_same_embed_dim and key.shape != value.shape:
+            raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise AssertionError(
+                f"key's sequence and batch dims {key.shape[:-1]} do not match value's {value.shape[:-1]}"
+            )
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (..., E); of one tensor in one product, as views of its result."""
+        bias = self.in_proj_bias
+        if self._qkv_same_embed_dim:
+            weight, E = self.in_proj_weight, self.embed_dim
+            if query is key and key is value:
+                return F.linear(query, weight, bias).chunk(3, -1)
+            if key is value:
+                own, other = (None, None) if bias is None else bias.split([E, 2 * E])
+                return F.linear(query, weight[:E], own), *F.linear(key, weight[E:], other).chunk(2, -1)
+            weights = weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        return tuple(F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True))
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Keys and values (B, H, S, D) with the learned and the zero one behind them, and how many those are."""
+        extra = 0
+        B, H, _, D = k.shape
+        if self.bias_k is not None:
+            k, v = (
+                torch.cat([t, b.view(1, H, 1, D).to(t.dtype).expand(B, -1, -1, -1)], 2)
+                for t, b in ((k, self.bias_k), (v, self.bias_v))
+            )
+            extra += 1
+        if self.add_zero_attn:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+            extra += 1
+        return k, v, extra
+
+    def attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | Between, is_causal: bool
+    ) -> Tensor:
+        """The same for packed rows (T, E), with the padding left out (see sdpa.nn.padding)."""
+        queries, keys = packing if isinstance(packing, Between) else (packing, packing)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in self.project(query, key, value))
+        out = varlen_attention(
+            q, k, v, queries.cu, keys.cu, queries.longest, keys.longest,
+            dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
+        )  # fmt: skip
+        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    def can_pack(self) -> bool:
+        """Keys that every query sees besides its sequence's belong to no sequence."""
+        return self.bias_k is None and not self.add_zero_attn

@@ -1,0 +1,77 @@
+"""The masks of torch's modules as ours: there True and lengths say what is hidden, here what is seen."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdpa.mask import Mask
+from sdpa.nn.padding import is_lengths
+
+
+def check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool) -> None:
+    """torch's complaints, in its words."""
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is None or is_lengths(mask):
+            continue
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise AssertionError(f"only bool and floating types of {name} are supported")
+    if is_causal and attn_mask is None:
+        raise RuntimeError(
+            "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
+            "`generate_square_subsequent_mask` to create this mask."
+        )
+
+
+def check_shapes(key_padding_mask: Tensor | None, attn_mask: Tensor | None, B: int, H: int, M: int, N: int) -> None:
+    if attn_mask is not None:
+        wanted = (M, N) if attn_mask.dim() == 2 else (B * H, M, N)
+        if tuple(attn_mask.shape) != wanted:
+            raise RuntimeError(
+                f"The shape of the {attn_mask.dim()}D attn_mask is {attn_mask.shape}, but should be {wanted}."
+            )
+    if key_padding_mask is None:
+        return
+    expected = (B,) if is_lengths(key_padding_mask) else (B, N)
+    for dim, (got, want) in enumerate(zip(key_padding_mask.shape, expected, strict=True)):
+        if got != want:
+            raise AssertionError(f"Expected key_padded_mask.shape[{dim}] to be {want}, but got {got}")
+
+
+def mask_of(
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    B: int,
+    H: int,
+    extra: int,
+    query: Tensor,
+) -> Mask | None:
+    """What every query sees of the keys and of `extra` ones behind them, which all see.
+
+    A causal mask is told by its hint and not read; with a padding mask torch reads it, and extra keys it does not know.
+    """
+    if key_padding_mask is None and attn_mask is None:
+        return None
+    mask = Mask()
+    if is_causal and not extra:
+        mask = Mask(causal=True)
+    elif attn_mask is not None:
+        attn_mask = attn_mask.unsqueeze(0) if attn_mask.dim() == 2 else attn_mask.unflatten(0, (B, H))
+        mask = as_seen(attn_mask, extra, query)
+    if key_padding_mask is None:
+        return mask
+    if is_lengths(key_padding_mask):
+        if not extra:
+            return mask & Mask(lengths=key_padding_mask)
+        key_padding_mask = torch.arange(query.shape[2], device=query.device) >= key_padding_mask[:, None]
+    return mask & as_seen(key_padding_mask[:, None, None, :], extra, query)
+
+
+def as_seen(mask: Tensor, extra: int, query: Tensor) -> Mask:
+    """A mask of torch's modules, bool (True = hidden) or float (added), with `extra` keys behind that all see."""
+    if mask.dtype == torch.bool:
+        return Mask(allowed=F.pad(~mask, (0, extra), value=True) if extra else ~mask)
+    mask = mask if mask.dtype == torch.float32 else mask.to(query.dtype)
+    return Mask(bias=F.pad(mask, (0, extra)) if extra else mask)

@@ -1,0 +1,79 @@
+"""Padded batches as packed rows: what a mask leaves of (B, L, E) or (L, B, E), one sequence after the other.
+
+A `Packing` stands in a layer's call where the padding mask stood, and packed rows where the padded batch stood: norms,
+projections and dropout work on rows, and attention inside each sequence (`varlen_attention`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Packing(NamedTuple):
+    """Which rows of a padded batch are there."""
+
+    index: Tensor  # (T,) places in the batch, flattened as it lies; sequence by sequence, in order
+    cu: Tensor  # (B + 1,) int32, cumulative lengths
+    longest: int
+
+    @classmethod
+    def of(cls, hidden: Tensor, batch_first: bool) -> Packing:
+        """From a bool mask (B, L), True where a position is padding. Its size comes to the host."""
+        B, L = hidden.shape
+        sequence, position = torch.where(~hidden)
+        index = sequence * L + position if batch_first else position * B + sequence
+        lengths = (~hidden).sum(1)
+        cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return cls(index, cu, int(lengths.max()) if B else 0)
+
+    def pack(self, batch: Tensor) -> Tensor:
+        """(T, E) of (B, L, E) or (L, B, E)."""
+        return batch.flatten(0, 1).index_select(0, self.index)
+
+    def unpack(self, rows: Tensor, like: Tensor) -> Tensor:
+        """A batch of the shape of `like` with `rows` in their places and 0 in the padding."""
+        size = like.shape[0] * like.shape[1]
+        batch = rows.new_zeros(size, rows.shape[-1]).index_copy(0, self.index, rows)
+        return batch.view(*like.shape[:2], rows.shape[-1])
+
+
+class Between(NamedTuple):
+    """The packings of a cross-attention: of its queries and of its keys."""
+
+    queries: Packing
+    keys: Packing
+
+
+def whole(batch: Tensor, batch_first: bool) -> Packing:
+    """The packing of a batch without padding."""
+    B, L = batch.shape[:2] if batch_first else (batch.shape[1], batch.shape[0])
+    rows = torch.arange(B * L, device=batch.device)
+    index = rows if batch_first else rows.view(L, B).t().flatten()
+    return Packing(index, torch.arange(0, B * L + 1, max(L, 1), dtype=torch.int32, device=batch.device)[: B + 1], L)
+
+
+def is_lengths(mask: Tensor | None) -> bool:
+    """Whether what was given as a padding mask is (B,) integer lengths instead: ours, and never read on the host."""
+    if not isinstance(mask, Tensor) or mask.dim() != 1:
+        return False
+    return not mask.is_floating_point() and mask.dtype != torch.bool
+
+
+def can_pack() -> bool:
+    """Packing needs the number of rows on the host: not inside a graph that must serve every mask."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def clear_padding(output: Tensor, mask: Tensor | None, batch_first: bool) -> Tensor:
+    """`output` with 0 in the padding that a bool mask (B, L) or lengths (B,) tell of."""
+    if mask is None or output.dim() != 3 or mask.is_floating_point():
+        return output
+    if is_lengths(mask):
+        L = output.shape[1] if batch_first else output.shape[0]
+        mask = torch.arange(L, device=output.device) >= mask[:, None]
+    return output.masked_fill((mask if batch_first else mask.t()).unsqueeze(-1), 0.0)

@@ -1,0 +1,203 @@
+"""Stacks of layers: a padded batch is packed before the first and unpacked after the last, in training as well."""
+
+from __future__ import annotations
+
+import warnings
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
+from sdpa.nn.masks import check_masks
+from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, whole
+
+
+class TransformerEncoder(torch.nn.TransformerEncoder):
+    """torch.nn.TransformerEncoder; padding costs nothing, in training and inference, wherever it lies in a sequence.
+
+    Padded outputs are 0 (torch: 0 on its nested fast path, else what padding happens to give). Which rows are padding
+    is read on the host once per call; with integer lengths (B,) as `src_key_padding_mask`, under compile and in CUDA
+    graphs it is not, and the batch stays padded.
+    """
+
+    @wraps(torch.nn.TransformerEncoder.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        with warnings.catch_warnings():  # about conditions of torch's fast path
+            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
+            super().__init__(*args, **kwargs)
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As torch's.
+
+        Args:
+            src: (L, B, E), (B, L, E) with batch_first, or (L, E).
+            mask: (L, L) or (B * nhead, L, L): True = hidden, or float, added to the scores.
+            src_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
+            is_causal: a hint that `mask` is causal; None: look.
+        """
+        if src.is_nested:
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        batch_first = is_batch_first(self)
+        check_masks(src_key_padding_mask, mask, False)
+        causal = looks_causal(mask, is_causal, src, batch_first)
+        packings = packings_of(self, ((src, src_key_padding_mask),), batch_first) if mask is None or causal else None
+        if packings is None:
+            output = through(self.layers, src, mask, src_key_padding_mask, causal)
+            output = output if self.norm is None else self.norm(output)
+            return clear_padding(output, src_key_padding_mask, batch_first)
+        (packing,) = packings
+        output = through(self.layers, packing.pack(src), None, packing, causal)
+        output = output if self.norm is None else self.norm(output)
+        return packing.unpack(output, src)
+
+
+class TransformerDecoder(torch.nn.TransformerDecoder):
+    """torch.nn.TransformerDecoder; padding of the target and of the memory costs nothing, and padded outputs are 0."""
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As torch's.
+
+        Args:
+            tgt: (L, B, E), (B, L, E) with batch_first, or (L, E).
+            memory: (S, B, E), likewise.
+            tgt_mask, memory_mask: (L, L) and (L, S), or with a leading B * nhead: True = hidden, or float, added.
+            tgt_key_padding_mask, memory_key_padding_mask: (B, L) and (B, S): True = padding, or float; or (B,) integer
+                lengths.
+            tgt_is_causal, memory_is_causal: hints that a mask is causal; None: look.
+        """
+        batch_first = is_batch_first(self)
+        check_masks(tgt_key_padding_mask, tgt_mask, False)
+        check_masks(memory_key_padding_mask, memory_mask, False)
+        causal = looks_causal(tgt_mask, tgt_is_causal, tgt, batch_first)
+        structured = (tgt_mask is None or causal) and memory_mask is None and not memory_is_causal
+        sides = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
+        packings = packings_of(self, sides, batch_first) if structured else None
+        if packings is None:
+            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, causal, memory_is_causal)
+            return clear_padding(self.decode(tgt, memory, *masks), tgt_key_padding_mask, batch_first)
+        queries, keys = packings
+        rows = self.decode(queries.pack(tgt), keys.pack(memory), None, None, queries, Between(queries, keys), causal)
+        return queries.unpack(rows, tgt)
+
+    def decode(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None,
+        memory_mask: Tensor | None,
+        tgt_padding: Tensor | Packing | None,
+        memory_padding: Tensor | Between | None,
+        tgt_is_causal: bool,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Layers and the last norm, of padded batches or packed rows."""
+        for layer in self.layers:
+            tgt = layer(
+                tgt,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_padding,
+                memory_key_padding_mask=memory_padding,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+            )
+        return tgt if self.norm is None else self.norm(tgt)
+
+
+class Transformer(torch.nn.Transformer):
+    """torch.nn.Transformer with our encoder and decoder; custom ones stay as they are."""
+
+    @wraps(torch.nn.Transformer.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
+            super().__init__(*args, **kwargs)
+        for module, ours in ((self.encoder, TransformerEncoder), (self.decoder, TransformerDecoder)):
+            if type(module) is ours.__mro__[1]:
+                module.__class__ = ours
+                for layer in module.layers:
+                    become_ours(layer)
+
+
+LAYERS = {
+    torch.nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    torch.nn.TransformerDecoderLayer: TransformerDecoderLayer,
+}
+
+
+def become_ours(layer: torch.nn.Module) -> None:
+    if type(layer) in LAYERS:
+        layer.__class__ = LAYERS[type(layer)]
+        take_over(layer)
+
+
+def through(
+    layers: torch.nn.ModuleList, x: Tensor, mask: Tensor | None, padding: Tensor | Packing | None, is_causal: bool
+) -> Tensor:
+    for layer in layers:
+        x = layer(x, src_mask=mask, is_causal=is_causal, src_key_padding_mask=padding)
+    return x
+
+
+def is_batch_first(stack: torch.nn.Module) -> bool:
+    return stack.layers[0].self_attn.batch_first
+
+
+def looks_causal(mask: Tensor | None, is_causal: bool | None, x: Tensor, batch_first: bool) -> bool:
+    """The hint, or what the mask looks like: True (hidden) or -inf above the diagonal, nothing elsewhere. A graph that
+    must serve every mask does not look."""
+    if is_causal is not None or mask is None:
+        return bool(is_causal)
+    L = x.shape[-2] if batch_first or x.dim() == 2 else x.shape[0]
+    if not can_pack() or mask.shape != (L, L):
+        return False
+    causal = torch.ones_like(mask, dtype=torch.bool).triu_(1)
+    if mask.dtype != torch.bool:
+        causal = torch.zeros_like(mask).masked_fill_(causal, -torch.inf)
+    return torch.equal(mask, causal)
+
+
+def packings_of(
+    stack: torch.nn.Module, sides: tuple[tuple[Tensor, Tensor | None], ...], batch_first: bool
+) -> list[Packing] | None:
+    """How to pack each batch with its padding mask; None where one cannot be packed or none has padding."""
+    if not can_pack() or not all(map(takes_rows, stack.layers)):
+        return None
+    if not all(is_packable(batch, padding, batch_first) for batch, padding in sides):
+        return None
+    if all(padding is None or not bool(padding.any()) for _, padding in sides):
+        return None
+    return [whole(x, batch_first) if p is None else Packing.of(p, batch_first) for x, p in sides]
+
+
+def is_packable(batch: Tensor, padding: Tensor | None, batch_first: bool) -> bool:
+    """Whether a batch of sequences has no padding, or a bool mask of its own shape."""
+    if batch.dim() != 3 or padding is None:
+        return batch.dim() == 3
+    return padding.dtype == torch.bool and padding.shape == (batch.shape[:2] if batch_first else batch.shape[:2][::-1])
+
+
+def takes_rows(layer: torch.nn.Module) -> bool:
+    """Whether a layer is ours, and no subclass that may expect a batch."""
+    if type(layer) not in LAYERS.values():
+        return False
+    attentions = [getattr(layer, name, None) for name in ("self_attn", "multihead_attn")]
+    return all(a is None or (hasattr(a, "can_pack") and a.can_pack()) for a in attentions)

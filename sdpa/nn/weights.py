@@ -1,0 +1,44 @@
+"""Attention together with its weights: the fused forward, and the weights from its log-sum-exp without a softmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.dense import additive, visible
+from sdpa.dispatch.context import request_text
+from sdpa.functional import dropped, run
+from sdpa.inputs import Options, build_inputs
+from sdpa.interop import cast_for_autocast, under_autocast
+from sdpa.philox import keep_mask
+from sdpa.problem import AttentionInputs
+
+
+def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, options: Options, average: bool) -> tuple[Tensor, Tensor]:
+    """(out (B, H, M, Dv), weights (B, M, N), or (B, H, M, N) unless `average`) after dropout; both differentiable."""
+    if under_autocast(q):
+        device_type = q.device.type
+        q, k, v, options = cast_for_autocast(q, k, v, options, device_type)
+        with torch.autocast(device_type, enabled=False):
+            return attention_with_weights(q, k, v, options, average)
+    inputs = build_inputs(q, k, v, options)
+    results = run(inputs, True, request_text(None))
+    weights = weights_of(inputs, results.lse, options.dropout_p)
+    return dropped(results, options).out, weights.mean(1) if average else weights
+
+
+def weights_of(inputs: AttentionInputs, lse: Tensor, dropout_p: float) -> Tensor:
+    """exp(score - lse) [B, H, M, N] in the query's dtype; a row that sees no key has weights of 0."""
+    scores = inputs.scale * (inputs.q @ inputs.k.mT)
+    bias, seen = additive(inputs), visible(inputs)
+    if bias is not None:
+        scores = scores + bias
+    dead = lse == -torch.inf
+    weights = torch.exp(scores - lse.masked_fill(dead, 0.0).unsqueeze(-1).to(scores.dtype))
+    hidden = dead.unsqueeze(-1) if seen is None else dead.unsqueeze(-1) | ~seen
+    weights = weights.masked_fill(hidden, 0.0)
+    if dropout_p == 0.0:
+        return weights
+    if dropout_p == 1.0:
+        return torch.zeros_like(weights)
+    return weights * keep_mask(inputs.rng, dropout_p, weights.shape) / (1.0 - dropout_p)
