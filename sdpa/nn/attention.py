@@ -69,10 +69,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
         else:
             q, k, v = (t.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
-        B, H, M = q.shape[:3]
-        check_shapes(key_padding_mask, attn_mask, B, H, M, k.shape[2])
+        N = k.shape[2]
+        check_shapes(key_padding_mask, attn_mask, *q.shape[:3], N)
         k, v, extra = self.extend(k, v)
-        mask = mask_of(key_padding_mask, attn_mask, is_causal, B, H, extra, q)
+        mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
         options = Options(mask, self.dropout if self.training else 0.0)
         weights = None
         if need_weights:

@@ -43,12 +43,11 @@ def mask_of(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
-    B: int,
-    H: int,
+    N: int,
     extra: int,
     query: Tensor,
 ) -> Mask | None:
-    """What every query sees of the keys and of `extra` ones behind them, which all see.
+    """What a query (B, H, M, D) sees of N keys and of `extra` ones behind them, which all see.
 
     A causal mask is told by its hint and not read; with a padding mask torch reads it, and extra keys it does not know.
     """
@@ -58,14 +57,14 @@ def mask_of(
     if is_causal and not extra:
         mask = Mask(causal=True)
     elif attn_mask is not None:
-        attn_mask = attn_mask.unsqueeze(0) if attn_mask.dim() == 2 else attn_mask.unflatten(0, (B, H))
+        attn_mask = attn_mask.unsqueeze(0) if attn_mask.dim() == 2 else attn_mask.unflatten(0, query.shape[:2])
         mask = as_seen(attn_mask, extra, query)
     if key_padding_mask is None:
         return mask
     if is_lengths(key_padding_mask):
         if not extra:
             return mask & Mask(lengths=key_padding_mask)
-        key_padding_mask = torch.arange(query.shape[2], device=query.device) >= key_padding_mask[:, None]
+        key_padding_mask = torch.arange(N, device=query.device) >= key_padding_mask[:, None]
     return mask & as_seen(key_padding_mask[:, None, None, :], extra, query)
 
 
