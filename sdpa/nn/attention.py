@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.inputs import Options
+from sdpa.nn.generation import Stored
 from sdpa.nn.masks import check_masks, check_shapes, mask_of
 from sdpa.nn.padding import Between, Packing, is_lengths
 from sdpa.nn.weights import attention_with_weights
@@ -53,6 +54,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         if isinstance(key_padding_mask, Packing | Between):
             return self.attend_packed(query, key, value, key_padding_mask, is_causal), None
+        if isinstance(key_padding_mask, Stored):
+            return self.attend_stored(query, key_padding_mask), None
         if query.is_nested or key.is_nested or value.is_nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -65,10 +68,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not is_batched:
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        if self.batch_first or not is_batched:
-            q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
-        else:
-            q, k, v = (t.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3) for t in (q, k, v))
+        batch_first = self.batch_first or not is_batched
+        q, k, v = (self.heads(t, batch_first) for t in (q, k, v))
         N = k.shape[2]
         check_shapes(key_padding_mask, attn_mask, *q.shape[:3], N)
         k, v, extra = self.extend(k, v)
@@ -79,8 +80,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             out, weights = attention_with_weights(q, k, v, options, average_attn_weights)
         else:
             out = scaled_dot_product_attention(q, k, v, mask, options.dropout_p)
-        out = out.transpose(1, 2) if self.batch_first or not is_batched else out.permute(2, 0, 1, 3)
-        out = F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        out = self.merge(out, batch_first)
         if is_batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -111,6 +111,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True))
 
+    def heads(self, rows: Tensor, batch_first: bool) -> Tensor:
+        """(B, H, L, D), a view of projected (B, L, E) or (L, B, E)."""
+        split = rows.unflatten(-1, (self.num_heads, -1))
+        return split.transpose(1, 2) if batch_first else split.permute(1, 2, 0, 3)
+
+    def merge(self, out: Tensor, batch_first: bool) -> Tensor:
+        """The last projection of the heads' results (B, H, L, D)."""
+        rows = out.transpose(1, 2) if batch_first else out.permute(2, 0, 1, 3)
+        return F.linear(rows.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Keys and values (B, H, S, D) with the learned and the zero one behind them, and how many those are."""
         extra = 0
@@ -137,6 +147,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
         )  # fmt: skip
         return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    def attend_stored(self, query: Tensor, stored: Stored) -> Tensor:
+        """The same for the queries of a step, with keys and values of steps before it (see sdpa.nn.generation)."""
+        if stored.grows:
+            q, k, v = (self.heads(t, self.batch_first) for t in self.project(query, query, query))
+            stored.append(k, v)
+        else:
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+            q = self.heads(F.linear(query, self.in_proj_weight[: self.embed_dim], bias), self.batch_first)
+        keys, values = (t.to(q.dtype) for t in (stored.keys, stored.values))
+        return self.merge(scaled_dot_product_attention(q, keys, values, stored.mask(q.shape[2])), self.batch_first)
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, S, D) of a memory, dense, for many steps."""
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        rows = F.linear(memory, self.in_proj_weight[self.embed_dim :], bias).chunk(2, -1)
+        return tuple(self.heads(t, self.batch_first).contiguous() for t in rows)
 
     def can_pack(self) -> bool:
         """Keys that every query sees besides its sequence's belong to no sequence."""

@@ -8,6 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 
+from sdpa.nn.generation import DecoderCache, new_cache
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
 from sdpa.nn.masks import check_masks
 from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, whole
@@ -119,6 +120,46 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 tgt_is_causal=tgt_is_causal,
                 memory_is_causal=memory_is_causal,
             )
+        return tgt if self.norm is None else self.norm(tgt)
+
+    def new_cache(self, memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None = None) -> DecoderCache:
+        """What `step` keeps for sequences of up to `max_length` positions; the memory is projected here, once.
+
+        Args:
+            memory: (S, B, E), or (B, S, E) with batch_first: the encoder's output.
+            max_length: positions of the target that there is to be room for.
+            memory_key_padding_mask: bool (B, S), True = padding.
+
+        Raises:
+            TypeError: a layer that is not ours; ValueError: one with learned or zero keys, or a mask that is not bool.
+        """
+        for number, layer in enumerate(self.layers):
+            if type(layer) is not TransformerDecoderLayer:
+                raise TypeError(
+                    f"step needs sdpa.nn.TransformerDecoderLayer, got {type(layer).__name__} as layer {number}"
+                )
+            if not (layer.self_attn.can_pack() and layer.multihead_attn.can_pack()):
+                raise ValueError(
+                    f"step knows no keys beside those of positions, layer {number} has bias_k or a zero key"
+                )
+        if memory_key_padding_mask is not None and memory_key_padding_mask.dtype != torch.bool:
+            raise ValueError(f"memory_key_padding_mask must be bool here, got {memory_key_padding_mask.dtype}")
+        return new_cache(self.layers, memory, max_length, memory_key_padding_mask)
+
+    def step(self, tgt: Tensor, cache: DecoderCache) -> Tensor:
+        """The outputs of the next positions of each sequence: what `forward` gives there under a causal mask.
+
+        Any number of positions at a time: a prompt first, then one by one. Shapes depend on nothing but `tgt`, and
+        no value is read on the host, so a step can be captured in a CUDA graph. The room of the cache is not checked
+        (CPU: an IndexError). Not differentiable through what earlier steps stored.
+
+        Args:
+            tgt: (M, B, E), or (B, M, E) with batch_first: the embeddings of the next M positions.
+            cache: of `new_cache`; its stores and lengths are changed in place.
+        """
+        for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
+            tgt = layer(tgt, tgt, tgt_key_padding_mask=own, memory_key_padding_mask=memory)
+        cache.lengths.add_(tgt.shape[1] if is_batch_first(self) else tgt.shape[0])
         return tgt if self.norm is None else self.norm(tgt)
 
 
