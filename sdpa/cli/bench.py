@@ -20,6 +20,8 @@ from sdpa.bench.run import Options, Row, run_suite
 from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
 from sdpa.cli.contest import draw_records, records_of, run_contests
+from sdpa.cli.models import SUITE as MODELS
+from sdpa.cli.models import run_models
 from sdpa.dispatch.context import backend_name
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -54,7 +56,7 @@ class Request:
 
 
 @click.command(short_help="Times suites of problems beside torch and others.")
-@click.option("--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}.")
+@click.option("--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}.")
 @click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
 @click.option("--only", "--cells", default="", metavar="TEXT", help="Only problems whose line contains TEXT.")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
@@ -88,6 +90,9 @@ def bench(list_suites: bool, threads: int | None, **options) -> None:
     if request.from_csv is not None:
         draw_csv(request)
         return
+    if MODELS in request.suites:
+        set_threads(threads)
+        click.get_current_context().exit(0 if bench_models(request) else 1)
     problems = chosen_problems(request)
     for kernel in request.kernels:
         check_name(kernel)
@@ -97,9 +102,16 @@ def bench(list_suites: bool, threads: int | None, **options) -> None:
     click.get_current_context().exit(0 if well else 1)
 
 
+def bench_models(request: Request) -> bool:
+    """The suite of whole models, which has rows of its own; whether all went well."""
+    if len(request.suites) > 1 or request.kernels or request.csv or request.plot:
+        raise click.UsageError(f"suite {MODELS} runs alone, with --only, --device, --repeat, --time-limit, --json")
+    return run_models(request.device or "cpu", request.only, request.repeat, request.time_limit, request.json)
+
+
 def chosen_problems(request: Request) -> dict[str, list[Problem]]:
     """The problems asked for by suite, without suites of which none is."""
-    known = ", ".join(SUITES)
+    known = ", ".join((*SUITES, MODELS))
     if not request.suites:
         raise click.UsageError(f"expected --suite NAME, one of {known}")
     chosen = {}

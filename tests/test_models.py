@@ -1,0 +1,80 @@
+"""The suite of whole models: its variants agree, figures are of what was asked, and a wrong one is not timed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sdpa.bench import models
+from sdpa.bench.models import Disagreement, Sizes
+from sdpa.cli.app import app
+from sdpa.cli.models import as_dict
+
+SMALL = Sizes(2, 16, 2, 24, 2)
+
+
+def small(name):
+    made = {
+        "encoder": lambda: models.padded_encoder(SMALL, "cpu", torch.float32, training=False),
+        "encoder_training": lambda: models.padded_encoder(SMALL, "cpu", torch.float32, training=True),
+        "weights": lambda: models.attention_with_weights(SMALL, "cpu", torch.float32),
+        "gpt": lambda: models.gpt_training(SMALL, "cpu", torch.float32),
+    }
+    return made[name]()
+
+
+@pytest.mark.parametrize("name", ["encoder", "encoder_training", "weights", "gpt"])
+def test_every_variant_is_timed_beside_torch(name):
+    model = small(name)
+    outcomes = models.run_model(model, rounds=2)
+    assert [o.variant for o in outcomes] == list(model.variants) and {"torch", "ours"} <= set(model.variants)
+    for outcome in outcomes:
+        figures = as_dict(outcome, outcomes)
+        assert figures["samples"] == 2 and figures["peak_bytes"] is None
+        assert figures["tokens_per_s"] == pytest.approx(model.tokens / (figures["min_ms"] * 1e-3))
+    best = max(as_dict(o, outcomes)["ratio"] for o in outcomes if o.variant in models.TORCHS)
+    assert best == 1.0
+
+
+def test_tokens_are_real_ones():
+    padding = models.evenly_filled(4, 16, "cpu")
+    assert (~padding).sum(1).tolist() == [1, 6, 11, 16]
+    assert small("encoder").tokens == int((~models.evenly_filled(SMALL.B, SMALL.L, "cpu")).sum())
+
+
+def test_a_wrong_variant_is_not_timed():
+    model = small("weights")
+    wrong = replace(model, variants={**model.variants, "ours": lambda: lambda: torch.zeros(3 * SMALL.E, SMALL.E)})
+    with pytest.raises(Disagreement, match=r"attention with weights.*: ours is 1 away from torch"):
+        models.run_model(wrong, rounds=1)
+
+
+def test_the_fast_path_is_given_back():
+    before = torch.backends.mha.get_fastpath_enabled()
+    with models.fast_path(not before):
+        assert torch.backends.mha.get_fastpath_enabled() is not before
+    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+def test_command(monkeypatch, tmp_path):
+    monkeypatch.setattr("sdpa.cli.models.models", lambda device: (small("weights"), small("gpt")))
+    path = tmp_path / "models.json"
+    options = ["bench", "--suite", "models", "--repeat", "2", "--only", "GPT", "--json", str(path)]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 0, result.output
+    assert "GPT training 2 x 16" in result.output and "attention with weights" not in result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["written out", "torch", "ours"]
+
+
+@pytest.mark.parametrize("options,text", [
+    (["--only", "nothing"], "no model of suite models contains 'nothing'"),
+    (["--suite", "cpu-forward"], "suite models runs alone"),
+])  # fmt: skip
+def test_wrong_arguments(options, text):
+    result = CliRunner().invoke(app, ["bench", "--suite", "models", *options])
+    assert result.exit_code == 2 and text in " ".join(result.output.split())
