@@ -160,6 +160,16 @@ def test_weights_are_those_that_were_used(dropout):
     agree(module.eval()(q, v, v)[0], torch.softmax(q @ v.mT * 8**-0.5, -1) @ v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_half_precisions_add_up(dtype):
+    """Large scores: a log-sum-exp rounded to the dtype would be off by percents."""
+    module = plain_module(0.0).to(dtype)
+    q, v = (8 * draw(3, 64, 8, seed=seed).to(dtype) for seed in (0, 1))
+    weights = module(q, v, v)[1]
+    assert weights.dtype == dtype
+    torch.testing.assert_close(weights.double().sum(-1), torch.ones(3, 64).double(), rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_a_row_that_sees_no_key_is_zero(need_weights):
     _, ours = pair(batch_first=True)

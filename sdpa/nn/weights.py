@@ -29,16 +29,23 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, options: Options, av
 
 def weights_of(inputs: AttentionInputs, lse: Tensor, dropout_p: float) -> Tensor:
     """exp(score - lse) [B, H, M, N] in the query's dtype; a row that sees no key has weights of 0."""
-    scores = inputs.scale * (inputs.q @ inputs.k.mT)
     bias, seen = additive(inputs), visible(inputs)
-    if bias is not None:
-        scores = scores + bias
-    dead = lse == -torch.inf
-    weights = torch.exp(scores - lse.masked_fill(dead, 0.0).unsqueeze(-1).to(scores.dtype))
-    hidden = dead.unsqueeze(-1) if seen is None else dead.unsqueeze(-1) | ~seen
-    weights = weights.masked_fill(hidden, 0.0)
+    if bias is not None or seen is not None:
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose weights are 0 without it
+    weights = torch.exp(exponents(inputs, lse, bias)).to(inputs.q.dtype)
+    if seen is not None:
+        weights = weights.masked_fill(~seen, 0.0)
     if dropout_p == 0.0:
         return weights
     if dropout_p == 1.0:
         return torch.zeros_like(weights)
     return weights * keep_mask(inputs.rng, dropout_p, weights.shape) / (1.0 - dropout_p)
+
+
+def exponents(inputs: AttentionInputs, lse: Tensor, bias: Tensor | None) -> Tensor:
+    """scale q k^T + bias - lse [B, H, M, N], at least in float32: the fused forward's log-sum-exp is that of sums in
+    float32, and against scores rounded to half precision the weights of a row would not add up to 1."""
+    q, k = (t.to(lse.dtype).flatten(0, 1) for t in (inputs.q, inputs.k))
+    shape = (*inputs.q.shape[:3], inputs.k.shape[2])
+    start = -lse.unsqueeze(-1) if bias is None else bias - lse.unsqueeze(-1)
+    return torch.baddbmm(start.expand(shape).flatten(0, 1), q * inputs.scale, k.mT).view(shape)
