@@ -1,0 +1,83 @@
+"""Hugging Face transformers: `attn_implementation="sdp_kernels"` once this module is imported.
+
+    import sdpa.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdp_kernels")
+
+The attention function is registered together with a mask function: without that transformers gives the attention no
+mask at all. Masks are bool (True = attend), or None where a causal flag says it all; grouped heads are not repeated;
+softcaps (Gemma 2), sinks (gpt-oss) and position biases (T5) go into the kernel.
+
+The name has no "sdpa" in it because transformers refuses every name that has for models that its own "sdpa" cannot
+serve, Gemma 2 and gpt-oss among them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from sdpa.functional import scaled_dot_product_attention
+from sdpa.mask import Mask
+
+NAME = "sdp_kernels"
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: object | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: (B, M, H, Dv), and no weights.
+
+    Args:
+        query: (B, H, M, D); key, value: (B, Hkv, N, .), Hkv a divisor of H.
+        attention_mask: (B, 1 or H, M, N or more) bool or float; None: causal as `is_causal` or the module says.
+        position_bias: (1 or B, H, M, N), added to the scores; it may learn.
+        softcap, s_aux: as `softcap` and `sinks` of `sdpa.scaled_dot_product_attention`.
+
+    Raises:
+        ValueError: a paged cache of continuous batching, or weights that were asked for (output_attentions).
+    """
+    if cache is not None:
+        raise ValueError(
+            f"{NAME} does not serve continuous batching's paged cache; use another attn_implementation there"
+        )
+    if unused.get("output_attentions"):
+        raise ValueError(f"{NAME} returns no weights; use attn_implementation='eager' for output_attentions=True")
+    M, N = query.shape[2], key.shape[2]
+    mask = attention_mask if attention_mask is None else attention_mask[..., :N]
+    causal = False
+    if mask is None and M > 1:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if position_bias is not None:
+        bias = Mask(bias=position_bias[..., :N], causal=bool(causal))
+        mask, causal = bias if mask is None else bias & mask, False
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        dropout,
+        bool(causal),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
