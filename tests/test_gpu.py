@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from gpu_cases import OURS, compile_ahead, name_for, real, right
 
 import sdpa
 from sdpa import Mask
@@ -19,7 +15,7 @@ from sdpa.dispatch import select
 from sdpa.dispatch.catalog import FLOATS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import Gradients, Results, Tile
+from sdpa.problem import Gradients, Tile
 from sdpa.sequences import Documents, Pages, build_packed, build_paged
 from sdpa.testing import (
     MASKS,
@@ -40,9 +36,6 @@ from sdpa.testing import (
 pytestmark = pytest.mark.gpu
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-OURS = ("triton_flash", "triton_efficient")
-DENSE = {"bias", "allowed", "dropout"}  # what only triton_efficient says it takes
-
 SIZES = (
     {"M": 67, "N": 67},
     {"M": 64, "N": 128, "D": 64, "Dv": 64},
@@ -55,39 +48,6 @@ CASES = [
 ]
 
 
-def real(**sizes):
-    usual = {"B": 2, "H": 4, "Hkv": 4, "M": 1024, "N": 1024, "D": 64, "Dv": 64, "dtype": BFLOAT16, "device": "cuda"}
-    return Case(**{**usual, **sizes})
-
-
-def compile_ahead(name, cases):
-    """Compile what `cases` launch in as many processes as there are cores: one takes many minutes."""
-    if not name.startswith("triton_") or name == "triton_hopper":
-        return
-    from sdpa.kernels.triton.target import target_of
-
-    kinds = ("decode",) if name == "triton_decode" else ("forward", "backward")
-    work = [(kind, replace(case, device="cpu")) for case in cases for kind in kinds]
-    given, count = pickle.dumps((target_of("cuda:0"), work)), min(len(work), os.cpu_count())
-    script = Path(__file__).with_name("compile_ahead.py")
-    running = [
-        subprocess.Popen([sys.executable, script, str(share), str(count)], stdin=subprocess.PIPE)
-        for share in range(count)
-    ]
-    for process in running:
-        process.stdin.write(given)
-        process.stdin.close()
-    assert [process.wait() for process in running] == [0] * count
-
-
-def right(found, about):
-    assert found and all(c.ok for c in found), f"{about}: " + "; ".join(str(c) for c in found if not c.ok)
-
-
-def name_for(inputs):
-    return OURS[bool(problem_of(inputs, "forward").features & DENSE)]
-
-
 @pytest.mark.parametrize("kernel", kernels_for("cuda"), ids=lambda kernel: kernel.name)
 def test_kernel(kernel):
     """All cases the kernel takes; that there are some is part of the test."""
@@ -96,40 +56,6 @@ def test_kernel(kernel):
     compile_ahead(kernel.name, taken)
     for case in taken:
         right(check_kernel(kernel.name, case), case)
-
-
-def spoiled(bias, kind):
-    """A bias that hides keys or whole rows, or whose multiples overflow."""
-    if kind == "holes":
-        bias[torch.rand(bias.shape, device=bias.device) < 0.3] = -torch.inf
-    elif kind == "dead rows":
-        bias[:, :, ::3] = -torch.inf
-    elif kind == "dead ends":  # keys come last to first
-        bias[..., bias.shape[3] // 2 :] = -torch.inf
-    elif kind == "lowest":
-        bias[:, :, ::3] = torch.finfo(bias.dtype).min
-        bias[:, :, 1::3] = -1e4
-    elif kind == "large":
-        bias *= 100
-    return bias
-
-
-@pytest.mark.parametrize("kind", ["normal", "holes", "dead rows", "dead ends", "lowest", "large"])
-@pytest.mark.parametrize("D", [64, 96, 256])
-def test_bias_in_the_product(D, kind):
-    """triton_hopper with biases of every breadth, sizes that no tile divides, and both dtypes it takes."""
-    shapes = {(64, 128): (2, 4), (200, 200): (1, 1), (257, 1000): (2, 1), (1000, 264): (1, 4), (1, 264): (2, 4)}
-    masks = (Mask(), Mask(causal=True), Mask(causal=True, align="bottom_right"))
-    for ((M, N), lead), mask, dtype in itertools.product(shapes.items(), masks, (BFLOAT16, FLOAT16)):
-        draw = Draw(real(dtype=dtype), 10)
-        q, k, v = draw.normal(2, 4, M, D), draw.normal(2, 2, N, D), draw.normal(2, 2, N, D)
-        bias = spoiled(draw.normal(*lead, M, N), kind)
-        inputs = build_inputs(q, k, v, Options(mask & Mask(bias=bias), enable_gqa=True))
-        reasons = by_name()["triton_hopper"].why_not(problem_of(inputs, "forward"))
-        if any("compute capability" in reason for reason in reasons):
-            pytest.skip(reasons[0])
-        assert not reasons
-        right(check_inputs("triton_hopper", inputs, draw.normal(2, 4, M, D)), (D, kind, M, N, lead, mask, dtype))
 
 
 HEAD_SIZES = ((96, 96), (192, 128), (33, 65), (256, 256), (512, 512))
@@ -171,39 +97,6 @@ def test_more_entries_than_a_grid_has_rows(sizes):
     for mask in ("causal", "padding"):
         case = real(**sizes, M=17, N=33, D=16, Dv=16, mask=mask)
         right(check_kernel(name_for(make_inputs(case)), case), case)
-
-
-BANDS = {
-    "causal": Mask(causal=True),
-    "bottom_right": Mask(causal=True, align="bottom_right"),
-    "window": Mask(window=(200, 0)),
-    "both_sides": Mask(window=(100, 50)),
-    "everything": Mask(),
-}
-
-
-@pytest.mark.parametrize("D", [40, 64, 128, 256])
-@pytest.mark.parametrize("band", BANDS)
-def test_hopper_backward_of_any_band(band, D):
-    """Every tile, from the results of another forward: this kernel's own knows causal only."""
-    module, math = (by_name()[name].load() for name in ("triton_hopper", "math"))
-    draw = Draw(real(), 11)
-    for M, N, H, Hkv in ((700, 1000, 4, 2), (333, 520, 2, 2), (600, 400, 2, 1), (1000, 1000, 1, 1)):
-        q, grad_out = draw.normal(2, H, M, D), draw.normal(2, H, M, D)
-        k, v = draw.normal(2, Hkv, N, D), draw.normal(2, Hkv, N, D)
-        inputs = build_inputs(q, k, v, Options(BANDS[band], enable_gqa=True))
-        problem = problem_of(inputs, "backward")
-        assert not by_name()["triton_hopper"].why_not(problem)
-        results = math.forward(inputs, problem_of(inputs, "forward"), None)
-        wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
-        _, plain = differentiate(inputs, grad_out, BFLOAT16)
-        bands = backward_bands(inputs, grad_out, wanted, wanted_grads)
-        for tile in module.tiles(problem):
-            grads = module.backward(inputs, results, Results(grad_out, None), problem, tile)
-            for name in "qkv":
-                got, want, rough = (getattr(g, name) for g in (grads, wanted_grads, plain))
-                found = compare(f"grad_{name}", got, want, rough, M * (H // Hkv) + N, bands[name])
-                right([found], (band, M, N, tile))
 
 
 def far_apart(shape, strides, seed):

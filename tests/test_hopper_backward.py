@@ -19,10 +19,10 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
 from ahead import H200, compiling_for, dump  # noqa: E402
-from test_hopper_compile import Barrier  # noqa: E402
+from barriers import Barrier  # noqa: E402
 
 from sdpa.kernels.triton import hopper, hopper_backward  # noqa: E402
-from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
 from sdpa.testing import Case, make_inputs, problem_of  # noqa: E402
 
 # What ptxas lays aside in the branch that hides, beside the loop's sums: a few registers at D = 64 and 128.

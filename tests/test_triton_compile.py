@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from sdpa.sequences import Documents, Pages, build_packed, build_paged
 from sdpa.testing import Case, Draw, make_inputs, problem_of
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
+
+from ahead import CUOBJDUMP, FakeDriver  # noqa: E402
 
 from sdpa.kernels.triton import backward, decode, forward, tiles  # noqa: E402
 from sdpa.kernels.triton.target import AMD_SHARED_MEMORY, Target, assume  # noqa: E402
@@ -31,7 +32,6 @@ L2 = 50 << 20
 # tile that does not fit the registers spills kilobytes.
 MAX_STACK = 256
 WGMMA_ROWS = 64  # of queries, from which on Triton takes a warpgroup's products
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def target_named(name):
@@ -41,28 +41,6 @@ def target_named(name):
 
 
 TARGETS = {str(name): target_named(name) for name in (80, 90, 100, MI300, MI250)}
-
-
-class FakeDriver:
-    """What Triton asks of a driver while it compiles."""
-
-    def __init__(self, target):
-        from triton.backends.compiler import GPUTarget
-
-        warp = 64 if target.backend == "hip" else 32
-        self.target = GPUTarget(target.backend, target.arch, warp)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return self.target  # by which Triton keeps what it compiled, whatever it is
-
-    def get_current_stream(self, device=0):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sdpa.kernels.triton import forward as plain
 from sdpa.kernels.triton import hopper_backward
 from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, section_of
-from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, LOG2E, Build, forward_kernel
+from sdpa.kernels.triton.hopper_kernel import Build, forward_kernel
+from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
 from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sdpa.kernels.triton import backward as plain
 from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, L2_SHARE, describable
 from sdpa.kernels.triton.hopper_backward_kernel import Build, backward_kernel
-from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, LOG2E
+from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
 from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sdpa.kernels.triton.hopper_kernel import GROUP_ROWS, GROUP_WARPS, LANE_BITS, barriers
+from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, GROUP_WARPS, LANE_BITS, barriers
 
 
 class Operands(NamedTuple):

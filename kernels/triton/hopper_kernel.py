@@ -36,14 +36,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-GROUP_ROWS = gl.constexpr(64)  # rows of one warp group's matrix product
-GROUP_WARPS = gl.constexpr(4)
-TURNS = gl.constexpr(11)  # the barriers by which groups take turns
-LANE_BITS = gl.constexpr(6)  # of a column number
-# Rows whose largest score is beyond this in size compare by their differences alone (see `soften`).
-FAR = gl.constexpr(2.0**26)
+from sdpa.kernels.triton.hopper_parts import (
+    GROUP_ROWS,
+    GROUP_WARPS,
+    LN2,
+    LOG2E,
+    barriers,
+    give_turn,
+    hide,
+    hold,
+    own_sums,
+    rescale,
+    soften,
+    take_turn,
+    widen,
+)
+from sdpa.kernels.triton.hopper_schedule import (
+    Schedule,
+    find_share,
+    first_row,
+    full_blocks,
+    key_blocks,
+    locate,
+    share_size,
+)
 
 
 class Operands(NamedTuple):
@@ -63,22 +79,6 @@ class Barriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-
-
-class Schedule(NamedTuple):
-    """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side. Entries are
-    counted by `inner` = H heads of a batch after another or, where `by_head`, by `inner` = B batches of a head.
-
-    A persistent program takes `shares` of each entry: a block of queries each; where causal, the n-th block from the
-    end and the n-th from the front, so that all shares take equally long."""
-
-    blocks: Any
-    shares: Any
-    all_shares: Any
-    entries: Any
-    section: Any
-    inner: Any
-    by_head: Any
 
 
 class State(NamedTuple):
@@ -107,154 +107,6 @@ class Build:
     PINGPONG: bool  # groups take turns in issuing their products
     GROUP_REGISTERS: int
     LOADER_REGISTERS: int
-
-
-@gluon.jit
-def batch_and_head(outer, inner, schedule):
-    batch, head = outer, inner
-    if schedule.by_head:
-        batch, head = inner, outer
-    return batch, head
-
-
-@gluon.jit
-def locate(program, schedule, BUILD: gl.constexpr):
-    """(batch, head, first row) where a program has one block: equal blocks of `section` entries lie side by side, the
-    longest first."""
-    first = (program // (schedule.section * schedule.blocks)) * schedule.section
-    inside = program - first * schedule.blocks
-    width = gl.minimum(schedule.section, schedule.entries - first)
-    block = inside // width
-    entry = first + inside % width
-    if BUILD.CAUSAL:
-        block = schedule.blocks - 1 - block
-    batch, head = batch_and_head(entry // schedule.inner, entry % schedule.inner, schedule)
-    return batch, head, block * BUILD.BLOCK_M
-
-
-@gluon.jit
-def find_share(number, schedule):
-    """(batch, head, n) of the n-th share of an entry, by its number among all. A section here is one entry or `inner`
-    of them."""
-    low, high = schedule.shares, schedule.inner
-    if schedule.section > 1:
-        low, high = high, low
-    rest = number // low
-    n, inner = number - rest * low, rest % high
-    if schedule.section > 1:
-        n, inner = inner, n
-    batch, head = batch_and_head(rest // high, inner, schedule)
-    return batch, head, n
-
-
-@gluon.jit
-def share_size(n, schedule, BUILD: gl.constexpr):
-    """How many blocks the n-th share of an entry has: of an odd number of blocks the middle one is alone."""
-    size = 1
-    if BUILD.CAUSAL:
-        if 2 * n + 1 < schedule.blocks:
-            size = 2
-    return size
-
-
-@gluon.jit
-def first_row(n, part, schedule, BUILD: gl.constexpr):
-    """Where a block of the n-th share of an entry begins, the longer one first."""
-    block = n
-    if BUILD.CAUSAL:
-        block += (1 - part) * (schedule.blocks - 1 - 2 * n)
-    return block * BUILD.BLOCK_M
-
-
-@gluon.jit
-def key_blocks(row, rows, M, N, BUILD: gl.constexpr):
-    """How many blocks of keys `rows` rows from `row` on visit: at least one, so that dead rows end like all others."""
-    end = N
-    if BUILD.CAUSAL:
-        end = gl.minimum(N, row + rows + diagonal(M, N, BUILD))
-    return gl.maximum(gl.cdiv(end, BUILD.BLOCK_N), 1)
-
-
-@gluon.jit
-def full_blocks(row, M, N, BUILD: gl.constexpr):
-    """How many leading blocks of keys are visible to row `row` and all below it."""
-    end = N
-    if BUILD.CAUSAL:
-        end = gl.maximum(gl.minimum(N, row + 1 + diagonal(M, N, BUILD)), 0)
-    return end // BUILD.BLOCK_N
-
-
-@gluon.jit
-def diagonal(M, N, BUILD: gl.constexpr):
-    shift = 0
-    if BUILD.BOTTOM_RIGHT:
-        shift = N - M
-    return shift
-
-
-@gluon.jit
-def largest(s):
-    """The maximum of each row of s [64, BLOCK_N], neighbours first: half the length of one chain."""
-    left, right = gl.split(gl.reshape(s, [s.shape[0], s.shape[1] // 2, 2]))
-    return gl.max(gl.maximum(left, right), 1)
-
-
-@gluon.jit
-def own_sums(p):
-    """[64, 4] from p [64, BLOCK_N]: each thread of a row adds what it holds, and nothing passes between threads."""
-    left, right = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    return gl.sum(gl.reshape(left + right, [p.shape[0], p.shape[1] // 8, 4]), 1)
-
-
-@gluon.jit
-def soften(s, row_max, scale, MASKED: gl.constexpr, BUILD: gl.constexpr):
-    """(probabilities, factor for what was summed before, new row_max) of scores s [64, BLOCK_N].
-
-    A bias may be as large as float32 gets (a mask of the lowest finite number), and times `scale` it would overflow.
-    Scores beyond FAR lie 8 apart or so: whatever the base of the power, only those equal to the maximum count.
-    """
-    top = gl.convert_layout(largest(s), row_max.type.layout, assert_trivial=True)
-    if not BUILD.BIAS:
-        top *= scale
-    raised = gl.maximum(row_max, top)
-    base = raised
-    if MASKED or BUILD.BIAS:  # a row that has seen no key yet subtracts nothing
-        base = gl.where(raised == float("-inf"), 0.0, raised)
-    if BUILD.BIAS:
-        factor = gl.where(gl.abs(base) < FAR, scale, 1.0)
-        e = gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base * factor, 1))
-        alpha = gl.exp2((row_max - base) * factor)
-    else:
-        e, alpha = gl.exp2(s * scale - gl.expand_dims(base, 1)), gl.exp2(row_max - base)
-    return e, alpha, raised
-
-
-@gluon.jit
-def hide(s, row, start, M, N, BUILD: gl.constexpr):
-    """-inf where a key of the block at `start` is not visible to its row.
-
-    In the product's register layout bits 1 and 2 of a column come from the lane and the others from the register: taken
-    apart, every comparison is of one value per row with a constant.
-    """
-    layout: gl.constexpr = s.type.layout
-    rows = row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
-    limit = gl.full([GROUP_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + N
-    if BUILD.CAUSAL:
-        limit = gl.minimum(limit, rows + 1 + diagonal(M, N, BUILD))
-    columns = gl.expand_dims(gl.arange(0, BUILD.BLOCK_N, gl.SliceLayout(0, layout)), 0)
-    left = gl.expand_dims(limit - start, 1) - (columns & LANE_BITS)
-    return gl.where((columns & ~LANE_BITS) < left, s, float("-inf"))
-
-
-@gluon.jit
-def widen(tile):
-    """float32 of a tile in half precision. A pair of bfloat16 takes two instructions; Triton's own way takes three."""
-    if tile.dtype == gl.bfloat16:
-        wide = gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [tile],
-                                         dtype=gl.float32, is_pure=True, pack=2)  # fmt: skip
-    else:
-        wide = tile.to(gl.float32)
-    return wide
 
 
 @gluon.jit
@@ -301,38 +153,6 @@ def start_values(p, v, acc, barriers, i, BUILD: gl.constexpr):
 @gluon.jit
 def release(barriers, i, BUILD: gl.constexpr):
     mbarrier.arrive(barriers.index(i % BUILD.STAGES), count=1)
-
-
-@gluon.jit
-def hold(row_sum):
-    """row_sum itself, complete before whatever comes next. ptxas would wait for the tensor cores ahead of the
-    exponentials, and not behind them; it moves no wait across a barrier, even one that no thread ever reaches, because
-    no sum is below -1 (0fBF800000). Triton numbers barriers from 0, one per partition; 13 to 15 are free."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred never; .reg .f32 both; add.f32 both, $2, $3; setp.lt.f32 never, both, 0fBF800000;"
-        " @never bar.arrive 15, 128; mov.b32 $0, $2; mov.b32 $1, $3; }",
-        "=r,=r,r,r", [row_sum], dtype=gl.float32, is_pure=False, pack=2)  # fmt: skip
-
-
-@gluon.jit
-def take_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
-    """Wait until the group before has issued its products."""
-    if BUILD.PINGPONG:
-        gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [TURNS + GROUP], gl.int32, False, 1)
-
-
-@gluon.jit
-def give_turn(GROUP: gl.constexpr, BUILD: gl.constexpr):
-    """Let the group after GROUP issue its products."""
-    if BUILD.PINGPONG:
-        after: gl.constexpr = (GROUP + 1) % (BUILD.BLOCK_M // GROUP_ROWS)
-        gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [TURNS + after], gl.int32, False, 1)
-
-
-@gluon.jit
-def rescale(acc, alpha):
-    """acc [64, .] times alpha [64], which lies in the registers of scores."""
-    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -532,15 +352,6 @@ def key_loader(descs, smem, bars, schedule, BUILD: gl.constexpr):
 @gluon.jit
 def value_loader(descs, smem, bars, schedule, BUILD: gl.constexpr):
     load(descs, smem, bars, schedule, False, BUILD)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers of ARRIVALS arrivals each."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(COUNT):
-        mbarrier.init(made.index(b), count=ARRIVALS)
-    return made
 
 
 @gluon.jit(do_not_specialize=["blocks", "entries", "section", "inner", "by_head", "shares", "all_shares"])
