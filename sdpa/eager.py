@@ -17,6 +17,7 @@ from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
 from sdpa.plans import Plan, select_by_modes
+from sdpa.problem import float32_precision
 
 try:  # the guards of torch.compile: types, dispatch keys, dtypes, devices, sizes, strides and requires_grad in one call
     from torch._C._dynamo.guards import TensorGuards
@@ -34,15 +35,16 @@ select.CACHES += (PLANS.clear, RECENT.clear)
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 function_modes = torch._C._len_torch_function_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 flash_on, efficient_on = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 math_on, cudnn_on = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-deterministic, precision = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision
+deterministic, precision = torch._C._get_deterministic_algorithms, float32_precision
 grad_enabled = torch.is_grad_enabled
 
 
 def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Tensor | None:
     """The result of a plain call by its plan, or None where it has to go the ordinary way; nothing is checked yet."""
-    if is_dynamo_compiling() or function_modes() > 0 or forward_ad._current_level >= 0:
+    if is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0:
         return None
     if type(is_causal) is not bool or (scale is not None and type(scale) is not float):
         return None
@@ -55,6 +57,8 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
     try:
         recent = RECENT.get(state, ())
     except TypeError:  # an argument that does not hash: the ordinary path says what it thinks of it
+        return None
+    if query.is_nested or key.is_nested or value.is_nested:  # has no strides, for which a guard ends the process
         return None
     for is_alike, run in recent:
         if is_alike(query, key, value):
@@ -92,7 +96,7 @@ def plan_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *ar
     """Everything a plan depends on, or None where the ordinary path must be taken."""
     try:
         return (
-            None if mask is None else (mask.shape, mask.dtype, mask.device, mask.layout),
+            None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
             query.shape,
             key.shape,
             value.shape,
@@ -128,8 +132,9 @@ def transformed() -> bool:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """What functorch leaves behind when a transform ends looks like a tensor and is none."""
-    return torch._C._functorch.is_gradtrackingtensor(tensor)
+    """What functorch leaves behind when a transform ends looks like a tensor and is none; and in memory, a tensor whose
+    sign torch has still to change is another."""
+    return torch._C._functorch.is_gradtrackingtensor(tensor) or tensor.is_neg()
 
 
 def make_plan(
@@ -160,15 +165,17 @@ def remember(seen: tuple, plan: Plan | None) -> Plan | None:
 
 def remember_recent(state: tuple, tensors: tuple[Tensor, Tensor, Tensor], plan: Plan) -> None:
     """Put the plan first, unless torch has no guards, or they refuse what they were made of: one tensor twice."""
-    if TensorGuards is None:
+    query, key, value = tensors
+    if TensorGuards is None or query is key or key is value or query is value:
         return
-    guards = TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(t.shape) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) for t in tensors],
-    )
-    if not guards.check(*tensors):
-        return
+    check = plan.is_alike
+    if check is None or not check(*tensors):
+        guards = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors],
+        )
+        check = plan.is_alike = guards.check
     if len(RECENT) >= MAX_STATES:
         RECENT.clear()
-    RECENT[state] = ((guards.check, plan.attend), *RECENT.get(state, ())[: LATEST - 1])
+    RECENT[state] = ((check, plan.attend), *RECENT.get(state, ())[: LATEST - 1])

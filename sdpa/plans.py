@@ -18,6 +18,7 @@ from sdpa.dispatch.select import LAST
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
 
 FULL_RANK = 4
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # Operations of a forward below which the host is what is waited for: 40 us of an H200. Beyond, a backward that can
 # still choose its kernel, and another one where the device refuses, is worth its microseconds.
 NATIVE_FLOPS = 2e10
@@ -35,6 +36,7 @@ class Plan:
         "backward_state",
         "choice",
         "forward",
+        "is_alike",
         "is_bias",
         "learns",
         "native",
@@ -48,6 +50,7 @@ class Plan:
     def __init__(self, inputs: AttentionInputs, learns: bool, setting: str) -> None:
         self.numbers = inputs[3:7]  # scale, left, right, bottom_right
         self.is_bias = inputs.bias is not None
+        self.is_alike: Callable[..., bool] | None = None  # whether tensors are those it was last taken for
         self.learns = learns
         self.setting = setting
         self.problem = AttentionProblem.of(inputs, extra=frozenset({"lse"} if learns else ()))
@@ -104,6 +107,8 @@ class Plan:
             return select.recover(self.choice, error, self.inputs(query, key, value, None)).out
 
     def by_differentiable_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
+        if saving_hooks(False) is not None:  # checkpointing hands out what was saved once: see after_backward
+            return apply(query, key, value, None, self)
         LAST.choice = self.choice
         try:
             out = self.native(query, key, value)

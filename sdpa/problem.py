@@ -156,7 +156,7 @@ class AttentionProblem(NamedTuple):
             features_of(inputs, H != Hkv) | extra,
             q.stride(3) == k.stride(3) == v.stride(3) == 1,
             torch.are_deterministic_algorithms_enabled(),
-            q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
+            q.dtype == torch.float32 and float32_precision() == "tf32",
             None if inputs.bias is None else inputs.bias.dtype,
             direction,
             is_row_mask(inputs),
@@ -197,6 +197,12 @@ class AttentionProblem(NamedTuple):
         keys = self.B * self.Hkv * self.N * (self.D + self.Dv)
         passes = 2 if self.direction == "backward" else 1
         return passes * (queries + keys) * self.dtype.itemsize
+
+
+def float32_precision() -> str:
+    """How float32 may be multiplied, by whichever of torch's switches it was said: torch.get_float32_matmul_precision
+    raises where one of the newer ones (`fp32_precision`) was used."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul")
 
 
 def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:

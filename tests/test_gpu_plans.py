@@ -51,9 +51,11 @@ def able(name, tensors):
 @pytest.mark.parametrize("name", (*AGAIN, *NATIVE))
 def test_calls_again(name, dtype, is_causal):
     able(name, qkv(dtype=dtype))
+    first = attend(*qkv(dtype=dtype), is_causal=is_causal, kernel=name)
     for seed in range(4):
         tensors = qkv(dtype=dtype, seed=seed)
         close(attend(*tensors, is_causal=is_causal, kernel=name), exact(*tensors, is_causal=is_causal))
+    assert torch.equal(attend(*qkv(dtype=dtype), is_causal=is_causal, kernel=name), first)
     unaligned = qkv(dtype=dtype, offset=1)
     if name in AGAIN:
         close(attend(*unaligned, is_causal=is_causal, kernel=name), exact(*unaligned, is_causal=is_causal))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
@@ -203,6 +207,62 @@ def test_recent_plans_stay_out_of_transforms(transform, native):
         _, _, out = torch.func.jvp(lambda x: (x.sum(), vendor(q, k, v)), (q,), (q,), has_aux=True)
     assert torch.allclose(out, wanted)
     assert len(native) == before
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_infrastructure_modes_see_the_operator(warm):
+    """make_fx, whose mode leaves no mark in the dispatch keys that guards compare."""
+    tensors = qkv(grad=False)
+    for _ in range(3 * warm):
+        attend(*tensors)
+    graph = make_fx(lambda *given: attend(*given, is_causal=False))(*tensors).graph
+    assert "sdpa.attention_forward.default" in [str(node.target) for node in graph.nodes]
+
+
+def test_a_nested_tensor_without_strides_is_refused_as_before():
+    """In a process of its own, which a guard would end."""
+    script = "\n".join([
+        "import torch, sdpa",
+        "q = torch.randn(1, 2, 4, 8)",
+        "[sdpa.scaled_dot_product_attention(q, q.clone(), q + 1) for _ in range(3)]",
+        "n = torch.nested.nested_tensor([torch.randn(2, 5, 8), torch.randn(2, 7, 8)])",
+        "try: sdpa.scaled_dot_product_attention(n, n, n)",
+        "except RuntimeError as error: assert 'jagged' in str(error)",
+        "else: raise SystemExit(3)",
+    ])  # fmt: skip
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_precision_said_by_torchs_newer_switch(dtype):
+    matmul = torch.backends.cuda.matmul
+    before, tensors = matmul.fp32_precision, qkv(grad=False, dtype=dtype)
+    try:
+        for name, tf32 in (("tf32", dtype == torch.float32), ("ieee", False)):
+            matmul.fp32_precision = name
+            attend(*tensors, kernel="cpu_flash")
+            assert sdpa.last_choice().problem.tf32 == tf32
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_a_bias_in_other_strides_has_a_plan_of_its_own():
+    tensors, bias = qkv(grad=False), torch.randn(2, 4, 12, 12)
+    for mask, full in ((bias, True), (bias[:, :, :1].expand(-1, -1, 12, -1), False)):
+        attend(*tensors, mask)
+        assert sdpa.last_choice().problem.full_bias == full
+
+
+def test_derivatives_of_derivatives_of_what_is_checkpointed():
+    tensors = qkv(dtype=torch.float64)
+
+    def second(out):
+        first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+
+    found = second(checkpoint(vendor, *tensors, use_reentrant=False))
+    for f, w in zip(found, second(vendor(*tensors)), strict=True):
+        assert torch.allclose(f, w)
 
 
 def test_the_tuner_times_what_repeated_calls_run(native):

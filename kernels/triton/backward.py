@@ -87,11 +87,12 @@ def delta_kernel(out, grad_out, lse, grad_lse, delta, base2, out_strides, grad_s
     source, target = tl.cast(entry, tl.int64) * rows + offsets, tl.cast(entry, tl.int64) * width + offsets
     if grad_lse is not None:
         total -= tl.load(grad_lse + source, mask=offsets < rows, other=0.0)
-    tl.store(delta + target, total, mask=offsets < width)
     if base2 is not None:
         row_lse = tl.load(lse + source, mask=offsets < rows, other=float("-inf"))
-        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
-        tl.store(base2 + target, row_lse, mask=offsets < width)
+        dead = row_lse == float("-inf")
+        total = tl.where(dead, 0.0, total)  # whatever came from above, its product with 0 shall be 0
+        tl.store(base2 + target, tl.where(dead, float("inf"), row_lse * LOG2E), mask=offsets < width)
+    tl.store(delta + target, total, mask=offsets < width)
 
 
 @triton.jit

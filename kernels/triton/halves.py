@@ -21,6 +21,8 @@ TOP = tl.constexpr(14)
 LIFT = 15
 BIAS_OF_EXPONENT = tl.constexpr(127)
 FRACTION_BITS = tl.constexpr(23)
+# A row of queries so much smaller than the block's largest still has 24 bits; what it lacks then counts times its keys.
+SPREAD = tl.constexpr(2.0**15)
 MAX_EXPONENT = tl.constexpr(100)  # beyond it nothing is right anyway, and the powers of two stay finite
 # Keys and values are known to 2^-36 at least (2^-25 with one part). A score is then known to float32's 2^-24 (TF32's
 # 2^-13) while |q| * scale * D is below the first, and a row of the output while its mean |out| is above the second.
@@ -51,12 +53,14 @@ def halves_of(x, PARTS: tl.constexpr):
 @triton.jit
 def scaled_queries(q_tile, scale, PARTS: tl.constexpr):
     """(parts of q times a power of two, scale over it, the largest |q| * |scale|)."""
-    top = tl.max(tl.max(tl.abs(q_tile), 1), 0)
+    tops = tl.max(tl.abs(q_tile), 1)
+    top = tl.max(tops, 0)
     exponent = (top.to(tl.int32, bitcast=True) >> FRACTION_BITS) - BIAS_OF_EXPONENT
     raised = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT) + TOP
     up = ((raised + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
     down = ((-raised + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
-    return halves_of(q_tile * up, PARTS), scale * down, tl.abs(top * scale)
+    even = tl.min(((tops * SPREAD >= top) | (tops == 0.0)).to(tl.int32), 0) == 1
+    return halves_of(q_tile * up, PARTS), scale * down, tl.where(even, tl.abs(top * scale), float("inf"))
 
 
 @triton.jit

@@ -96,7 +96,7 @@ class Fixed(NamedTuple):
     tile: Tile
 
 
-FIXED: dict[Hashable, tuple[Fixed, ...] | None] = {}
+FIXED: dict[Hashable, tuple[Fixed, ...]] = {}
 MAX_FIXED = 4096
 
 
@@ -172,13 +172,14 @@ def backward_launches(
     by_queries = (q, grad_out, k, v, grads[0], grads[0], lse, delta)
     works = passes(problem, tile)
     key = (problem, tile, target_of(problem.device), *(t.stride() for t in (*read, *grads)))
-    if key not in FIXED:
+    prepared = FIXED.get(key)
+    if prepared is None:
         if len(FIXED) >= MAX_FIXED:
             FIXED.clear()
-        FIXED[key] = tuple(fix(problem, work, by_keys if work.keys else by_queries) for work in works)
+        prepared = FIXED[key] = tuple(fix(problem, work, by_keys if work.keys else by_queries) for work in works)
     scale = inputs.scale
     launches = [first]
-    for fixed in FIXED[key]:
+    for fixed in prepared:
         operands = by_keys if fixed.build.KEYS else by_queries
         described = map(describe, fixed.descriptors, operands)
         args = (*described, lse, delta, *fixed.counts, scale, scale * LOG2E.value, fixed.build)

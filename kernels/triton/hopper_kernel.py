@@ -121,7 +121,8 @@ def load_bias(bias, i, scale, GROUP: gl.constexpr, BUILD: gl.constexpr, LAYOUT: 
 
 @gluon.jit
 def scale_queries(q, power, BUILD: gl.constexpr):
-    """Multiply the group's queries, in shared memory, by a power of two, which rounds nothing."""
+    """Multiply the group's queries, in shared memory, by a power of two, which rounds nothing but float16 numbers below
+    about 2^-8, which may become subnormal."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [GROUP_WARPS, 1], [1, 0])
     q.store((q.load(LAYOUT) * power).to(q.dtype))
     fence_async_shared()

@@ -88,6 +88,19 @@ def test_blocks_made_again(name, target):
     judge_out(inputs, got)
 
 
+def test_queries_far_smaller_than_others_of_their_block(targets):
+    """The power of two is that of the largest: what is 2^15 times smaller would lose digits, and keys make it count."""
+    inputs = make_inputs(Case(**SIZES), seed=2)
+    q, k = inputs.q * 100, inputs.k * 1.4e4
+    q[:, :, ::2] *= 2.0**-22
+    q[:, :, 1::2], k[..., 0] = 0.0, 0.0
+    q[:, :, 1::2, 0] = 360.0  # whose scores are all alike
+    inputs = inputs._replace(q=q, k=k)
+    got, doubts = launched(inputs, targets[0])
+    assert doubts.all()
+    judge_out(inputs, got)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(value, target):
     """As the products of float32 themselves have it."""
