@@ -21,6 +21,8 @@ from sdpa.bench.timing import Timing, interleave, stopwatch_for
 Step = Callable[[], Tensor]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # distance over length, between two right answers
 TORCHS = ("torch", "torch fast path")
+VIT_TOKENS = 197  # 14 x 14 patches and the class
+GROUP = 4  # query heads per key head of today's models
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,20 @@ class Outcome:
 def models(device: str) -> tuple[Model, ...]:
     """The suite for a kind of device, in sizes that it runs in seconds."""
     if device.startswith("cuda"):
-        encoder, mha, gpt = Sizes(64, 512, 12, 768, 12), Sizes(64, 512, 1, 768, 12), Sizes(16, 1024, 12, 768, 12)
-        dtype = torch.bfloat16
+        encoder, mha, dtype = Sizes(64, 512, 12, 768, 12), Sizes(64, 512, 1, 768, 12), torch.bfloat16
+        gpts = (Sizes(16, 1024, 12, 768, 12), Sizes(4, 4096, 12, 768, 12))  # GPT-2 of 124 million parameters
+        vit, llama = Sizes(64, VIT_TOKENS, 12, 768, 12), Sizes(1, 8192, 16, 2048, 32)
     else:
-        encoder, mha, gpt = Sizes(8, 128, 6, 384, 6), Sizes(8, 128, 1, 384, 6), Sizes(2, 512, 4, 256, 4)
-        dtype = torch.float32
+        encoder, mha, dtype = Sizes(8, 128, 6, 384, 6), Sizes(8, 128, 1, 384, 6), torch.float32
+        gpts = (Sizes(2, 512, 4, 256, 4),)
+        vit, llama = Sizes(1, VIT_TOKENS, 4, 768, 12), Sizes(1, 4096, 2, 1024, 16)
     return (
         padded_encoder(encoder, device, dtype, training=False),
         padded_encoder(encoder, device, dtype, training=True),
         attention_with_weights(mha, device, dtype),
-        gpt_training(gpt, device, dtype),
+        *(gpt_training(gpt, device, dtype) for gpt in gpts),
+        vit_inference(vit, device, dtype),
+        llama_decode(llama, device, dtype),
     )
 
 
@@ -165,33 +171,99 @@ def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf).softmax(-1) @ v
 
 
-def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def written_out_open(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same without a mask."""
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
+CAUSAL = {
+    "written out": written_out,
+    "torch": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "ours": lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, is_causal=True),
+}
+OPEN = {
+    "written out": written_out_open,
+    "torch": F.scaled_dot_product_attention,
+    "ours": sdpa.scaled_dot_product_attention,
+}
+GROUPED = {
+    "torch": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    "ours": lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+}
+
+
+def in_every_way(ways: Mapping[str, Callable], device: str, build: Callable[[Callable, bool], Step]) -> dict:
+    """Variants by how attention is computed: eager, and on a GPU compiled as well."""
+    variants = {name: lambda way=way: build(way, False) for name, way in ways.items()}
+    if device.startswith("cuda"):
+        variants |= {f"{name} compiled": lambda way=way: build(way, True) for name, way in ways.items()}
+    return variants
 
 
 def gpt_training(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
-    """The layers of GPT-2 without its vocabulary, forward and backward; eager, and compiled on a GPU."""
+    """The layers of GPT-2 without its vocabulary, forward and backward."""
 
-    def variant(attend: Callable, compiled: bool) -> Callable[[], Step]:
-        def build() -> Step:
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(*(Block(sizes, attend) for _ in range(sizes.layers))).to(device, dtype)
-            batch = torch.randn(sizes.B, sizes.L, sizes.E, device=device, dtype=dtype)
-            run = torch.compile(model) if compiled else model
-            return trained(model, lambda: run(batch))
+    def build(attend: Callable, compiled: bool) -> Step:
+        model, batch = blocks(sizes, attend, device, dtype)
+        run = torch.compile(model) if compiled else model
+        return trained(model, lambda: run(batch))
 
-        return build
-
-    ways = {"written out": written_out, "torch": torchs, "ours": ours}
-    variants = {name: variant(way, False) for name, way in ways.items()}
-    if device.startswith("cuda"):
-        variants |= {f"{name} compiled": variant(way, True) for name, way in ways.items()}
     shape = f"{sizes.B} x {sizes.L}, {sizes.layers} x {sizes.E}"
+    variants = in_every_way(CAUSAL, device, build)
     return Model(f"GPT training {shape}", device, dtype, sizes.B * sizes.L, variants)
+
+
+def vit_inference(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
+    """The layers of ViT-B/16, whose 197 positions are a multiple of nothing."""
+
+    def build(attend: Callable, compiled: bool) -> Step:
+        model, batch = blocks(sizes, attend, device, dtype)
+        run = torch.compile(model) if compiled else model
+        return untrained(lambda: run(batch), fast=False)
+
+    shape = f"{sizes.B} x {sizes.L}, {sizes.layers} x {sizes.E}"
+    return Model(f"ViT inference {shape}", device, dtype, sizes.B * sizes.L, in_every_way(OPEN, device, build))
+
+
+def blocks(sizes: Sizes, attend: Callable, device: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor]:
+    """A stack of layers and a batch for it, the same for every way to attend."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Block(sizes, attend) for _ in range(sizes.layers))).to(device, dtype)
+    return model, torch.randn(sizes.B, sizes.L, sizes.E, device=device, dtype=dtype)
+
+
+class DecodeBlock(torch.nn.Module):
+    """A layer of a Llama while it generates: one position, and the cache of those before it."""
+
+    def __init__(self, sizes: Sizes, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        E, D = sizes.E, sizes.E // sizes.heads
+        self.heads, self.attend = sizes.heads, attend
+        self.norm1, self.norm2 = torch.nn.RMSNorm(E), torch.nn.RMSNorm(E)
+        self.q, self.proj = torch.nn.Linear(E, E, bias=False), torch.nn.Linear(E, E, bias=False)
+        self.gate, self.up, self.down = (torch.nn.Linear(*n, bias=False) for n in ((E, 4 * E), (E, 4 * E), (4 * E, E)))
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.randn(sizes.B, sizes.heads // GROUP, sizes.L, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(self.norm1(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        x = x + self.proj(self.attend(q, self.keys, self.values).transpose(1, 2).flatten(-2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def llama_decode(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
+    """A step of generation with L positions in the cache; the layers of a Llama of a billion parameters on a GPU."""
+
+    def build(attend: Callable, compiled: bool) -> Step:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(DecodeBlock(sizes, attend) for _ in range(sizes.layers))).to(device, dtype)
+        token = torch.randn(sizes.B, 1, sizes.E, device=device, dtype=dtype)
+        run = torch.compile(model) if compiled else model
+        return untrained(lambda: run(token), fast=False)
+
+    shape = f"{sizes.B} x {sizes.L}, {sizes.layers} x {sizes.E}"
+    return Model(f"Llama decode {shape}", device, dtype, sizes.B, in_every_way(GROUPED, device, build))
 
 
 def trained(model: torch.nn.Module, forward: Step) -> Step:

@@ -23,11 +23,13 @@ def small(name):
         "encoder_training": lambda: models.padded_encoder(SMALL, "cpu", torch.float32, training=True),
         "weights": lambda: models.attention_with_weights(SMALL, "cpu", torch.float32),
         "gpt": lambda: models.gpt_training(SMALL, "cpu", torch.float32),
+        "vit": lambda: models.vit_inference(SMALL, "cpu", torch.float32),
+        "llama": lambda: models.llama_decode(replace(SMALL, E=32, heads=4), "cpu", torch.float32),
     }
     return made[name]()
 
 
-@pytest.mark.parametrize("name", ["encoder", "encoder_training", "weights", "gpt"])
+@pytest.mark.parametrize("name", ["encoder", "encoder_training", "weights", "gpt", "vit", "llama"])
 def test_every_variant_is_timed_beside_torch(name):
     model = small(name)
     outcomes = models.run_model(model, rounds=2)
@@ -38,6 +40,21 @@ def test_every_variant_is_timed_beside_torch(name):
         assert figures["tokens_per_s"] == pytest.approx(model.tokens / (figures["min_ms"] * 1e-3))
     best = max(as_dict(o, outcomes)["ratio"] for o in outcomes if o.variant in models.TORCHS)
     assert best == 1.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_suites_name_what_they_measure(device):
+    """Nothing is built before it is run: a GPU's suite is named without one."""
+    made = models.models(device) if device == "cpu" else None
+    if made is None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(models, "evenly_filled", lambda B, L, device: torch.ones(B, L, dtype=torch.bool))
+            made = models.models(device)
+    names = [model.name.partition(" ")[0] for model in made]
+    assert {"padded", "attention", "GPT", "ViT", "Llama"} == set(names)
+    for model in made:
+        compiled = [name for name in model.variants if name.endswith("compiled")]
+        assert bool(compiled) == (device == "cuda" and model.name.partition(" ")[0] in ("GPT", "ViT", "Llama"))
 
 
 def test_tokens_are_real_ones():
