@@ -55,7 +55,10 @@ def check_options(options: Options, function: str = "scaled_dot_product_attentio
 def unmasked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionInputs:
     """Four-dimensional tensors with scale, softcap and sinks."""
     scale, softcap = scale_of(options.scale, q.shape[3]), float(options.softcap or 0.0)
-    return AttentionInputs(q, k, v, scale, softcap=softcap, sinks=fit_sinks(options.sinks, q))
+    sinks = fit_sinks(options.sinks, q)
+    # dropout_p is written out: a default float is a symbol to torch.compile(dynamic=True), and the graph of a second
+    # call would look for it in that of the first.
+    return AttentionInputs(q, k, v, scale, softcap=softcap, sinks=sinks, dropout_p=0.0)
 
 
 def with_dropout(inputs: AttentionInputs, options: Options) -> AttentionInputs:

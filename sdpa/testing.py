@@ -193,12 +193,23 @@ def learnable(inputs: AttentionInputs) -> list[Tensor | None]:
     return [inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks]
 
 
-def compare(name: str, got: Tensor, wanted: Tensor, plain: Tensor, terms: int, extra: float = 0.0) -> Comparison:
+def compare(
+    name: str,
+    got: Tensor | None,
+    wanted: Tensor,
+    plain: Tensor,
+    terms: int,
+    extra: float = 0.0,
+    expected: torch.dtype | None = None,
+) -> Comparison:
     """Largest error of `got` against float64 `wanted`, within ERROR_FACTOR times that of `plain` plus a rounding band.
 
     The band is one rounding to the result's dtype, a random walk of `terms` roundings in the accumulator, and `extra`
-    (see `backward_bands`). Positions of non-finite values must agree: one that differs makes the error infinite.
+    (see `backward_bands`). Positions of non-finite values must agree: one that differs makes the error infinite, and so
+    does a result that is missing or not of the `expected` dtype.
     """
+    if got is None or (expected is not None and got.dtype != expected):
+        return Comparison(name, float("inf"), 0.0)
     dtype, got, plain = got.dtype, got.double(), plain.double()
     if got.shape != wanted.shape or not torch.equal(nature(got), nature(wanted)):
         return Comparison(name, float("inf"), 0.0)
@@ -315,15 +326,18 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
     wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
     plain, plain_grads = differentiate(inputs, grad_out, q.dtype)
     terms = q.shape[2] * (q.shape[1] // k.shape[1]) + k.shape[2]
-    found = [compare("out", results.out, wanted.out, plain.out, terms, forward_band(inputs, wanted))]
-    if results.lse is not None:
-        found.append(compare("lse", results.lse, wanted.lse, plain.lse, terms))
+    found = [compare("out", results.out, wanted.out, plain.out, terms, forward_band(inputs, wanted), q.dtype)]
+    if results.lse is not None or grads is not None:
+        precise = torch.promote_types(q.dtype, torch.float32)
+        found.append(compare("lse", results.lse, wanted.lse, plain.lse, terms, expected=precise))
     if grads is None:
         return found
     bands = backward_bands(inputs, grad_out, wanted, wanted_grads)
     for field, got, want, rough in zip(Gradients._fields, grads, wanted_grads, plain_grads, strict=True):
-        if got is not None and got.numel() and want is not None:
-            found.append(compare(f"grad_{field}", got, want, rough, terms, bands[field]))
+        asked = want is not None and (field != "bias" or bias_grad)
+        if asked and want.numel():
+            expected = getattr(inputs, field).dtype
+            found.append(compare(f"grad_{field}", got, want, rough, terms, bands[field], expected))
     return found
 
 

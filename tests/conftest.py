@@ -14,6 +14,7 @@ import sdpa
 from sdpa.dispatch import cost, device, tuning
 from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
+from sdpa.nn.padding import Packing
 from sdpa.problem import Gradients
 from sdpa.reference import attention as reference
 from sdpa.testing import Case, backward_bands, compare, forward_band
@@ -98,6 +99,14 @@ def poisoned_memory():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """A list that grows whenever sdpa.nn packs a padded batch."""
+    calls, of = [], Packing.of
+    monkeypatch.setattr(Packing, "of", lambda *args: calls.append(args) or of(*args))
+    return calls
 
 
 @contextmanager

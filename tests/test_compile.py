@@ -90,6 +90,16 @@ def test_one_graph_with_the_same_results(name, training):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_two_calls_in_one_dynamic_graph(training):
+    def twice(q, k, v):
+        return attention(q, k, attention(q, k, v))
+
+    q, k, v = qkv(requires_grad=training)
+    got = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=True)(q, k, v)
+    assert torch.allclose(got, twice(q, k, v), atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_a_new_length_compiles_nothing(training):
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda *t: attention(*t, is_causal=True), backend=counter, fullgraph=True, dynamic=True)

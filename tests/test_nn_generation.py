@@ -86,8 +86,10 @@ def test_wrong_layers_and_masks():
     decoder.layers[1].self_attn.add_zero_attn = True
     with pytest.raises(ValueError, match="layer 1 has bias_k or a zero key"):
         decoder.new_cache(memory, T)
-    plain = nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(D, HEADS, batch_first=True), 1)
-    with pytest.raises(
-        TypeError, match=r"needs sdpa.nn.TransformerDecoderLayer, got TransformerDecoderLayer as layer 0"
-    ):
+
+    class Own(torch.nn.TransformerDecoderLayer):
+        pass
+
+    plain = nn.TransformerDecoder(Own(D, HEADS, batch_first=True), 1)
+    with pytest.raises(TypeError, match=r"needs sdpa.nn.TransformerDecoderLayer, got Own as layer 0"):
         plain.new_cache(memory.float(), T)

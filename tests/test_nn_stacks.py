@@ -103,16 +103,17 @@ def test_transformer_like_torchs(call, batch_first, norm_first, bias):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("causal", [None, True])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_encoder_packs_any_pattern(batch_first, causal, training, monkeypatch):
+def test_encoder_packs_any_pattern(batch_first, causal, training, packed, monkeypatch):
     """Each sequence gets what it would alone, padded outputs are 0, and no padded row reaches a layer."""
     layer = nn.TransformerEncoderLayer(D, HEADS, 32, 0.0, batch_first=batch_first, dtype=torch.float64)
     encoder = nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(D, dtype=torch.float64)).train(training)
     src, mask, seen = draw(S, batch_first), holes(S), []
-    hook = encoder.layers[0].linear1.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    attend = nn.MultiheadAttention.attend_packed
+    spy = lambda module, query, *rest: seen.append(query.shape) or attend(module, query, *rest)  # noqa: E731
+    monkeypatch.setattr(nn.MultiheadAttention, "attend_packed", spy)
     attn_mask = torch.ones(S, S, dtype=torch.bool).triu(1) if causal else None
     out = encoder(src, attn_mask, mask)
-    assert seen == [(int((~mask).sum()), 32)]
-    hook.remove()
+    assert len(packed) == 1 and seen == [(int((~mask).sum()), D)] * 2
     rows = out if batch_first else out.transpose(0, 1)
     assert not rows[mask].any()
     for b in range(B):
@@ -219,7 +220,7 @@ def test_compiled_whole_with_padding():
 
 def test_masks_are_checked_in_torchs_words():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, HEADS, 32, 0.0, batch_first=True), 1).double()
-    with pytest.raises(AssertionError, match="only bool and floating types of key_padding_mask are supported"):
+    with pytest.raises(AssertionError, match="only bool and floating types of src_key_padding_mask are supported"):
         encoder(draw(S, True), src_key_padding_mask=torch.zeros(B, S, dtype=torch.int64))
     with pytest.raises(AssertionError, match=r"Expected key_padded_mask.shape\[1\] to be 6, but got 7"):
         encoder(draw(S, True), src_key_padding_mask=torch.zeros(B, S + 1, dtype=torch.bool))

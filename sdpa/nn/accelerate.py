@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.utils import parametrize
 
-from sdpa import patch
 from sdpa.nn.attention import MultiheadAttention
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from sdpa.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
+from sdpa.patch import install, uninstall
 
 OURS: dict[type, type] = {
     torch.nn.MultiheadAttention: MultiheadAttention,
@@ -48,12 +48,14 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
     """Make torch's attention modules in `model` (itself among them) ours, in place.
 
     Call it before torch.compile, fully_shard (FSDP2), DistributedDataParallel and parametrizations, which keep or
-    rename classes; a state_dict, an optimizer, hooks and tied weights may be there already.
+    rename classes; a state_dict, an optimizer, hooks and tied weights may be there already. torch.jit.script and
+    torch.fx.symbolic_trace know torch's modules only: `restore` the model before them.
 
     Args:
         model: any module.
         functional: also answer every torch.nn.functional.scaled_dot_product_attention that is called while `model`
-            runs (its forward; see sdpa.patch for what that reaches).
+            runs (its forward; see sdpa.patch for what that reaches). Under torch.compile that is a graph break: there
+            call sdpa.install() before instead.
 
     Returns:
         What was swapped, and what was left alone and why: subclasses (whose overrides may rely on torch's code),
@@ -61,7 +63,7 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
     """
     report = Report(functional=functional)
     for name, module in model.named_modules():
-        if not isinstance(module, tuple(OURS)) or type(module) in TORCHS:
+        if not isinstance(module, tuple(OURS)) or isinstance(module, tuple(TORCHS)):
             continue
         reason = why_not(module)
         if reason is None:
@@ -71,22 +73,34 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
             report.left[name or "(the model)"] = reason
     if functional and not hasattr(model, HANDLES):
         vars(model)[HANDLES] = (
-            model.register_forward_pre_hook(lambda module, inputs: patch.install()),
-            model.register_forward_hook(lambda module, inputs, output: patch.uninstall(), always_call=True),
+            model.register_forward_pre_hook(route_here, prepend=True),
+            model.register_forward_hook(route_back, always_call=True),
         )
     return report
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Undo `accelerate`: our modules in `model` become torch's again. Returns their names."""
+    """Undo `accelerate`: our modules in `model` become torch's again. Returns their names.
+
+    What fully_shard or a parametrization gave a class of its own since stays ours.
+    """
     restored = []
     for name, module in model.named_modules():
         if type(module) in TORCHS:
             module.__class__ = TORCHS[type(module)]
             restored.append(name or "(the model)")
-    for handle in vars(model).pop(HANDLES, ()):
-        handle.remove()
+        for handle in vars(module).pop(HANDLES, ()):
+            handle.remove()
     return restored
+
+
+def route_here(module: torch.nn.Module, inputs: tuple) -> None:
+    """A hook that can be pickled and copied with its model."""
+    install()
+
+
+def route_back(module: torch.nn.Module, inputs: tuple, output: object) -> None:
+    uninstall()
 
 
 def why_not(module: torch.nn.Module) -> str | None:

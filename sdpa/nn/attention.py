@@ -62,7 +62,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
         is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)
-        check_masks(key_padding_mask, attn_mask, is_causal)
+        check_masks(padding, attn_mask, is_causal)
         self.check_sizes(query, key, value)
         q, k, v = self.project(query, key, value)
         if not is_batched:
@@ -71,8 +71,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batch_first = self.batch_first or not is_batched
         q, k, v = (self.heads(t, batch_first) for t in (q, k, v))
         N = k.shape[2]
-        check_shapes(key_padding_mask, attn_mask, *q.shape[:3], N)
         k, v, extra = self.extend(k, v)
+        is_read = not is_causal or need_weights or key_padding_mask is not None or extra > 0
+        check_shapes(key_padding_mask, attn_mask if is_read else None, *q.shape[:3], N)
         mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
         options = Options(mask, self.dropout if self.training else 0.0)
         weights = None
@@ -93,6 +94,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if key.shape[:-1] != value.shape[:-1]:
             raise AssertionError(
                 f"key's sequence and batch dims {key.shape[:-1]} do not match value's {value.shape[:-1]}"
+            )
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
+            raise RuntimeError(
+                f"Expected query and key to have one batch size, but got {query.shape[batch]} and {key.shape[batch]}."
             )
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,6 +170,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
         rows = F.linear(memory, self.in_proj_weight[self.embed_dim :], bias).chunk(2, -1)
         return tuple(self.heads(t, self.batch_first).contiguous() for t in rows)
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """What torch.jit.script asks first."""
+        raise NotImplementedError(
+            "torch.jit.script cannot compile sdpa.nn.MultiheadAttention; torch.export can, and sdpa.nn.restore(model) "
+            "makes it torch's again."
+        )
 
     def can_pack(self) -> bool:
         """Keys that every query sees besides its sequence's belong to no sequence."""

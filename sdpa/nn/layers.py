@@ -40,7 +40,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
             is_causal: a hint that src_mask is causal.
         """
-        if src.is_nested:
+        if src.is_nested or not isinstance(self.self_attn, MultiheadAttention):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         x = src
         if self.norm_first:

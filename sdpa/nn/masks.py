@@ -9,13 +9,15 @@ from torch import Tensor
 from sdpa.mask import Mask
 from sdpa.nn.padding import is_lengths
 
+NAMES = ("key_padding_mask", "attn_mask")  # what a caller knows them by
 
-def check_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool) -> None:
+
+def check_masks(
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool, names: tuple[str, str] = NAMES
+) -> None:
     """torch's complaints, in its words."""
-    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-        if mask is None or is_lengths(mask):
-            continue
-        if mask.dtype != torch.bool and not mask.is_floating_point():
+    for name, mask in zip(names, (key_padding_mask, attn_mask), strict=True):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"only bool and floating types of {name} are supported")
     if is_causal and attn_mask is None:
         raise RuntimeError(

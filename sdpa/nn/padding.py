@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+
 
 class Packing(NamedTuple):
     """Which rows of a padded batch are there."""
@@ -37,7 +39,8 @@ class Packing(NamedTuple):
         """A batch of the shape of `like` with `rows` in their places and 0 in the padding."""
         size = like.shape[0] * like.shape[1]
         batch = rows.new_zeros(size, rows.shape[-1]).index_copy(0, self.index, rows)
-        return batch.view(*like.shape[:2], rows.shape[-1])
+        # Not a view, on which fully_shard's hooks would be lost if it is changed in place.
+        return torch.ops.aten._unsafe_view(batch, (*like.shape[:2], rows.shape[-1]))
 
 
 class Between(NamedTuple):
@@ -52,7 +55,7 @@ def whole(batch: Tensor, batch_first: bool) -> Packing:
     B, L = batch.shape[:2] if batch_first else (batch.shape[1], batch.shape[0])
     rows = torch.arange(B * L, device=batch.device)
     index = rows if batch_first else rows.view(L, B).t().flatten()
-    return Packing(index, torch.arange(0, B * L + 1, max(L, 1), dtype=torch.int32, device=batch.device)[: B + 1], L)
+    return Packing(index, L * torch.arange(B + 1, dtype=torch.int32, device=batch.device), L)
 
 
 def is_lengths(mask: Tensor | None) -> bool:
@@ -64,16 +67,21 @@ def is_lengths(mask: Tensor | None) -> bool:
 
 def can_pack() -> bool:
     """Packing needs the number of rows on the host: not inside a graph that must serve every mask."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or any(map(torch._C._get_dispatch_mode, TRACERS)):
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def clear_padding(output: Tensor, mask: Tensor | None, batch_first: bool) -> Tensor:
-    """`output` with 0 in the padding that a bool mask (B, L) or lengths (B,) tell of."""
-    if mask is None or output.dim() != 3 or mask.is_floating_point():
+    """`output` with 0 in the padding that a mask (B, L), or (L,) of one sequence, or lengths (B,) tell of."""
+    if mask is None:
         return output
     if is_lengths(mask):
         L = output.shape[1] if batch_first else output.shape[0]
         mask = torch.arange(L, device=output.device) >= mask[:, None]
-    return output.masked_fill((mask if batch_first else mask.t()).unsqueeze(-1), 0.0)
+    elif mask.is_floating_point():
+        mask = mask == -torch.inf
+    in_order = batch_first or output.dim() == 2
+    return output.masked_fill((mask if in_order else mask.t()).unsqueeze(-1), 0.0)

@@ -11,7 +11,8 @@ from torch import Tensor
 from sdpa.nn.generation import DecoderCache, new_cache
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
 from sdpa.nn.masks import check_masks
-from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, whole
+from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, is_lengths, whole
+from sdpa.nn.rowwise import has_values, is_rowwise, takes_rows
 
 
 class TransformerEncoder(torch.nn.TransformerEncoder):
@@ -19,7 +20,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
     Padded outputs are 0 (torch: 0 on its nested fast path, else what padding happens to give). Which rows are padding
     is read on the host once per call; with integer lengths (B,) as `src_key_padding_mask`, under compile and in CUDA
-    graphs it is not, and the batch stays padded.
+    graphs it is not, and the batch stays padded; as it does where hooks or modules of another make would see the rows
+    (sdpa.nn.rowwise).
     """
 
     @wraps(torch.nn.TransformerEncoder.__init__)
@@ -27,6 +29,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         with warnings.catch_warnings():  # about conditions of torch's fast path
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             super().__init__(*args, **kwargs)
+        become_ours(self.layers)
 
     def forward(
         self,
@@ -43,10 +46,11 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
             is_causal: a hint that `mask` is causal; None: look.
         """
-        if src.is_nested:
+        if src.is_nested or not are_ours(self.layers):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         batch_first = is_batch_first(self)
-        check_masks(src_key_padding_mask, mask, False)
+        padding = None if is_lengths(src_key_padding_mask) and src.dim() == 3 else src_key_padding_mask
+        check_masks(padding, mask, bool(is_causal), ("src_key_padding_mask", "mask"))
         causal = looks_causal(mask, is_causal, src, batch_first)
         packings = packings_of(self, ((src, src_key_padding_mask),), batch_first) if mask is None or causal else None
         if packings is None:
@@ -61,6 +65,11 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
 class TransformerDecoder(torch.nn.TransformerDecoder):
     """torch.nn.TransformerDecoder; padding of the target and of the memory costs nothing, and padded outputs are 0."""
+
+    @wraps(torch.nn.TransformerDecoder.__init__)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        become_ours(self.layers)
 
     def forward(
         self,
@@ -83,9 +92,12 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 lengths.
             tgt_is_causal, memory_is_causal: hints that a mask is causal; None: look.
         """
+        if not are_ours(self.layers):
+            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         batch_first = is_batch_first(self)
-        check_masks(tgt_key_padding_mask, tgt_mask, False)
-        check_masks(memory_key_padding_mask, memory_mask, False)
+        for mask, hint in ((tgt_mask, tgt_is_causal), (memory_mask, memory_is_causal)):
+            check_masks(None, mask, bool(hint))
         causal = looks_causal(tgt_mask, tgt_is_causal, tgt, batch_first)
         structured = (tgt_mask is None or causal) and memory_mask is None and not memory_is_causal
         sides = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
@@ -171,11 +183,11 @@ class Transformer(torch.nn.Transformer):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             super().__init__(*args, **kwargs)
+        given = [id(argument) for argument in (*args, *kwargs.values())]
         for module, ours in ((self.encoder, TransformerEncoder), (self.decoder, TransformerDecoder)):
-            if type(module) is ours.__mro__[1]:
+            if id(module) not in given:
                 module.__class__ = ours
-                for layer in module.layers:
-                    become_ours(layer)
+                become_ours(module.layers)
 
 
 LAYERS = {
@@ -184,10 +196,16 @@ LAYERS = {
 }
 
 
-def become_ours(layer: torch.nn.Module) -> None:
-    if type(layer) in LAYERS:
-        layer.__class__ = LAYERS[type(layer)]
-        take_over(layer)
+def become_ours(layers: torch.nn.ModuleList) -> None:
+    for layer in layers:
+        if type(layer) in LAYERS:
+            layer.__class__ = LAYERS[type(layer)]
+            take_over(layer)
+
+
+def are_ours(layers: torch.nn.ModuleList) -> bool:
+    """Others get what torch gives them: a float mask where it was bool."""
+    return all(isinstance(layer, tuple(LAYERS.values())) for layer in layers)
 
 
 def through(
@@ -208,7 +226,7 @@ def looks_causal(mask: Tensor | None, is_causal: bool | None, x: Tensor, batch_f
     if is_causal is not None or mask is None:
         return bool(is_causal)
     L = x.shape[-2] if batch_first or x.dim() == 2 else x.shape[0]
-    if not can_pack() or mask.shape != (L, L):
+    if not can_pack() or mask.shape != (L, L) or not has_values(mask):
         return False
     causal = torch.ones_like(mask, dtype=torch.bool).triu_(1)
     if mask.dtype != torch.bool:
@@ -220,11 +238,13 @@ def packings_of(
     stack: torch.nn.Module, sides: tuple[tuple[Tensor, Tensor | None], ...], batch_first: bool
 ) -> list[Packing] | None:
     """How to pack each batch with its padding mask; None where one cannot be packed or none has padding."""
-    if not can_pack() or not all(map(takes_rows, stack.layers)):
+    if not can_pack() or not all(is_packable(batch, padding, batch_first) for batch, padding in sides):
         return None
-    if not all(is_packable(batch, padding, batch_first) for batch, padding in sides):
+    if all(padding is None for _, padding in sides) or not all(map(takes_rows, stack.layers)):
         return None
-    if all(padding is None or not bool(padding.any()) for _, padding in sides):
+    if stack.norm is not None and not is_rowwise(stack.norm):
+        return None
+    if not any(padding is not None and bool(padding.any()) for _, padding in sides):
         return None
     return [whole(x, batch_first) if p is None else Packing.of(p, batch_first) for x, p in sides]
 
@@ -233,12 +253,6 @@ def is_packable(batch: Tensor, padding: Tensor | None, batch_first: bool) -> boo
     """Whether a batch of sequences has no padding, or a bool mask of its own shape."""
     if batch.dim() != 3 or padding is None:
         return batch.dim() == 3
-    return padding.dtype == torch.bool and padding.shape == (batch.shape[:2] if batch_first else batch.shape[:2][::-1])
-
-
-def takes_rows(layer: torch.nn.Module) -> bool:
-    """Whether a layer is ours, and no subclass that may expect a batch."""
-    if type(layer) not in LAYERS.values():
+    if padding.dtype != torch.bool or not has_values(padding):
         return False
-    attentions = [getattr(layer, name, None) for name in ("self_attn", "multihead_attn")]
-    return all(a is None or (hasattr(a, "can_pack") and a.can_pack()) for a in attentions)
+    return padding.shape == (batch.shape[:2] if batch_first else batch.shape[:2][::-1])

@@ -31,10 +31,11 @@ def weights_of(inputs: AttentionInputs, lse: Tensor, dropout_p: float) -> Tensor
     """exp(score - lse) [B, H, M, N] in the query's dtype; a row that sees no key has weights of 0."""
     bias, seen = additive(inputs), visible(inputs)
     if bias is not None or seen is not None:
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose weights are 0 without it
-    weights = torch.exp(exponents(inputs, lse, bias)).to(inputs.q.dtype)
-    if seen is not None:
-        weights = weights.masked_fill(~seen, 0.0)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows that see nothing
+    powers = exponents(inputs, lse, bias)
+    if seen is not None:  # before the power, which overflows for what is hidden and would make NaN of its gradient
+        powers = powers.masked_fill(~seen, -torch.inf)
+    weights = torch.exp(powers).to(inputs.q.dtype)
     if dropout_p == 0.0:
         return weights
     if dropout_p == 1.0:

@@ -1,0 +1,56 @@
+"""Whether layers may run on packed rows: nothing in them, and nobody who watches them, expects a padded batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sdpa.nn.attention import MultiheadAttention
+from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
+
+BLOCKS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # what a subclass overrides
+NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
+EACH_ROW_ALONE = (
+    torch.nn.Linear,
+    torch.nn.Dropout,
+    torch.nn.Identity,
+    torch.nn.ReLU,
+    torch.nn.GELU,
+    torch.nn.SiLU,
+)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def takes_rows(layer: torch.nn.Module) -> bool:
+    """Whether a layer is ours as it stands, and so is what it is made of."""
+    for kind in (TransformerEncoderLayer, TransformerDecoderLayer):
+        if isinstance(layer, kind):
+            return is_unchanged(layer, kind) and not is_watched(layer) and all(map(is_rowwise, layer.children()))
+    return False
+
+
+def is_rowwise(module: torch.nn.Module) -> bool:
+    """Whether a module treats every row (last dimension) alone, or is our attention, which knows about packed rows."""
+    if is_watched(module):
+        return False
+    if isinstance(module, MultiheadAttention):
+        return is_unchanged(module, MultiheadAttention) and module.can_pack()
+    return isinstance(module, EACH_ROW_ALONE) or (isinstance(module, NORMS) and len(module.normalized_shape) == 1)
+
+
+def is_unchanged(module: torch.nn.Module, kind: type) -> bool:
+    """Whether a module's own class and its instance leave our code alone; fully_shard and parametrize do."""
+    return all(
+        name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None) for name in BLOCKS
+    )
+
+
+def is_watched(module: torch.nn.Module) -> bool:
+    """Whether hooks see what goes in or out. Those of torch.distributed are there for the parameters."""
+    found = [hook for name in HOOKS if vars(module)[name] for hook in vars(module)[name].values()]
+    return any(not str(getattr(hook, "__module__", None)).startswith("torch.distributed.") for hook in found)
+
+
+def has_values(mask: Tensor) -> bool:
+    """Whether a mask can be read on the host: no meta, fake or distributed tensor."""
+    return type(mask) is Tensor and not mask.is_meta
