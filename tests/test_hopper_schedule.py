@@ -97,5 +97,6 @@ def test_readers_of_the_same_bias_run_side_by_side(name, shared, persistent):
 def locate(number, schedule, build):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_schedule, "batch_and_head", hopper_schedule.batch_and_head.fn)
+        patch.setattr(hopper_schedule, "entry_and_block", hopper_schedule.entry_and_block.fn)
         patch.setattr(hopper_schedule.gl, "minimum", min)
         return hopper_schedule.locate.fn(number, schedule, build)

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sdpa.kernels.triton import forward as plain
 from sdpa.kernels.triton import hopper_backward
 from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, section_of
+from sdpa.kernels.triton.hopper_descriptors import describe, rows_descriptor
 from sdpa.kernels.triton.hopper_kernel import Build, forward_kernel
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
 from sdpa.kernels.triton.launch import Launch, run
@@ -161,24 +160,6 @@ def unexpanded(bias: Tensor) -> Tensor:
     return bias
 
 
-def descriptor_of(tensor: Tensor, rows: int, size: int) -> dict:
-    """Descriptor of (B, H, rows, D) moved in blocks of [1, 1, rows, size]; a dimension of one needs no true stride."""
-    unit = DESCRIPTOR_ALIGNMENT // tensor.element_size()
-    strides = [unit if n == 1 else s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    block = [1, 1, rows, size]
-    return vars(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], block, layout)) | {"base": None}
-
-
-def describe(fields: dict | None, tensor: Tensor | None) -> TensorDescriptor | None:
-    """A checked descriptor with another address."""
-    if fields is None:
-        return None
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    vars(descriptor).update(fields, base=tensor)
-    return descriptor
-
-
 def power_of(problem: AttentionProblem, scale: float) -> float:
     """The power of two next below the scale, so far as it does not cost float16 queries digits."""
     power = 2.0 ** math.floor(math.log2(scale))
@@ -195,7 +176,7 @@ def fix(
     programs = min(order.all_shares, target_of(problem.device).cores) if build.PERSISTENT else order.all_shares
     own, keys, size = GROUP_ROWS.value, tile.BLOCK_N, build.D
     boxes = ((own, size), (keys, size), (keys, size), (own, size), (own, keys))
-    descriptors = (None if t is None else descriptor_of(t, *box) for t, box in zip(tensors, boxes, strict=True))
+    descriptors = (None if t is None else rows_descriptor(t, *box) for t, box in zip(tensors, boxes, strict=True))
     power = power_of(problem, scale) if build.BIAS else 1.0
     build = replace(build, WHOLE_SCALE=build.BIAS and power == scale)
     return Fixed(build, programs, order, power, tuple(descriptors))

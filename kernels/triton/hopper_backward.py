@@ -6,16 +6,15 @@ Which build is best for which head size was measured on an H200, with bfloat16 a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sdpa.kernels.triton import backward as plain
 from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, L2_SHARE, describable
 from sdpa.kernels.triton.hopper_backward_kernel import Build, backward_kernel
+from sdpa.kernels.triton.hopper_descriptors import describe, numbers_descriptor, rows_descriptor
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
 from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.replay import Replay, run_recording
@@ -130,31 +129,6 @@ def section_of(problem: AttentionProblem, x: Tensor, entries: int) -> int:
     fitting = int(L2_SHARE * target_of(problem.device).l2) // max(1, streaming)  # heads of what streams
     own = max(1, fitting) * entries // (x.shape[0] * x.shape[1])
     return min(entries, max(1, own))
-
-
-def rows_descriptor(tensor: Tensor, rows: int, size: int) -> dict:
-    """Descriptor of (B, H, rows, D) moved in blocks of [1, 1, rows, size]; a dimension of one needs no true stride."""
-    unit = DESCRIPTOR_ALIGNMENT // tensor.element_size()
-    strides = [unit if n == 1 else s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return vars(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, size], layout)) | {
-        "base": None
-    }
-
-
-def numbers_descriptor(tensor: Tensor, count: int) -> dict:
-    """Descriptor of (B * H, queries) float32, moved in blocks of [1, count]."""
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return vars(TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, count], layout)) | {
-        "base": None
-    }
-
-
-def describe(fields: dict, tensor: Tensor) -> Any:
-    """A checked descriptor with another address."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    vars(descriptor).update(fields, base=tensor)
-    return descriptor
 
 
 def backward_launches(

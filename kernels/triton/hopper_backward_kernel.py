@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, GROUP_WARPS, LANE_BITS, barriers
+from sdpa.kernels.triton.hopper_schedule import entry_and_block
 
 
 class Operands(NamedTuple):
@@ -105,13 +106,8 @@ class Build:
 
 @gluon.jit
 def place_of(schedule, band, BUILD: gl.constexpr):
-    """The block of this program: equal blocks of `section` heads lie side by side, the longest first."""
-    program = gl.program_id(0)
-    first = (program // (schedule.section * schedule.blocks)) * schedule.section
-    inside = program - first * schedule.blocks
-    width = gl.minimum(schedule.section, schedule.entries - first)
-    block = inside // width
-    entry = first + inside % width
+    """The block of this program, the longest first."""
+    entry, block = entry_and_block(gl.program_id(0), schedule)
     if BUILD.REVERSED:
         block = schedule.blocks - 1 - block
     row = block * BUILD.OWN

@@ -33,14 +33,18 @@ def batch_and_head(outer, inner, schedule):
 
 
 @gluon.jit
-def locate(program, schedule, BUILD: gl.constexpr):
-    """(batch, head, first row) where a program has one block: equal blocks of `section` entries lie side by side, the
-    longest first."""
+def entry_and_block(program, schedule):
+    """Where a program has one block: equal blocks of `section` entries lie side by side."""
     first = (program // (schedule.section * schedule.blocks)) * schedule.section
     inside = program - first * schedule.blocks
     width = gl.minimum(schedule.section, schedule.entries - first)
-    block = inside // width
-    entry = first + inside % width
+    return first + inside % width, inside // width
+
+
+@gluon.jit
+def locate(program, schedule, BUILD: gl.constexpr):
+    """(batch, head, first row) where a program has one block: the longest first."""
+    entry, block = entry_and_block(program, schedule)
     if BUILD.CAUSAL:
         block = schedule.blocks - 1 - block
     batch, head = batch_and_head(entry // schedule.inner, entry % schedule.inner, schedule)
