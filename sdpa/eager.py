@@ -56,9 +56,9 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
     # fmt: on
     try:
         recent = RECENT.get(state, ())
-    except TypeError:  # an argument that does not hash: the ordinary path says what it thinks of it
-        return None
-    if query.is_nested or key.is_nested or value.is_nested:  # has no strides, for which a guard ends the process
+        if query.is_nested or key.is_nested or value.is_nested:  # has no strides, for which a guard ends the process
+            return None
+    except (TypeError, AttributeError):  # no hash, or no tensor: the ordinary path says what it thinks of it
         return None
     for is_alike, run in recent:
         if is_alike(query, key, value):
