@@ -80,6 +80,13 @@ def full_bias(problem: AttentionProblem) -> str | None:
     return "needs a bias with a row for each query and a column for each key, got one that repeats along them"
 
 
+def mask_columns(problem: AttentionProblem) -> str | None:
+    """cuDNN 9.19 reads misaligned addresses where the last stride of a mask is 0."""
+    if not problem.narrow_mask:
+        return None
+    return f"needs a mask with a column for each of the {problem.N} keys, got one that repeats along them"
+
+
 def no_row_limit(problem: AttentionProblem) -> str | None:
     if max(problem.B, problem.H) <= MAX_GRID_YZ:
         return None

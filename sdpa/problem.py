@@ -131,6 +131,7 @@ class AttentionProblem(NamedTuple):
     direction: str = "forward"  # or "backward"
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
     full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
+    narrow_mask: bool = False  # the dense masks given repeat one column for all keys
 
     @classmethod
     def of(
@@ -161,6 +162,7 @@ class AttentionProblem(NamedTuple):
             direction,
             is_row_mask(inputs),
             is_full_bias(inputs),
+            is_narrow_mask(inputs),
         )
 
     @property
@@ -227,6 +229,12 @@ def is_full_bias(inputs: AttentionInputs) -> bool:
     if bias is None or bias.shape[2:] != (inputs.q.shape[2], inputs.k.shape[2]):
         return False
     return all(n == 1 or stride != 0 for n, stride in zip(bias.shape[2:], bias.stride()[2:], strict=True))
+
+
+def is_narrow_mask(inputs: AttentionInputs) -> bool:
+    """Whether there is a dense mask or bias, and none of them tells several keys apart."""
+    given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]
+    return bool(given) and inputs.k.shape[2] > 1 and all(m.shape[3] == 1 or m.stride(3) == 0 for m in given)
 
 
 def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:

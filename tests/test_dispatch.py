@@ -87,6 +87,11 @@ SENTENCES = {
     "grid": ("vendor_flash", {"B": 70000}, "takes at most 65535 batch entries and heads, got B = 70000, H = 4"),
     "cudnn_multiple": ("vendor_cudnn", {"D": 20}, "needs a head size that is a multiple of 8, got D = 20"),
     "cudnn_one_key": ("vendor_cudnn", {"N": 1}, "needs more than one key, got N = 1"),
+    "mask_columns": (
+        "vendor_cudnn",
+        {"features": frozenset({"bias"}), "narrow_mask": True},
+        "needs a mask with a column for each of the 128 keys, got one that repeats along them",
+    ),
     "alignment": ("vendor_efficient", {"D": 30}, "needs head sizes that are multiples of 4, got D = 30, Dv = 64"),
     "mask_width": (
         "vendor_efficient",

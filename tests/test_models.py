@@ -48,7 +48,7 @@ def test_suites_name_what_they_measure(device):
     made = models.models(device) if device == "cpu" else None
     if made is None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(models, "evenly_filled", lambda B, L, device: torch.ones(B, L, dtype=torch.bool))
+            patch.setattr(models, "evenly_filled", lambda B, L, share, device: torch.ones(B, L, dtype=torch.bool))
             made = models.models(device)
     names = [model.name.partition(" ")[0] for model in made]
     assert {"padded", "attention", "GPT", "ViT", "Llama"} == set(names)
@@ -58,9 +58,9 @@ def test_suites_name_what_they_measure(device):
 
 
 def test_tokens_are_real_ones():
-    padding = models.evenly_filled(4, 16, "cpu")
-    assert (~padding).sum(1).tolist() == [1, 6, 11, 16]
-    assert small("encoder").tokens == int((~models.evenly_filled(SMALL.B, SMALL.L, "cpu")).sum())
+    padding = models.evenly_filled(4, 16, 0.5, "cpu")
+    assert (~padding).sum(1).tolist() == [1, 5, 11, 16]
+    assert small("encoder").tokens == int((~models.evenly_filled(SMALL.B, SMALL.L, 0.5, "cpu")).sum())
 
 
 def test_a_wrong_variant_is_not_timed():

@@ -248,9 +248,11 @@ def test_precision_said_by_torchs_newer_switch(dtype):
 
 def test_a_bias_in_other_strides_has_a_plan_of_its_own():
     tensors, bias = qkv(grad=False), torch.randn(2, 4, 12, 12)
-    for mask, full in ((bias, True), (bias[:, :, :1].expand(-1, -1, 12, -1), False)):
+    rows, columns = bias[:, :, :1].expand(-1, -1, 12, -1), bias[..., :1].expand(-1, -1, -1, 12)
+    for mask, full, narrow in ((bias, True, False), (rows, False, False), (columns, False, True)):
         attend(*tensors, mask)
-        assert sdpa.last_choice().problem.full_bias == full
+        problem = sdpa.last_choice().problem
+        assert (problem.full_bias, problem.narrow_mask) == (full, narrow)
 
 
 def test_derivatives_of_derivatives_of_what_is_checkpointed():

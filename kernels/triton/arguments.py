@@ -190,12 +190,13 @@ def block_size(size: int) -> int:
 
 
 def precision(problem: AttentionProblem) -> str:
-    """How float32 products are made that are not of halves (see below). Six products of three-part bfloat16 keep
-    float32's accuracy and, on an H200, took less time and erred less than three TF32 products; CDNA has float32 matrix
-    units, and so has the interpreter."""
+    """How float32 products are made that are not of halves (see below), by parts of bfloat16: six products of three
+    keep float32's accuracy and, on an H200, took less time and erred less than three TF32 products; three of two stand
+    for TF32, with a tenth of its error in as much time (the matrix units cut float32 off, and rounded before, it is no
+    faster). CDNA has float32 matrix units, and so has the interpreter."""
     if problem.dtype != torch.float32 or knobs.runtime.interpret or target_of(problem.device).backend == "hip":
         return "ieee"
-    return "tf32" if problem.tf32 else "bf16x6"
+    return "bf16x3" if problem.tf32 else "bf16x6"
 
 
 def halves(problem: AttentionProblem) -> int:

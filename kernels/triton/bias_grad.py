@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import prepare
+from sdpa.kernels.triton.arguments import block_size, prepare
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import Spot, modified, place_of, visible
 from sdpa.kernels.triton.nouns import Rows, Side
@@ -24,6 +24,8 @@ from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 PROGRAMS_PER_CORE = 2
+# Small heads leave room for more keys than the other passes have registers for, and so less is read again.
+WIDE, WIDE_SIZE = Tile(64, 128, 4, 2), 64
 
 
 class Reduction(NamedTuple):
@@ -45,14 +47,16 @@ def bias_tile(given, place, row, column, scale, BUILD: tl.constexpr):
     """dS [BLOCK_M, BLOCK_N] of one tile of scores of the Operands `given`."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
     BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    CLIP: tl.constexpr = BUILD.LENGTHS or not BUILD.DESCRIBED
+    MASKED: tl.constexpr = BUILD.LEADING or BUILD.TRAILING or not BUILD.FULL
     strides, sizes, mask, dropout = given.strides, given.sizes, given.mask, given.dropout
     batch, head = place.batch, place.head
     at = Stretch(batch, head, row, sizes.M)
-    q_tile = load_rows(given.q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, True)
-    g_tile = load_rows(given.grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, True)
+    q_tile = load_rows(given.q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+    g_tile = load_rows(given.grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
     at = Stretch(batch, place.kv_head, column, place.k_length)
-    k_tile = load_rows(given.k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, True)
-    v_tile = load_rows(given.v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, True)
+    k_tile = load_rows(given.k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+    v_tile = load_rows(given.v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
     s = tl.dot(q_tile, k_tile.T, input_precision=BUILD.PRECISION)
     dp = tl.dot(g_tile, v_tile.T, input_precision=BUILD.PRECISION)
     offsets = row + tl.arange(0, BLOCK_M)
@@ -62,11 +66,15 @@ def bias_tile(given, place, row, column, scale, BUILD: tl.constexpr):
     row_delta = tl.load(given.delta + origin + offsets, mask=offsets < sizes.M, other=0.0)
     s = modified(s, given.bias, mask, place, spot, scale, BUILD)
     p = probabilities(s, 1.0, row_lse[:, None], True)
-    p = tl.where(visible(given.allowed, mask, place, spot, BUILD), p, 0.0)
+    if MASKED:
+        p = tl.where(visible(given.allowed, mask, place, spot, BUILD), p, 0.0)
     if dropout is not None:
         keep = keep_tile(dropout, batch * sizes.H + head, spot.rows, column, BLOCK_M, BLOCK_N)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
-    return tl.where(p == 0.0, 0.0, p * (dp - row_delta[:, None]))
+    ds = p * (dp - row_delta[:, None])
+    if MASKED:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    return ds
 
 
 @triton.jit
@@ -95,31 +103,42 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
         total += bias_tile(given, place, row, column, scale, BUILD)
     rows, columns = row_block * BLOCK_M + tl.arange(0, BLOCK_M), column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     M, N = bias_shape
+    dtype = parts.dtype.element_ty
     origin = parts + tl.cast((part * r.batch + bias_batch) * r.heads + bias_head, tl.int64) * M * N
     if M == 1 and N == 1:
-        tl.store(origin, tl.sum(tl.sum(total, 1), 0))
+        tl.store(origin, tl.sum(tl.sum(total, 1), 0).to(dtype))
     elif M == 1:
-        tl.store(origin + columns, tl.sum(total, 0), mask=columns < N)
+        tl.store(origin + columns, tl.sum(total, 0).to(dtype), mask=columns < N)
     elif N == 1:
-        tl.store(origin + rows, tl.sum(total, 1), mask=rows < M)
+        tl.store(origin + rows, tl.sum(total, 1).to(dtype), mask=rows < M)
     else:
         inside = (rows[:, None] < M) & (columns[None, :] < N)
-        tl.store(origin + rows[:, None].to(tl.int64) * N + columns[None, :], total, mask=inside)
+        tl.store(origin + rows[:, None].to(tl.int64) * N + columns[None, :], total.to(dtype), mask=inside)
 
 
 def bias_grad_launches(
     inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows
 ) -> tuple[list[Launch], Callable[[], Tensor]]:
     """The launches, and what makes the gradient of their parts."""
-    bias = inputs.bias
+    bias, tile = inputs.bias, tile_of(problem, tile)
     given, _ = prepare(inputs, problem, tile, Side.KEYS, row.grad_out)
     reduction = reduction_of(bias.shape, problem, tile)
-    parts = torch.empty((reduction.parts, *bias.shape), dtype=torch.float32, device=bias.device)
+    dtype = bias.dtype if reduction.parts == 1 else torch.float32
+    parts = torch.empty((reduction.parts, *bias.shape), dtype=dtype, device=bias.device)
     args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, given.mask)
     args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.build)
     tiles = reduction.batch * reduction.heads * reduction.row_blocks * reduction.column_blocks
     launch = Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile)
-    return [launch], lambda: (parts[0] if reduction.parts == 1 else parts.sum(0)).to(bias.dtype)
+    return [launch], lambda: parts[0] if reduction.parts == 1 else parts.sum(0).to(bias.dtype)
+
+
+def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
+    """The tile of this pass, in a backward with `tile`: wide where a wide one fits and each tile of the bias is one."""
+    size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
+    streams = (WIDE.BLOCK_M + WIDE.BLOCK_N) * width * size + WIDE.BLOCK_M * WIDE.BLOCK_N * problem.bias_dtype.itemsize
+    fits = WIDE.num_stages * streams <= target_of(problem.device).shared_memory
+    small = size < torch.float32.itemsize and width <= 2 * WIDE_SIZE
+    return WIDE if problem.full_bias and small and fits else tile
 
 
 def reduction_of(shape: torch.Size, problem: AttentionProblem, tile: Tile) -> Reduction:

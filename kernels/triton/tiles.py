@@ -47,11 +47,10 @@ BACKWARD = {
     256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
-# Above 64, sides below a warpgroup's 64 rows only: products are then made by mma.sync. Through wgmma, Triton 3.6's
-# bfloat16 emulation spills a kilobyte there, and some of those kernels read illegal addresses on an H200.
+# Whatever spills least: products of parts in bfloat16 take more registers than there are above 64.
 BACKWARD_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
-    128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+    128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
