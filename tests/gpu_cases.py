@@ -40,7 +40,7 @@ def compile_ahead(name, cases):
 
     kinds = ("decode",) if name == "triton_decode" else ("forward", "backward")
     work = [(kind, replace(case, device="cpu")) for case in cases for kind in kinds]
-    given, count = pickle.dumps((target_of("cuda:0"), work)), min(len(work), os.cpu_count())
+    given, count = pickle.dumps((target_of("cuda:0"), work)), min(len(work), len(os.sched_getaffinity(0)))
     script = Path(__file__).with_name("compile_ahead.py")
     running = [
         subprocess.Popen([sys.executable, script, str(share), str(count)], stdin=subprocess.PIPE)
