@@ -125,6 +125,16 @@ class Mask:
                     return item.device
         return None
 
+    def to(self, device: torch.device | str) -> Mask:
+        """The same with its tensors on `device`."""
+
+        def moved(value: object) -> object:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        pairs = {name: tuple(map(moved, v)) if isinstance(v, tuple) else moved(v) for name, v in given.items()}
+        return Mask(**pairs)
+
     def replace(self, **changes: object) -> Mask:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 

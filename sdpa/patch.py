@@ -7,6 +7,9 @@ Not reached: a reference kept elsewhere than in a module (a closure, a default a
 entry of a list or dict), a graph that torch.compile or torch.jit made before, callers in C++ or of torch.ops.aten, and
 the native fast path of nn.MultiheadAttention and nn.TransformerEncoder in inference, which calls no
 scaled_dot_product_attention. A module that imports the name while torch is patched keeps ours afterwards.
+
+`ROUTING` does it for one thread, at a microsecond for each operation instead of a search for references: for models
+that route their own calls. torch.compile traces through it.
 """
 
 from __future__ import annotations
@@ -15,9 +18,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, ModuleType
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 from sdpa.functional import scaled_dot_product_attention
 
@@ -83,3 +90,36 @@ def references() -> list[tuple[ModuleType, str]]:
 def keeps_original(module: str) -> bool:
     """torch's own modules, whose tables know overridable functions by identity, and this one, which gives it back."""
     return module == __name__ or module.partition(".")[0] == "torch"
+
+
+def inside(function: FunctionType) -> FunctionType:
+    """A function of torch.nn.functional that calls attention, as a copy which calls ours.
+
+    It asks for no override: it is what a mode calls to answer one. Without a `__name__` among its globals torch.compile
+    reads those, and not torch's module's.
+    """
+    names = {name: value for name, value in vars(F).items() if name != "__name__"}
+    names |= {NAME: scaled_dot_product_attention, "has_torch_function": lambda tensors: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+MULTIHEAD = F.multi_head_attention_forward
+MULTIHEAD_INSIDE = inside(MULTIHEAD)
+
+
+class Routing(TorchFunctionMode):
+    """Answers torch's scaled_dot_product_attention in this thread, whoever holds the reference, until it is left."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is ORIGINAL:
+            function = scaled_dot_product_attention
+        elif function is MULTIHEAD and set(types) <= {Tensor, Parameter}:  # calls attention with no mode in force
+            function = MULTIHEAD_INSIDE
+        elif function is Tensor.unflatten and torch.compiler.is_compiling():  # its super() is not traced under a mode
+            function = torch.unflatten
+        return function(*args, **(kwargs or {}))
+
+
+ROUTING = Routing()  # one for all: it has no state, and torch.compile wants modes that were there before

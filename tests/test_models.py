@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from sdpa.bench import models
+from sdpa.bench import model_plots, models
 from sdpa.bench.models import Disagreement, Sizes
 from sdpa.cli.app import app
 from sdpa.cli.models import as_dict
@@ -88,8 +89,60 @@ def test_command(monkeypatch, tmp_path):
     assert [row["variant"] for row in rows] == ["written out", "torch", "ours"]
 
 
+ROWS = [
+    {"model": "GPT", "variant": f"{name}{compiled}", "tokens_per_s": 1234.5 * number, "ratio": number / 2}
+    for compiled in ("", " compiled") for number, name in enumerate(("written out", "torch", "ours"), 1)
+]  # fmt: skip
+
+
+def test_bars_stand_as_in_nanogpts_figure():
+    stages = model_plots.stages_of(ROWS)
+    order = [(stage, [row["variant"] for _, row in bars]) for stage, bars in stages.items()]
+    assert order == [
+        ("written out", ["written out"]), ("written out\ncompiled", ["written out compiled"]),
+        ("fused", ["torch", "ours"]), ("fused\ncompiled", ["torch compiled", "ours compiled"]),
+    ]  # fmt: skip
+    places = [place for bars in stages.values() for place, _ in bars]
+    assert places == sorted(places) and min(b - a for a, b in pairwise(places)) == 1.0
+    eager = model_plots.stages_of([{**row, "model": "encoder"} for row in ROWS[1:3]])
+    assert list(eager) == ["fused"]
+    assert [model_plots.short(x) for x in (12.34, 12340, 1234000)] == ["12.3", "12.3k", "1.23M"]
+
+
+def test_every_variant_has_a_colour():
+    made = (small(name) for name in ("encoder", "encoder_training", "weights", "gpt", "vit", "llama"))
+    assert {name for model in made for name in model.variants} == set(model_plots.COLORS)
+
+
+def test_plot(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("sdpa.cli.models.models", lambda device: (small("encoder"), small("weights"), small("gpt")))
+    path, picture, again = (tmp_path / name for name in ("m.json", "m.png", "again.png"))
+    options = ["bench", "--suite", "models", "--repeat", "1", "--json", str(path), "--plot", str(picture)]
+    assert CliRunner().invoke(app, options).exit_code == 0
+    assert picture.stat().st_size > 5000
+    result = CliRunner().invoke(app, ["bench", "--from-json", str(path), "--plot", str(again), "--only", "GPT"])
+    assert result.exit_code == 0 and 5000 < again.stat().st_size < picture.stat().st_size
+    model_plots.plot_models(again, "GPT", ROWS)
+
+
+@pytest.mark.parametrize("text,said", [
+    (None, "No such file"), ("no JSON", "is not what sdpa bench --json writes"), ("{}", "is not what sdpa bench"),
+    ('{"suite": "tiny"}', "holds suite tiny, expected models"),
+    ('{"suite": "models", "rows": [], "versions": {}, "description": ""}', "there is no model to plot"),
+])  # fmt: skip
+def test_wrong_files(text, said, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "m.json"
+    if text is not None:
+        path.write_text(text)
+    result = CliRunner().invoke(app, ["bench", "--from-json", str(path), "--plot", str(tmp_path / "m.png")])
+    assert result.exit_code == 1 and said in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("options,text", [
     (["--only", "nothing"], "no model of suite models contains 'nothing'"),
+    (["--from-json", "m.json"], "--from-json needs --plot FILE"),
     (["--suite", "cpu-forward"], "suite models runs alone"),
 ])  # fmt: skip
 def test_wrong_arguments(options, text):

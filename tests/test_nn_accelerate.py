@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nn_helpers import CAUSAL, CLOSE, PAD, SMALL, built, decoders, encoders, randn, rows_of
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.ao.nn import quantizable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,14 @@ import sdpa.nn
 from sdpa.nn.accelerate import OURS, TORCHS
 
 ENCODER = ["layers.0", "layers.0.self_attn", "layers.1", "layers.1.self_attn"]
+
+
+def is_routed():
+    """Whether what is called as torch's function changes our last choice."""
+    x = torch.zeros(1, 1, 2, 4)
+    sdpa.scaled_dot_product_attention(x, x, x, kernel="math")
+    F.scaled_dot_product_attention(x, x, x)
+    return sdpa.last_choice().kernel.name != "math"
 
 
 class Model(torch.nn.Module):
@@ -38,7 +47,7 @@ class Model(torch.nn.Module):
         self.seen = []
 
     def forward(self, tokens, mask=None, fail=False):
-        self.seen.append(F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention)
+        self.seen.append(is_routed())
         x = self.encoder(self.embedding(tokens) * self.scale, src_key_padding_mask=mask)
         if fail:
             raise ValueError("on purpose")
@@ -266,10 +275,6 @@ def test_parametrized_afterwards_stays_ours():
 # Functional calls
 
 
-def is_routed():
-    return F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
-
-
 def test_functional_calls_are_answered_while_the_model_runs():
     model = Model()
     wanted = model(TOKENS)
@@ -302,6 +307,34 @@ def test_a_hook_that_raises_before_the_model_leaves_an_outer_patch_alone():
             model(TOKENS)
         assert is_routed()
     assert not is_routed()
+
+
+class Functional(torch.nn.Module):
+    """Attention called as a function, and by a subclass of torch's module, which stays torch's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = type("Derived", (torch.nn.MultiheadAttention,), {})(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.attention(x, x, x, need_weights=False)[0].unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("learns", (True, False))
+def test_a_compiled_model_with_functional_calls_is_one_graph(learns):
+    model, x = Functional().requires_grad_(learns).train(learns), randn(3, 5, 8)
+    wanted = model(x)
+    assert list(sdpa.nn.accelerate(model, functional=True).left) == ["attention"]
+    recorded = EagerAndRecordGraphs()
+    compiled = torch.compile(model, backend=recorded, fullgraph=True)
+    torch.testing.assert_close(compiled(x), wanted, **CLOSE)
+    torch.testing.assert_close(compiled(x + 0.0), wanted, **CLOSE)
+    (graph,) = recorded.graphs
+    called = [str(node.target) for module in graph.modules() for node in module.graph.nodes]
+    assert sum("attention_forward" in name for name in called) == 2
+    assert not any("scaled_dot_product" in name for name in called)
 
 
 # Wrappers

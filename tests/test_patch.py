@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 import sdpa
+from sdpa.patch import ROUTING
 
 TORCHS = F.scaled_dot_product_attention
 
@@ -170,3 +172,77 @@ def test_import_alone_patches_nothing():
         "assert F.scaled_dot_product_attention is before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class VisionAttention(torch.nn.Module):
+    """timm's attention of a vision transformer: one projection, norms of q and k, fused or written out."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.fused, self.heads = fused, 3
+        self.qkv, self.proj = torch.nn.Linear(24, 72), torch.nn.Linear(24, 24)
+        self.q_norm, self.k_norm = torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)
+
+    def forward(self, x, attn_mask=None):
+        B, N, C = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.fused:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=0.0)
+        else:
+            scores = q * 8**-0.5 @ k.transpose(-2, -1)
+            x = (scores if attn_mask is None else scores + attn_mask).softmax(dim=-1) @ v
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_vision_transformers_attention(masked):
+    """197 positions: 14 x 14 patches and the class."""
+    torch.manual_seed(0)
+    layer, written_out = VisionAttention(fused=True), VisionAttention(fused=False)
+    written_out.load_state_dict(layer.state_dict())
+    x, mask = torch.randn(2, 197, 24), torch.randn(1, 3, 197, 197) if masked else None
+
+    def result(module):
+        out = module(x, mask)
+        return out, torch.autograd.grad(out.square().mean(), list(module.parameters()))
+
+    expected = result(written_out)
+    with sdpa.patch(), sdpa.sdpa_kernel("cpu_flash"):
+        found = result(layer)
+        assert sdpa.last_choice().kernel.name == "cpu_flash"
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_example_with_timm_runs_or_says_what_is_missing():
+    path = Path(__file__).parents[1] / "examples/timm_vit.py"
+    run = subprocess.run([sys.executable, str(path)], check=False, capture_output=True, text=True)
+    assert "same logits: True" in run.stdout or run.stderr.startswith("this example needs timm and a torchvision")
+
+
+def test_routing_is_of_one_thread_and_reaches_references_kept_elsewhere(qkv):
+    kept, chosen = [TORCHS], {}
+
+    def attend(name):
+        sdpa.scaled_dot_product_attention(*qkv, kernel="math")
+        torch.testing.assert_close(kept[0](*qkv), TORCHS(*qkv))
+        chosen[name] = sdpa.last_choice().kernel.name
+
+    with ROUTING, sdpa.sdpa_kernel("cpu_flash"):
+        attend("here")
+        thread = threading.Thread(target=attend, args=["elsewhere"])
+        thread.start()
+        thread.join(10)
+    assert chosen == {"here": "cpu_flash", "elsewhere": "math"}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_routing_reaches_into_torchs_multihead_attention(grad):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True).train(grad)
+    x = torch.randn(2, 10, 32)
+    expected = layer(x, x, x, need_weights=False)[0]
+    with torch.set_grad_enabled(grad), ROUTING, sdpa.sdpa_kernel("cpu_flash"):
+        torch.testing.assert_close(layer(x, x, x, need_weights=False)[0], expected)
+        assert sdpa.last_choice().kernel.name == "cpu_flash"

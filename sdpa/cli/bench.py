@@ -21,7 +21,7 @@ from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
 from sdpa.cli.contest import draw_records, records_of, run_contests
 from sdpa.cli.models import SUITE as MODELS
-from sdpa.cli.models import run_models
+from sdpa.cli.models import Files, draw_json, run_models
 from sdpa.dispatch.context import backend_name
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -48,6 +48,7 @@ class Request:
     merge: bool
     plot: Path | None
     from_csv: Path | None
+    from_json: Path | None
 
     def is_contest(self, problem: Problem) -> bool:
         """Whether all peers take part, and not only torch's default choice beside ours."""
@@ -72,6 +73,7 @@ class Request:
 @click.option("--merge", is_flag=True, help="Keep what the CSV holds, but for cells that are measured again.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw it; of several suites each adds its name to FILE's.")
 @click.option("--from-csv", type=FILE, metavar="FILE", help="Draw what a CSV holds, and measure nothing.")
+@click.option("--from-json", type=FILE, metavar="FILE", help=f"The same of what suite {MODELS} wrote by --json.")
 def bench(list_suites: bool, threads: int | None, **options) -> None:
     """Times us beside torch, alternating in one run, after checking results.
 
@@ -90,6 +92,9 @@ def bench(list_suites: bool, threads: int | None, **options) -> None:
     if request.from_csv is not None:
         draw_csv(request)
         return
+    if request.from_json is not None:
+        draw_json(request.from_json, request.only, request.plot)
+        return
     if MODELS in request.suites:
         set_threads(threads)
         click.get_current_context().exit(0 if bench_models(request) else 1)
@@ -104,9 +109,12 @@ def bench(list_suites: bool, threads: int | None, **options) -> None:
 
 def bench_models(request: Request) -> bool:
     """The suite of whole models, which has rows of its own; whether all went well."""
-    if len(request.suites) > 1 or request.kernels or request.csv or request.plot:
-        raise click.UsageError(f"suite {MODELS} runs alone, with --only, --device, --repeat, --time-limit, --json")
-    return run_models(request.device or "cpu", request.only, request.repeat, request.time_limit, request.json)
+    if len(request.suites) > 1 or request.kernels or request.csv:
+        raise click.UsageError(
+            f"suite {MODELS} runs alone, with --only, --device, --repeat, --time-limit, --json, --plot"
+        )
+    files = Files(request.json, request.plot)
+    return run_models(request.device or "cpu", request.only, request.repeat, request.time_limit, files)
 
 
 def chosen_problems(request: Request) -> dict[str, list[Problem]]:
@@ -144,8 +152,9 @@ def require_outputs(request: Request) -> None:
             raise click.UsageError(f"expected a file in a folder that exists, got {str(path)!r}")
     if request.merge and request.csv is None:
         raise click.UsageError("--merge needs --csv FILE")
-    if request.from_csv is not None and request.plot is None:
-        raise click.UsageError("--from-csv needs --plot FILE")
+    for name, source in (("--from-csv", request.from_csv), ("--from-json", request.from_json)):
+        if source is not None and request.plot is None:
+            raise click.UsageError(f"{name} needs --plot FILE")
     if request.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'sdpa-kernels[cli]'")
 

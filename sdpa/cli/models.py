@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,7 +17,15 @@ SUITE = "models"
 LINE = "{:<52} {:<22} {:>10} {:>14} {:>7} {:>10}"
 
 
-def run_models(device: str, only: str, rounds: int | None, time_limit: float | None, json_file: Path | None) -> bool:
+@dataclass(frozen=True)
+class Files:
+    """Where figures go: JSON and a picture."""
+
+    json: Path | None = None
+    plot: Path | None = None
+
+
+def run_models(device: str, only: str, rounds: int | None, time_limit: float | None, files: Files) -> bool:
     """Whether all that was asked for was measured and agreed."""
     require_device(device)
     chosen = [model for model in models(device) if only in model.label]
@@ -34,11 +43,35 @@ def run_models(device: str, only: str, rounds: int | None, time_limit: float | N
             continue
         show(out, outcomes)
         rows += [as_dict(outcome, outcomes) for outcome in outcomes]
-    if json_file is not None:
-        json_file.write_text(
-            json.dumps(record.contest_header(device) | {"suite": SUITE, "rows": rows}, indent=1) + "\n"
-        )
+    measured = record.contest_header(device) | {"suite": SUITE, "rows": rows}
+    if files.json is not None:
+        files.json.write_text(json.dumps(measured, indent=1) + "\n")
+    if files.plot is not None:
+        draw(files.plot, measured)
     return well
+
+
+def draw_json(path: Path, only: str, plot: Path) -> None:
+    """A picture of what --json wrote."""
+    try:
+        measured = json.loads(path.read_text())
+        if measured["suite"] != SUITE:
+            raise click.ClickException(f"{path} holds suite {measured['suite']}, expected {SUITE}")
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise click.ClickException(f"{path} is not what sdpa bench --json writes") from None
+    draw(plot, measured | {"rows": [row for row in measured["rows"] if only in row["model"]]})
+
+
+def draw(path: Path, measured: dict) -> None:
+    from sdpa.bench.model_plots import plot_models
+
+    versions = " ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    try:
+        plot_models(path, f"{measured['description']}, {versions}: higher is better", measured["rows"])
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def show(out: Console, outcomes: list[Outcome]) -> None:

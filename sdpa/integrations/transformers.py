@@ -4,8 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdp_kernels")
 
 The attention function is registered together with a mask function: without that transformers gives the attention no
-mask at all. Masks are bool (True = attend), or None where a causal flag says it all; grouped heads are not repeated;
-softcaps (Gemma 2), sinks (gpt-oss) and position biases (T5) go into the kernel.
+mask at all. Masks are fields (causal, windows, lengths, documents) where they can be, else bool (True = attend), or
+None where a causal flag says it all; grouped heads are not repeated; softcaps (Gemma 2), sinks (gpt-oss) and position
+biases (T5) go into the kernel.
 
 The name has no "sdpa" in it because transformers refuses every name that has for models that its own "sdpa" cannot
 serve, Gemma 2 and gpt-oss among them.
@@ -16,9 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from sdpa.functional import scaled_dot_product_attention
+from sdpa.integrations import transformers_masks
+from sdpa.integrations.transformers_masks import FieldMask
 from sdpa.mask import Mask
 
 NAME = "sdp_kernels"
@@ -29,7 +31,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | FieldMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -43,7 +45,8 @@ def attention_forward(
 
     Args:
         query: (B, H, M, D); key, value: (B, Hkv, N, .), Hkv a divisor of H.
-        attention_mask: (B, 1 or H, M, N or more) bool or float; None: causal as `is_causal` or the module says.
+        attention_mask: (B, 1 or H, M, N or more) bool or float, or what our mask function made; None: causal as
+            `is_causal` or the module says.
         position_bias: (1 or B, H, M, N), added to the scores; it may learn.
         softcap, s_aux: as `softcap` and `sinks` of `sdpa.scaled_dot_product_attention`.
 
@@ -57,7 +60,7 @@ def attention_forward(
     if unused.get("output_attentions"):
         raise ValueError(f"{NAME} returns no weights; use attn_implementation='eager' for output_attentions=True")
     M, N = query.shape[2], key.shape[2]
-    mask = attention_mask if attention_mask is None else attention_mask[..., :N]
+    mask = mask_of(attention_mask, query.device, N)
     causal = False
     if mask is None and M > 1:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -79,5 +82,12 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def mask_of(given: Tensor | FieldMask | None, device: torch.device, N: int) -> Mask | Tensor | None:
+    """For the first N keys; a mask longer than those is aligned with the first."""
+    if isinstance(given, FieldMask) and given.shape[-1] == N:
+        return given.mask if given.device == device else given.mask.to(device)
+    return given if given is None else given[..., :N]
+
+
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, transformers_masks.attention_mask)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from sdpa.nn.attention import MultiheadAttention
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from sdpa.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
-from sdpa.patch import install, uninstall
+from sdpa.patch import ROUTING
 
 OURS: dict[type, type] = {
     torch.nn.MultiheadAttention: MultiheadAttention,
@@ -25,7 +25,7 @@ OURS: dict[type, type] = {
     torch.nn.Transformer: Transformer,
 }
 TORCHS = {ours: torchs for torchs, ours in OURS.items()}
-HANDLES = "_sdpa_patch_handles"  # attribute of a model whose functional calls are routed here
+HANDLES = "_sdpa_routing_handles"  # attribute of a model whose functional calls are routed here
 
 
 @dataclass
@@ -53,9 +53,9 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
 
     Args:
         model: any module.
-        functional: also answer every torch.nn.functional.scaled_dot_product_attention that is called while `model`
-            runs (its forward; see sdpa.patch for what that reaches). Under torch.compile that is a graph break: there
-            call sdpa.install() before instead.
+        functional: also answer every torch.nn.functional.scaled_dot_product_attention that is called in the thread
+            of `model`'s forward while it runs, compiled or not. What activation checkpointing runs again is outside of
+            it: there call sdpa.install() before instead.
 
     Returns:
         What was swapped, and what was left alone and why: subclasses (whose overrides may rely on torch's code),
@@ -96,11 +96,11 @@ def restore(model: torch.nn.Module) -> list[str]:
 
 def route_here(module: torch.nn.Module, inputs: tuple) -> None:
     """A hook that can be pickled and copied with its model."""
-    install()
+    ROUTING.__enter__()
 
 
 def route_back(module: torch.nn.Module, inputs: tuple, output: object) -> None:
-    uninstall()
+    ROUTING.__exit__(None, None, None)
 
 
 def why_not(module: torch.nn.Module) -> str | None:

@@ -1,0 +1,214 @@
+"""transformers' mask function that says what it can as fields of a Mask, and the rest as a tensor.
+
+transformers builds a mask once for all layers, from a function of indices. Where that function is one of its own
+(causal, sliding windows, documents packed in a row), the fields of a Mask say the same without an M x N tensor, and
+kernels skip key blocks. Anything else is the bool tensor of its own `sdpa_mask`. In a graph that torch.compile traces
+only causal masks and padding are fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import FunctionType
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_compatibility_function,
+    prepare_padding_mask,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.utils.import_utils import is_tracing
+
+from sdpa.mask import Mask
+
+HOLE = object()  # in a pattern: any value, which is wanted
+Sides = tuple[int | None, int | None]  # how far a query sees to the left and right; None: all
+
+
+class FieldMask:
+    """A mask on its way from transformers' mask function to its attention function.
+
+    For our attention it is `mask`; models that treat it as a tensor find one, bool (B, 1, M, N), made when they do.
+    """
+
+    def __init__(self, mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> None:
+        self.mask, self.shape, self.device = mask, torch.Size(shape), torch.device(device)
+
+    ndim, dtype = 4, torch.bool
+
+    def tensor(self) -> Tensor:
+        return self.mask.dense(*self.shape).to(self.device)
+
+    def contiguous(self) -> FieldMask:
+        """What generation asks of every mask."""
+        return self
+
+    def to(self, target: torch.device | str | torch.dtype, **how: object) -> FieldMask | Tensor:
+        """On another device, where layers are spread over several; of a dtype it is a tensor."""
+        if isinstance(target, torch.dtype):
+            return self.tensor().to(target, **how)
+        return FieldMask(self.mask.to(target), self.shape, target)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") or name == "mask":  # what copying looks for
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self.tensor()[index]
+
+    def __invert__(self) -> Tensor:
+        return ~self.tensor()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: FunctionType = causal_mask_function,
+    attention_mask: Tensor | FieldMask | None = None,
+    device: torch.device | str = "cpu",
+    **options: object,
+) -> FieldMask | Tensor | None:
+    """transformers' mask interface: what attends to what, or None where a causal flag or nothing says it.
+
+    Args:
+        q_offset, kv_offset: positions of the first query and key; a tensor where a static cache counts on the device.
+        attention_mask: (B, tokens until now) bool, False = padding; or what this function returned before.
+        options: `local_size`, the window; `allow_is_causal_skip` and `allow_is_bidirectional_skip`: whether the caller
+            takes another thing than a tensor; `config`; and what is only for others.
+
+    Raises:
+        ValueError: a model that would take our mask for one of its own eager attention's.
+    """
+    if isinstance(attention_mask, FieldMask):
+        return attention_mask
+    require_interface(options.get("config"))
+    B, M, N = batch_size, q_length, kv_length
+    mask = as_fields(mask_function, options, M, N, q_offset - kv_offset)
+    if mask is None:
+        given = {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
+        return sdpa_mask(B, M, N, q_offset, kv_offset, **given, **options)
+    if attention_mask is not None:
+        seen = prepare_padding_mask(attention_mask, N, kv_offset)[:, kv_offset : kv_offset + N]
+        mask = mask & without_padding(seen, lengths=not mask.has_band or mask.align == "top_left")
+    return None if says_nothing(mask, M) else FieldMask(mask, (B, 1, M, N), device)
+
+
+def require_interface(config: PreTrainedConfig | None) -> None:
+    """transformers takes a name like ours for every model, also where attention is the model's own code."""
+    if config is None or torch.compiler.is_compiling() or calls_interface(type(config)):
+        return
+    raise ValueError(
+        f"models of a {type(config).__name__} compute attention by their own code and not by transformers' attention "
+        "interface; use attn_implementation='eager'"
+    )
+
+
+@functools.cache
+def calls_interface(config: type) -> bool:
+    """Whether a configuration's models let others compute attention; where they are not found it is believed."""
+    try:
+        module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        return True
+    here = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    models = [value for value in here if isinstance(value, type) and issubclass(value, PreTrainedModel)]
+    return not models or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(model._supports_sdpa for model in models)
+
+
+def says_nothing(mask: Mask, M: int) -> bool:
+    """Whether the causal flag that attention sets itself where there is no mask says as much."""
+    tensors = (mask.lengths, mask.allowed, mask.segments)
+    if mask.window is not None or any(tensor is not None for tensor in tensors):
+        return False
+    return not mask.causal or (M > 1 and mask.align == "top_left")
+
+
+def without_padding(seen: Tensor, lengths: bool) -> Mask:
+    """What is True in (B, N): nothing where all is, lengths where those may be and say it, or a mask of keys.
+
+    Read on the host once, as transformers does itself to drop a mask of ones, but for a graph that is traced.
+    """
+    if is_tracing(seen):
+        return Mask(allowed=seen[:, None, None])
+    filled = seen.sum(-1)
+    prefix = torch.arange(seen.shape[-1], device=seen.device) < filled[:, None]
+    everything, on_the_right = torch.stack([seen.all(), (seen == prefix).all()]).tolist()
+    if everything:
+        return Mask()
+    return Mask(lengths=filled) if lengths and on_the_right else Mask(allowed=seen[:, None, None])
+
+
+def as_fields(function: FunctionType, options: dict, M: int, N: int, offset: int | Tensor) -> Mask | None:
+    """A function of transformers' own as a Mask for M queries, the first at key `offset`; None for any other.
+
+    Where the caller wants a tensor it gets one, as for the steps of a static cache. Packed documents come without the
+    allowance that others have, since torch's causal flag cannot say them. An offset on the device is read, as
+    transformers does, but for a graph that is traced.
+    """
+    if isinstance(offset, Tensor) and is_tracing(offset):
+        return None
+    allowed = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
+    for known, sides in known_functions(options.get("local_size")):
+        if allowed and held(function, known) is not None:
+            return band(sides, M, N, int(offset))
+        packed = held(function, packed_sequence_compatibility_function(known, HOLE, HOLE))
+        if packed is not None:
+            documents, _ = packed
+            within = band(sides, M, N, int(offset))
+            return within and within.replace(segments=documents)
+    return None
+
+
+def known_functions(window: int | None) -> list[tuple[FunctionType, Sides]]:
+    known = [(causal_mask_function, (None, 0)), (bidirectional_mask_function, (None, None))]
+    if window is not None:
+        known.append((sliding_window_causal_mask_function(window), (window - 1, 0)))
+        known.append((sliding_window_bidirectional_mask_function(window), (window, window)))
+    return known
+
+
+def band(sides: Sides, M: int, N: int, offset: int) -> Mask | None:
+    """The sides as causal and window, without those that reach every key; None for an alignment that Mask has not."""
+    left, right = sides
+    left = None if left is None or left >= offset + M - 1 else left
+    right = None if right is None or right >= N - 1 - offset else right
+    if left is None and right is None:
+        return Mask()
+    if offset not in (0, N - M):
+        return None
+    window = None if left is None and right == 0 else (left, right)
+    return Mask(causal=right == 0, window=window, align="top_left" if offset == 0 else "bottom_right")
+
+
+def held(found: object, pattern: object) -> list | None:
+    """What `found` has where `pattern` has a HOLE, if both are the same but for that; None if they are not.
+
+    Functions are the same where their code is, and what they closed over, which torch.compile does not show.
+    """
+    if torch.compiler.is_compiling():
+        return [] if found is pattern else None
+    if pattern is HOLE:
+        return [found]
+    if isinstance(found, FunctionType) and isinstance(pattern, FunctionType) and found.__code__ is pattern.__code__:
+        found, pattern = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (found, pattern))
+    if isinstance(found, list | tuple) and isinstance(pattern, list | tuple) and len(found) == len(pattern):
+        parts = [held(one, other) for one, other in zip(found, pattern, strict=True)]
+        return None if None in parts else [value for part in parts for value in part]
+    return [] if found is pattern or (isinstance(found, int) and found == pattern) else None

@@ -1,0 +1,202 @@
+"""transformers' masks as fields: what they let through against its own tensors, and what reaches our attention."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers")
+
+from test_transformers import NAME, arguments_of, ids, left_padded, made  # noqa: E402
+from transformers import masking_utils as theirs  # noqa: E402
+
+from sdpa.integrations import transformers as integration  # noqa: E402
+from sdpa.integrations.transformers_masks import FieldMask, attention_mask, held  # noqa: E402
+from sdpa.mask import Mask  # noqa: E402
+
+FUNCTIONS = {
+    "causal": (theirs.causal_mask_function, None),
+    "bidirectional": (theirs.bidirectional_mask_function, None),
+    "window": (theirs.sliding_window_causal_mask_function(3), 3),
+    "bidirectional window": (theirs.sliding_window_bidirectional_mask_function(2), 2),
+}
+SIZES = {  # M, N, q_offset, kv_offset
+    "whole": (6, 6, 0, 0),
+    "continued": (4, 9, 5, 0),
+    "step": (1, 7, 6, 0),
+    "window of a cache": (3, 5, 8, 6),
+    "step in a window": (1, 3, 8, 6),
+    "longer keys": (4, 7, 0, 0),
+    "between": (2, 9, 3, 0),
+    "one of many": (1, 5, 0, 0),
+}
+
+
+def paddings(length):
+    positions = torch.arange(length)
+    return {
+        "none": None,
+        "ones": torch.ones(3, length, dtype=torch.bool),
+        "left": positions >= torch.tensor([0, 1, length - 1])[:, None],
+        "right": positions < torch.tensor([length, length - 1, 1])[:, None],
+        "holes": positions % 3 != torch.tensor([0, 1, 5])[:, None],
+        "short": torch.ones(3, length - 1, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("padding", paddings(2))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_like_their_tensor(name, size, padding):
+    M, N, q_offset, kv_offset = SIZES[size]
+    function, window = FUNCTIONS[name]
+    given = {
+        "batch_size": 3, "q_length": M, "kv_length": N, "q_offset": q_offset, "kv_offset": kv_offset,
+        "mask_function": function, "attention_mask": paddings(kv_offset + N)[padding], "local_size": window,
+    }  # fmt: skip
+    wanted = theirs.sdpa_mask(**given, allow_is_causal_skip=False)
+    found = attention_mask(**given)
+    if found is None:
+        causal = M > 1 and name == "causal"
+        found = FieldMask(Mask(causal=causal), (3, 1, M, N), "cpu")
+    assert found.shape == wanted.shape == (3, 1, M, N)
+    assert torch.equal(found[...], wanted)
+    if size not in ("between", "longer keys", "one of many"):
+        assert isinstance(found, FieldMask)
+        allowed = found.mask.allowed
+        assert allowed is None or allowed.shape == (3, 1, 1, N)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_packed_in_a_row(window):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6, 7]])
+    documents = theirs.find_packed_sequence_indices(positions)
+    inner = FUNCTIONS["causal" if window is None else "window"][0]
+    function = theirs.packed_sequence_compatibility_function(inner, positions, documents)
+    given = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function, "local_size": window}
+    found = attention_mask(**given, allow_is_causal_skip=False)
+    assert found.mask.segments is documents and found.mask.allowed is None
+    assert torch.equal(found[...], theirs.sdpa_mask(**given, allow_is_causal_skip=False))
+
+
+@pytest.mark.parametrize("options", [
+    {"mask_function": theirs.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)), "local_size": 3},
+    {"mask_function": theirs.or_masks(theirs.causal_mask_function, lambda b, h, q, k: k < 2), "use_vmap": True,
+     "allow_is_causal_skip": False},
+    {"mask_function": theirs.sliding_window_causal_mask_function(4), "local_size": 3},
+    {"allow_is_causal_skip": False},
+    {"q_offset": torch.tensor(2), "allow_is_causal_skip": False},
+], ids=["chunked", "custom", "another window", "asked for a tensor", "a static cache's step"])  # fmt: skip
+def test_what_stays_a_tensor(options):
+    given = {"batch_size": 2, "q_length": 4, "kv_length": 6, **options}
+    assert torch.equal(attention_mask(**given), theirs.sdpa_mask(**given))
+
+
+def test_functions_are_told_apart_by_code_and_by_what_they_hold():
+    window = theirs.sliding_window_causal_mask_function
+    assert held(window(3), window(3)) == [] and held(window(3), window(4)) is None
+    assert held(window(3), theirs.causal_mask_function) is None
+    assert held(lambda b, h, q, k: q >= k, theirs.causal_mask_function) is None
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The masks that our attention is called with."""
+    masks = []
+
+    def spy(query, key, value, mask, *args, **options):
+        masks.append(mask)
+        return attend(query, key, value, mask, *args, **options)
+
+    attend = integration.scaled_dot_product_attention
+    monkeypatch.setattr(integration, "scaled_dot_product_attention", spy)
+    return masks
+
+
+def right_padded(rows, columns):
+    return left_padded(rows, columns).flip(1)
+
+
+@pytest.mark.parametrize("name,padded,wanted", [
+    ("llama", right_padded, {"causal": True, "lengths": [11, 8, 6]}),
+    ("llama", left_padded, {"causal": True, "allowed": (3, 1, 1, 11)}),
+    ("mistral", None, {"causal": True, "window": (4, 0)}),
+    ("mistral", right_padded, {"causal": True, "window": (4, 0), "lengths": [11, 8, 6]}),
+    ("bert", right_padded, {"causal": False, "lengths": [11, 8, 6]}),
+])  # fmt: skip
+def test_fields_reach_our_attention(name, padded, wanted, seen):
+    padding = {} if padded is None else {"attention_mask": padded(3, 11)}
+    results = [made(name, way)(input_ids=ids(3, 11), **padding)[0] for way in ("eager", NAME)]
+    real = padding.get("attention_mask", torch.ones(3, 11)).bool()
+    torch.testing.assert_close(results[1][real], results[0][real], rtol=1e-4, atol=2e-5)
+    for mask in seen:
+        assert mask.causal == wanted["causal"] and mask.window == wanted.get("window")
+        assert (mask.lengths is None) == ("lengths" not in wanted)
+        assert mask.lengths is None or mask.lengths.tolist() == wanted["lengths"]
+        assert (None if mask.allowed is None else mask.allowed.shape) == wanted.get("allowed")
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_packed_documents_like_eager(name, seen):
+    positions = torch.cat([torch.arange(4), torch.arange(7)])[None].expand(2, -1)
+    results = [
+        made(name, way)(input_ids=ids(2, 11), position_ids=positions, use_cache=False).logits for way in ("eager", NAME)
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
+    assert all(mask.segments is not None and mask.allowed is None for mask in seen) and len(seen) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_prefill_of_a_static_cache_has_fields(name, seen):
+    options = {"max_new_tokens": 1, "cache_implementation": "static", "disable_compile": True}
+    made(name, NAME).generate(ids(3, 9), attention_mask=left_padded(3, 9), **options)
+    windows = {"llama": [None] * 2, "mistral": [(4, 0)] * 2, "gemma2": [(4, 0), None]}
+    assert [mask.window for mask in seen] == windows[name]
+    assert all(mask.causal and mask.allowed.shape[1:3] == (1, 1) for mask in seen)
+
+
+def rows_of_masks(graph):
+    """How many queries the masks tell apart that a graph gives to our operator."""
+    calls = [n for m in graph.modules() for n in m.graph.nodes if "attention_forward" in str(n.target)]
+    given = [a.meta["example_value"] for n in calls for a in n.args if isinstance(a, torch.fx.Node) and a.meta]
+    assert calls
+    return {value.shape[-2] for value in given if isinstance(value, torch.Tensor) and value.dtype == torch.bool}
+
+
+@pytest.mark.parametrize("name,padded,rows", [
+    ("llama", False, set()), ("llama", True, {1}), ("bert", True, {1}), ("t5", True, {1}), ("mistral", False, {11}),
+    ("gemma2", True, {1, 11}),
+])  # fmt: skip
+def test_a_compiled_model_is_one_graph(name, padded, rows):
+    model, arguments = made(name, NAME).requires_grad_(False), arguments_of(name, padded)
+    wanted, recorded = model(**arguments)[0], EagerAndRecordGraphs()
+    torch._dynamo.reset()
+    found = torch.compile(model, backend=recorded, fullgraph=True)(**arguments)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    (graph,) = recorded.graphs
+    assert rows_of_masks(graph) == rows
+
+
+def test_a_model_with_attention_of_its_own_is_refused():
+    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
+    model = transformers.AutoModel.from_config(config, attn_implementation=NAME)
+    with pytest.raises(ValueError, match="models of a BloomConfig compute attention by their own code"):
+        model(input_ids=ids(2, 5))
+
+
+def test_a_model_may_treat_it_as_a_tensor():
+    mask = FieldMask(Mask(causal=True, lengths=torch.tensor([3, 2])), (2, 1, 4, 4), "cpu")
+    tensor = mask[...]
+    assert (mask.ndim, mask.dtype, mask.shape) == (tensor.ndim, tensor.dtype, tensor.shape)
+    assert mask.contiguous() is mask and torch.equal(mask[:, :, -1:], tensor[:, :, -1:])
+    assert torch.equal(mask.float(), tensor.float()) and torch.equal(mask.to(torch.float32), tensor.float())
+    assert torch.equal(~mask, ~tensor) and torch.equal(torch.cat([mask, tensor]), torch.cat([tensor, tensor]))
+    assert torch.equal(tensor & mask, tensor)
+    for twin in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("cpu")):
+        assert isinstance(twin, FieldMask) and torch.equal(twin[...], tensor)
+    assert mask.to("meta").mask.lengths.is_meta and mask.to("meta").device.type == "meta"
