@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from sdpa.dispatch.context import Setting, torch_toggles
-from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe
+from sdpa.dispatch.context import Setting
+from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe, toggles_for
 from sdpa.problem import AttentionProblem
 
 STATUSES = ("chosen", "able", "refused", "disabled")
@@ -61,7 +61,7 @@ def warps_of(tile: list[str]) -> str:
 
 def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation:
     """Explain the selection for a problem that needs no tensors."""
-    toggles = torch_toggles()
+    toggles = toggles_for(problem.direction)
     try:
         choice = choose(problem, setting, toggles)
         chosen, reason = choice.kernel.name, choice.reason

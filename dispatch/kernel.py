@@ -42,7 +42,7 @@ class Kernel:
     rules: tuple[Rule, ...] = ()
 
     def load(self) -> ModuleType:
-        """The module with forward, backward, TILES and unavailable; imported when the kernel is first considered."""
+        """The module with each direction, TILES and unavailable; imported when the kernel is first considered."""
         return load_module(self.module)
 
     def unavailable(self) -> str | None:

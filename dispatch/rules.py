@@ -51,6 +51,14 @@ def dense_mask_without_lse(problem: AttentionProblem) -> str | None:
     return None
 
 
+def padded_weights(problem: AttentionProblem) -> str | None:
+    """The weights are a tensor with a row for each query of each batch entry."""
+    apart = sorted(problem.features & {"packed", "paged"})
+    if problem.direction != "weights" or not apart:
+        return None
+    return f"makes weights of batch entries side by side only, got {' and '.join(apart)} sequences"
+
+
 def square_causal(problem: AttentionProblem) -> str | None:
     """Kernels that align causal masks to the bottom right agree with torch only when M == N."""
     if "band" not in problem.features or problem.M == problem.N:

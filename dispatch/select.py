@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from torch import Tensor
+
 from sdpa.dispatch import cost, failure, tuning
-from sdpa.dispatch.catalog import KERNELS, by_name
-from sdpa.dispatch.context import Setting, enabled_families, torch_toggles
+from sdpa.dispatch.catalog import KERNELS, by_name, kernels_for
+from sdpa.dispatch.context import ALL_TOGGLES, Setting, enabled_families, torch_toggles
 from sdpa.dispatch.kernel import FAMILIES, Kernel
 from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
@@ -39,20 +41,19 @@ class Choice:
     def __str__(self) -> str:
         return f"{self.kernel.name} for {describe(self.problem)} ({self.reason})"
 
-    def run(self, *tensors: AttentionInputs | Results) -> Results | Gradients:
-        """The forward of (inputs,), or the backward of (inputs, results, upstream), as the problem's direction says;
-        where the kernel cannot be started, that of the next able one (`recover`)."""
+    def run(self, *tensors: AttentionInputs | Results | Tensor) -> Results | Gradients | Tensor:
+        """The forward of (inputs,), the backward of (inputs, results, upstream) or the weights of (inputs, lse), as the
+        problem's direction says; where the kernel cannot be started, that of the next able one (`recover`)."""
         try:
             return self.call(*tensors)
         except Exception as error:
             return recover(self, error, *tensors)
 
-    def call(self, *tensors: AttentionInputs | Results) -> Results | Gradients:
+    def call(self, *tensors: AttentionInputs | Results | Tensor) -> Results | Gradients | Tensor:
         """Like `run`, without a second try."""
-        if self.problem.features <= SIMPLE and self.record is not None:
+        if self.problem.direction != "weights" and self.problem.features <= SIMPLE and self.record is not None:
             return self.call_again(*tensors)
-        function = self.forward if self.problem.direction == "forward" else self.backward
-        return function(*tensors, self.problem, self.tile)
+        return getattr(self, self.problem.direction)(*tensors, self.problem, self.tile)
 
     def call_again(self, inputs: AttentionInputs, *rest: Results) -> Results | Gradients:
         """`call` by the launches of a call before, if there was one of these strides."""
@@ -75,6 +76,10 @@ class Choice:
     @property
     def backward(self) -> Callable:
         return self.kernel.load().backward
+
+    @property
+    def weights(self) -> Callable:
+        return self.kernel.load().weights
 
     @property
     def record(self) -> Callable | None:
@@ -108,9 +113,14 @@ LAST = threading.local()
 
 def select(problem: AttentionProblem, setting: str) -> Choice:
     """The choice for `problem` under `setting` (Setting.encode). Raises NoKernelError with all reasons."""
-    choice = choose(problem, setting, torch_toggles())
+    choice = choose(problem, setting, toggles_for(problem.direction))
     LAST.choice = choice
     return choice
+
+
+def toggles_for(direction: str) -> int:
+    """torch's switches, which say nothing of the weights: its modules make those whatever is off."""
+    return ALL_TOGGLES if direction == "weights" else torch_toggles()
 
 
 def last_choice() -> Choice | None:
@@ -287,7 +297,20 @@ def backward_setting(text: str) -> str:
     return text
 
 
-def recover(choice: Choice, error: Exception, *tensors: AttentionInputs | Results) -> Results | Gradients:
+@lru_cache(maxsize=1024)
+def weights_setting(text: str, device_type: str) -> str:
+    """The same for the weights: a setting is left where no kernel that it names makes weights on the device, or where
+    strict mode would leave none, because math is the only one that does."""
+    setting = Setting.decode(text)
+    makers = [kernel for kernel in kernels_for(device_type) if "weights" in kernel.directions]
+    named = [k for k in makers if not setting.allowed or {k.name, k.family} & set(setting.allowed)]
+    only_math = all(kernel.family == "math" for kernel in makers)
+    return text if named and not (setting.strict and only_math) else ""
+
+
+def recover(
+    choice: Choice, error: Exception, *tensors: AttentionInputs | Results | Tensor
+) -> Results | Gradients | Tensor:
     """What the next able choice makes of `tensors` after `choice` failed with `error`; called while handling it.
 
     Errors that are not the device's are raised as they are: those are faults, and hiding them would be worse. Where a
@@ -328,7 +351,8 @@ def what_failed(choice: Choice, kind: str) -> str:
 
 def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
     """Who may answer in place of `choice`, or None: its kernel, if that has another tile, before all others."""
-    setting, toggles, problem = Setting.decode(choice.setting), torch_toggles(), choice.problem
+    setting, problem = Setting.decode(choice.setting), choice.problem
+    toggles = toggles_for(problem.direction)
     candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
     able = [c for c in candidates if c.able and c.kernel.name not in exhausted]
     own = [c for c in able if c.kernel is choice.kernel]

@@ -11,9 +11,12 @@ from torch import Tensor
 from sdpa import flops
 from sdpa.batching import map_backward, map_forward
 from sdpa.kernels.math.composite import backward_terms, forward_terms
+from sdpa.kernels.math.weights import composite_weights, weights_gradients
 from sdpa.layout import like_layout
-from sdpa.ops import BACKWARD, FIELDS, FORWARD, no_tensor
+from sdpa.ops import BACKWARD, FIELDS, FORWARD, WEIGHTS, no_tensor
 from sdpa.problem import AttentionInputs, Results
+
+__all__ = ["Attention", "AttentionBackward", "AttentionEager", "Weights", "composite_weights"]
 
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
 DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
@@ -111,6 +114,34 @@ class AttentionBackward(torch.autograd.Function):
     def vmap(info, in_dims, *args):
         results = map_backward(AttentionBackward.apply, info, in_dims, args)
         return results, (0,) * len(results)
+
+
+class Weights(torch.autograd.Function):
+    """The weights of AttentionInputs given flat, the kernel setting, lse and whether heads are averaged.
+
+    Nothing of their size is saved: where a gradient arrives, which is seldom, it is made of the scores computed again,
+    by plain operations that are differentiable again. Where none arrives, lse gets none and not zeros.
+    """
+
+    @staticmethod
+    def forward(*args):
+        request, lse, average = args[FIELDS:]
+        return WEIGHTS(lse, *args[:FIELDS], average, request)
+
+    @staticmethod
+    def setup_context(ctx, args, weights) -> None:
+        _, lse, ctx.average = args[FIELDS:]
+        remember(ctx, args, (lse,))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return (None,) * (FIELDS + 3)
+        *tensors, lse = ctx.saved_tensors
+        bias_grad = bool(ctx.needs_input_grad[BIAS])
+        grads = weights_gradients(rebuild(ctx, tensors), lse, grad, ctx.average, bias_grad)
+        return (*scatter(ctx, (grads.q, grads.k, None, grads.bias, None)), grads.lse, None)
 
 
 def remember(ctx, args, results) -> None:

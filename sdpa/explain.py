@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
+from sdpa.dispatch.select import weights_setting
 from sdpa.eager import left_to_torch
 from sdpa.inputs import Options, build_inputs
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, pack_jagged, under_autocast
@@ -36,11 +37,11 @@ def explain(
 ) -> Explanation:
     """Every kernel with its reasons, or its time and where that figure comes from, for this call.
 
-    Takes the arguments of `scaled_dot_product_attention`; `direction` is "forward" or "backward". str() of the
-    result is a table, `.as_dict()` is for machines.
+    Takes the arguments of `scaled_dot_product_attention`; `direction` is "forward", "backward" or "weights" (per
+    head, as sdpa.nn's attention returns them). str() of the result is a table, `.as_dict()` is for machines.
     """
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"direction must be 'forward' or 'backward', got {direction!r}")
+    if direction not in ("forward", "backward", "weights"):
+        raise ValueError(f"direction must be 'forward', 'backward' or 'weights', got {direction!r}")
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     inputs = build_inputs(*prepare(query, key, value, options, return_lse))
     tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
@@ -51,7 +52,10 @@ def explain(
     if direction == "backward" and inputs.bias is not None and inputs.bias.requires_grad:
         extra.add("bias_grad")
     problem = AttentionProblem.of(inputs, direction, frozenset(extra))
-    explanation = explain_problem(problem, effective(request_text(kernel)))
+    request = effective(request_text(kernel))
+    if direction == "weights":
+        request = weights_setting(request, problem.device_type)
+    explanation = explain_problem(problem, request)
     if direction == "backward" and learns and left_to_torch(query, key, value, options, kernel):
         return replace(explanation, reason=f"{explanation.reason}; {LEFT_TO_TORCH}")
     return explanation

@@ -14,15 +14,17 @@ from sdpa.problem import AttentionInputs, lengths_of
 
 FORWARD_ARGUMENTS = 0
 BACKWARD_ARGUMENTS = 4  # grad_out, grad_lse, out and lse stand before q, k and v
+WEIGHTS_ARGUMENTS = 1  # lse
 
 
 def announce() -> None:
-    """Give every FlopCounterMode that is on the formulas of both operators."""
+    """Give every FlopCounterMode that is on the formulas of the operators."""
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
             registry.setdefault(torch.ops.sdpa.attention_forward, forward_flops)
             registry.setdefault(torch.ops.sdpa.attention_backward, backward_flops)
+            registry.setdefault(torch.ops.sdpa.attention_weights, weights_flops)
 
 
 def forward_flops(*args: object, **_: object) -> int:
@@ -35,6 +37,12 @@ def backward_flops(*args: object, **_: object) -> int:
     """Five products: the scores again, gradients of the weights, and of q, k and v."""
     pairs, D, Dv = sizes(args, BACKWARD_ARGUMENTS)
     return 2 * pairs * (3 * D + 2 * Dv)
+
+
+def weights_flops(*args: object, **_: object) -> int:
+    """One product: the scores."""
+    pairs, D, _ = sizes(args, WEIGHTS_ARGUMENTS)
+    return 2 * pairs * D
 
 
 def sizes(args: tuple[object, ...], first: int) -> tuple[int, int, int]:

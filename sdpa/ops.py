@@ -1,4 +1,4 @@
-"""The operators sdpa::attention_forward and attention_backward: selection happens inside, so a graph sees one node.
+"""The operators sdpa::attention_forward, _backward and _weights: selection happens inside, so a graph sees one node.
 
 Registered by define/impl (a Python custom_op costs three times as much a call). The log-sum-exp is (B, H, M) when asked
 for, else an empty tensor; gradients that nobody asked for are empty tensors, too.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa.dispatch.context import effective
-from sdpa.dispatch.select import backward_setting, select
+from sdpa.dispatch.select import backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, lengths_of
 
@@ -29,8 +29,12 @@ LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
     f"{MASK_SCHEMA}, bool bias_grad, str kernel) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
+LIBRARY.define(
+    f"attention_weights(Tensor lse, Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, bool average, str kernel) -> Tensor"
+)
 FIELDS = len(AttentionInputs._fields)
 WITH_LSE = frozenset({"lse"})
+AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
 
 
@@ -60,6 +64,15 @@ def attention_backward(
     # A tensor each for what is missing: results may not alias.
     bias, sinks = (no_tensor(q) if grad is None else grad for grad in gradients[3:])
     return q, k, v, bias, sinks
+
+
+def attention_weights(lse: Tensor, *args) -> Tensor:
+    """exp(score - lse) after dropout, in the query's dtype; the mean over heads where `average`."""
+    inputs, (average, kernel) = AttentionInputs(*args[:FIELDS]), args[FIELDS:]
+    if is_empty(inputs):
+        return fake_weights(lse, *args).zero_()
+    problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
+    return select(problem, weights_setting(effective(kernel), problem.device_type)).run(inputs, lse)
 
 
 def is_empty(inputs: AttentionInputs) -> bool:
@@ -106,9 +119,19 @@ def fake_backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: T
     return (*(empty_as(t, t.shape[3]) for t in inputs[:3]), bias, sinks)
 
 
+def fake_weights(lse: Tensor, *args) -> Tensor:
+    """Uninitialised weights, (B, M, N) or (B, H, M, N)."""
+    inputs, average = AttentionInputs(*args[:FIELDS]), args[FIELDS]
+    B, H, M, _ = inputs.q.shape
+    return inputs.q.new_empty((B, M, inputs.k.shape[2]) if average else (B, H, M, inputs.k.shape[2]))
+
+
 LIBRARY.impl("attention_forward", attention_forward, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("sdpa::attention_forward", fake_forward, lib=LIBRARY)
 torch.library.register_fake("sdpa::attention_backward", fake_backward, lib=LIBRARY)
+LIBRARY.impl("attention_weights", attention_weights, "CompositeExplicitAutograd")
+torch.library.register_fake("sdpa::attention_weights", fake_weights, lib=LIBRARY)
 FORWARD = torch.ops.sdpa.attention_forward.default
 BACKWARD = torch.ops.sdpa.attention_backward.default
+WEIGHTS = torch.ops.sdpa.attention_weights.default

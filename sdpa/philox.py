@@ -16,17 +16,17 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int]) -> Tensor:
+def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: Tensor | None = None) -> Tensor:
     """Bool (B, H, M, N), True where the pair is kept, with probability 1 - p.
 
     Counter words are (j >> 2, i, b * H + h, low word of rng[1]) and the key is rng[0]; word j & 3 of the result
-    belongs to key j.
+    belongs to key j. `streams` (B * H,) are the b * H + h where B and H are those of a part only.
     """
     B, H, M, N = shape
     device = rng.device
     groups = torch.arange((N + 3) // 4, device=device).view(1, 1, -1)
     rows = torch.arange(M, device=device).view(1, M, 1)
-    heads = torch.arange(B * H, device=device).view(-1, 1, 1)
+    heads = (torch.arange(B * H, device=device) if streams is None else streams).view(-1, 1, 1)
     counter = torch.broadcast_tensors(groups, rows, heads, (rng[1] & WORD).view(1, 1, 1))
     words = torch.stack(philox(counter, (rng[0] & WORD, (rng[0] >> 32) & WORD)), dim=-1)  # [B*H, M, N/4, 4]
     threshold = int(p * 2**32)

@@ -36,6 +36,7 @@ FEATURES = {
     "backward": "a backward pass",
     "bias_grad": "the gradient of the bias",
     "lse_grad": "a gradient arriving at the log-sum-exp",
+    "averaged": "weights averaged over heads",
 }
 
 
@@ -128,7 +129,7 @@ class AttentionProblem(NamedTuple):
     deterministic: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
     bias_dtype: torch.dtype | None = None
-    direction: str = "forward"  # or "backward"
+    direction: str = "forward"  # or "backward", or "weights": exp(score - lse) as a tensor
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
     full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
     narrow_mask: bool = False  # the dense masks given repeat one column for all keys
@@ -137,7 +138,8 @@ class AttentionProblem(NamedTuple):
     def of(
         cls, inputs: AttentionInputs, direction: str = "forward", extra: frozenset[str] = frozenset()
     ) -> AttentionProblem:
-        """Describe `inputs`; `extra` adds what tensors cannot tell ("lse", "backward", "bias_grad", "lse_grad")."""
+        """Describe `inputs`; `extra` adds what tensors cannot tell ("lse", "backward", "bias_grad", "lse_grad",
+        "averaged")."""
         q, k, v = inputs.q, inputs.k, inputs.v
         H, D, Hkv, Dv = q.shape[1], q.shape[3], k.shape[1], v.shape[3]
         B, M, N = lengths_of(inputs)
@@ -187,14 +189,20 @@ class AttentionProblem(NamedTuple):
         return band_area(self) / (self.M * self.N)
 
     def flops(self) -> float:
-        """Operations of the two (forward) or five (backward) matrix products inside the band."""
+        """Operations of the two (forward), five (backward) or one (weights) matrix products inside the band."""
         pairs = self.B * self.H * self.M * self.N * self.visible_share()
+        if self.direction == "weights":
+            return pairs * 2 * self.D
         if self.direction == "backward":
             return pairs * (6 * self.D + 4 * self.Dv)
         return pairs * 2 * (self.D + self.Dv)
 
     def bytes(self) -> float:
         """Compulsory traffic: inputs read once and outputs written once."""
+        if self.direction == "weights":
+            rows = self.B * (self.H * self.M + self.Hkv * self.N)
+            heads = 1 if "averaged" in self.features else self.H
+            return (rows * self.D + self.B * heads * self.M * self.N) * self.dtype.itemsize
         queries = self.B * self.H * self.M * (self.D + self.Dv)
         keys = self.B * self.Hkv * self.N * (self.D + self.Dv)
         passes = 2 if self.direction == "backward" else 1

@@ -346,6 +346,22 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
     return found
 
 
+def reference_weights(inputs: AttentionInputs, average: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The reference's weights after dropout (B, H, M, N), or their mean over heads: its result for unit vectors."""
+    B, Hkv, N, _ = inputs.k.shape
+    units = torch.eye(N, dtype=inputs.q.dtype, device=inputs.q.device).expand(B, Hkv, N, N)
+    weights = attention(inputs._replace(v=units), dtype).out
+    return weights.mean(1) if average else weights
+
+
+def compare_weights(got: Tensor, inputs: AttentionInputs, average: bool) -> Comparison:
+    wanted, plain = (reference_weights(inputs, average, dtype) for dtype in (torch.float64, inputs.q.dtype))
+    units = inputs._replace(v=torch.ones_like(inputs.v))
+    terms = inputs.q.shape[3] + inputs.q.shape[1]
+    band = forward_band(units, attention(inputs))
+    return compare("weights", got, wanted, plain, terms, band, inputs.q.dtype)
+
+
 def able(name: str, case: Case) -> list[str]:
     """Why a kernel does not take a case; empty where it takes its forward, and the bias' gradient if that is asked."""
     inputs, kernel = make_inputs(case), by_name()[name]

@@ -1,7 +1,8 @@
 """A process that compiles Triton kernels into Triton's cache: `python compile_ahead.py SHARE OF < pickle`.
 
 Compiling takes seconds per variant, on one processor: tests/test_gpu.py starts one of these per core beforehand.
-The pickle is (target, [(direction or "decode", case), ..]). What a variant that does not compile means, its test tells.
+The pickle is (target, [(direction, "decode" or "averaged", case), ..]). What a variant that does not compile means,
+its test tells.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from sdpa.kernels.triton import backward, decode, forward, tiles
+from sdpa.kernels.triton import backward, decode, forward, tiles, weights
 from sdpa.kernels.triton.target import Target, assume
-from sdpa.problem import Results
+from sdpa.problem import AttentionProblem, Results
 from sdpa.testing import Case, make_inputs, problem_of
 
 
@@ -40,6 +41,10 @@ def launches_of(kind: str, case: Case) -> list:
     if kind == "decode":
         problem = problem_of(inputs, "forward")
         return decode.forward_launches(inputs, problem, decode.tiles(problem)[0])[1]
+    if kind in ("weights", "averaged"):
+        problem = AttentionProblem.of(inputs, "weights", frozenset({kind} & {"averaged"}))
+        lse = torch.empty(inputs.q.shape[:3])
+        return [weights.weights_launch(inputs, lse, problem, tiles.tiles(problem)[0])[1]]
     problem = problem_of(inputs, kind, case.requires_bias_grad and kind == "backward")
     tile = tiles.tiles(problem)[0]
     if kind == "forward":

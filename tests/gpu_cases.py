@@ -32,13 +32,13 @@ def real(**sizes):
     return Case(**{**usual, **sizes})
 
 
-def compile_ahead(name, cases):
+def compile_ahead(name, cases, kinds=None):
     """Compile what `cases` launch in as many processes as there are cores: one takes many minutes."""
     if not name.startswith("triton_") or name == "triton_hopper":
         return
     from sdpa.kernels.triton.target import target_of
 
-    kinds = ("decode",) if name == "triton_decode" else ("forward", "backward")
+    kinds = kinds or (("decode",) if name == "triton_decode" else ("forward", "backward"))
     work = [(kind, replace(case, device="cpu")) for case in cases for kind in kinds]
     given, count = pickle.dumps((target_of("cuda:0"), work)), min(len(work), len(os.sched_getaffinity(0)))
     script = Path(__file__).with_name("compile_ahead.py")

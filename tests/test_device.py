@@ -94,7 +94,7 @@ def grows(times):
     return all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(times))
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward", "weights"])
 @pytest.mark.parametrize("kernel", [FUSED, MATH, DECODE], ids=["fused", "math", "splits"])
 def test_longer_takes_longer(gpu, kernel, direction):
     for B, H in ((1, 1), (1, 16), (64, 32)):
@@ -128,7 +128,7 @@ def test_padded_rows_are_paid_for(gpu):
 
 def test_math_never_wins_a_large_problem(gpu):
     for N in (1024, 4096, 16384):
-        for direction in ("forward", "backward"):
+        for direction in ("forward", "backward", "weights"):
             large = PROBLEM._replace(B=max(1, 16384 // N), M=N, N=N, direction=direction)
             assert cost.estimate(FUSED, large) < cost.estimate(MATH, large)
 

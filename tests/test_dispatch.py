@@ -92,6 +92,11 @@ SENTENCES = {
         {"features": frozenset({"bias"}), "narrow_mask": True},
         "needs a mask with a column for each of the 128 keys, got one that repeats along them",
     ),
+    "packed_weights": (
+        "math",
+        {"direction": "weights", "features": frozenset({"packed"})},
+        "makes weights of batch entries side by side only, got packed sequences",
+    ),
     "alignment": ("vendor_efficient", {"D": 30}, "needs head sizes that are multiples of 4, got D = 30, Dv = 64"),
     "mask_width": (
         "vendor_efficient",
@@ -113,7 +118,7 @@ def test_names_are_unique_and_families_known():
     for kernel in KERNELS:
         assert kernel.family in FAMILIES and kernel.summary
         assert kernel.features <= set(FEATURES) and kernel.dtypes <= ALL_DTYPES
-        assert set(kernel.directions) <= {"forward", "backward"}
+        assert set(kernel.directions) <= {"forward", "backward", "weights"}
 
 
 def test_every_row_imports_or_has_a_reason():

@@ -242,5 +242,5 @@ def test_a_forced_kernel_on_another_device_says_so():
 def test_explain_refuses_like_the_call():
     with pytest.raises(RuntimeError, match="same dtype"):
         sdpa.explain(*qkv()[:2], t(2, 3, 7, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="direction must be 'forward' or 'backward', got 'sideways'"):
+    with pytest.raises(ValueError, match="direction must be 'forward', 'backward' or 'weights', got 'sideways'"):
         sdpa.explain(*qkv(), direction="sideways")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sdpa.inputs import Options
-from sdpa.problem import Results
+from sdpa.problem import AttentionProblem, Results
 from sdpa.sequences import Documents, Pages, build_packed, build_paged
 from sdpa.testing import Case, Draw, make_inputs, problem_of
 
@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 from ahead import CUOBJDUMP, FakeDriver  # noqa: E402
 
 from sdpa.kernels.triton import backward, decode, forward, tiles  # noqa: E402
+from sdpa.kernels.triton import weights as weights_pass  # noqa: E402
 from sdpa.kernels.triton.target import AMD_SHARED_MEMORY, Target, assume  # noqa: E402
 
 # Bytes of shared memory that one program may have, from NVIDIA's table of specifications by compute capability.
@@ -146,6 +147,46 @@ def test_decode_compiles_for_every_target(arch, pretend):
             assert [name_of(launch) for launch in launches] == ["decode_kernel", "combine_kernel"]
             for launch in launches:
                 checked(launch, target)
+
+
+WEIGHTS = {
+    "none": sized(64, N=512),
+    "padding": sized(64, N=512, mask="padding", dropout_p=0.1),
+    "bias": sized(128, N=512, mask="bias_causal", Hkv=1),
+    "bias_without_descriptor": sized(64, N=500, mask="bias_causal"),
+    "float32": sized(64, mask="lengths", dtype=torch.float32),
+    "large": sized(256, mask="segments"),
+    "one": sized(64, N=1, H=1, Hkv=1, mask="both_lengths"),
+}
+
+
+def weights_launch(case, average=True):
+    inputs = make_inputs(case)
+    problem = AttentionProblem.of(inputs, "weights", frozenset({"averaged"}) if average else frozenset())
+    offered = tiles.tiles(problem)
+    assert set(offered) <= set(tiles.TILES)
+    return weights_pass.weights_launch(inputs, torch.empty(inputs.q.shape[:3]), problem, offered[0])[1]
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("arch", ["80", "90", "100", MI300])
+def test_weights_compile(arch, name, average, pretend):
+    target = pretend(TARGETS[arch])
+    with assume(target):
+        checked(weights_launch(WEIGHTS[name], average), target)
+
+
+@pytest.mark.parametrize("name", ["none", "padding", "bias"])
+def test_weights_on_hopper(name, pretend, tmp_path):
+    """Products on the matrix units, tiles by the copy engine, and registers for the scores twice."""
+    target = pretend(TARGETS["90"])
+    with assume(target):
+        launch = weights_launch(WEIGHTS[name])
+        compiled = checked(launch, target)
+        assert (launch.tile.BLOCK_M, launch.tile.BLOCK_N) == (128, 128)
+        assert spilt(compiled, tmp_path) == 0
+        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 # Head sizes and dtypes of the lists of tiles.

@@ -39,6 +39,9 @@ MIN_BLOCK = 16  # the tensor cores' smallest side
 # Share of the L2 cache that the keys and values of one section of heads may fill.
 L2_SHARE = 0.4
 
+# Loops that step over blocks, for which it pays to find beforehand which of them meet.
+SPANNED = (Side.KEYS, Side.QUERIES)
+
 FIXED: dict[Hashable, Fixed] = {}
 MAX_FIXED = 4096
 # The fields of AttentionInputs that are tensors of the mask.
@@ -136,7 +139,7 @@ def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, sid
     p = problem
     if side is Side.SPLIT_KEYS:
         blocks, entries = -(-p.M * p.G // tile.BLOCK_M), p.B * p.Hkv
-    elif side is Side.KEYS:
+    elif side is not Side.QUERIES:
         blocks, entries = -(-p.M // tile.BLOCK_M), p.B * p.H
     else:
         blocks, entries = -(-p.N // tile.BLOCK_N), p.B * p.Hkv
@@ -258,7 +261,7 @@ def mask_of(
 
 def asks_everywhere(inputs: AttentionInputs, side: Side) -> bool:
     """Whether no block can do without the dense mask or the ids, because nobody looked for their spans."""
-    if side is Side.SPLIT_KEYS:
+    if side not in SPANNED:
         return inputs.allowed is not None or inputs.q_segments is not None
     return inputs.allowed is not None and not masks_keys_only(inputs)
 
@@ -277,7 +280,7 @@ def masks_keys_only(inputs: AttentionInputs) -> bool:
 
 
 def has_spans(inputs: AttentionInputs, side: Side) -> bool:
-    return side is not Side.SPLIT_KEYS and (inputs.q_segments is not None or masks_keys_only(inputs))
+    return side in SPANNED and (inputs.q_segments is not None or masks_keys_only(inputs))
 
 
 def spans_of(inputs: AttentionInputs, tile: Tile, side: Side) -> tuple[Spans, list[Launch]]:

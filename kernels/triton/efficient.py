@@ -1,4 +1,4 @@
-"""The kernel `triton_efficient`: the same loops with dense masks, bias, the gradient of a bias, and dropout."""
+"""The kernel `triton_efficient`: the same with dense masks, bias, the gradient of a bias, and dropout."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ from sdpa.kernels.triton.backward import backward
 from sdpa.kernels.triton.flash import record
 from sdpa.kernels.triton.forward import forward
 from sdpa.kernels.triton.tiles import TILES, tiles
+from sdpa.kernels.triton.weights import weights
 
-__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable"]
+__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable", "weights"]

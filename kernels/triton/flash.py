@@ -1,4 +1,4 @@
-"""The kernel `triton_flash`: structured masks, any head size, forward and backward."""
+"""The kernel `triton_flash`: structured masks, any head size, forward, backward and weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from sdpa.kernels.triton.backward import backward
 from sdpa.kernels.triton.forward import forward
 from sdpa.kernels.triton.replay import Replay
 from sdpa.kernels.triton.tiles import TILES, tiles
+from sdpa.kernels.triton.weights import weights
 from sdpa.problem import AttentionProblem, Gradients, Results, Tile
 
-__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable"]
+__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable", "weights"]
 
 
 def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results | Gradients, Replay | None]:

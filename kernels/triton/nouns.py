@@ -23,6 +23,7 @@ class Side(Enum):
     KEYS = "keys"
     QUERIES = "queries"
     SPLIT_KEYS = "split keys"  # the rows of a program are several heads'
+    HEADS = "heads"  # the tile of scores stays where it is
 
 
 class Strides(NamedTuple):

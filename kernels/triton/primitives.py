@@ -194,7 +194,12 @@ def probabilities(s, unit, lse, FAR: tl.constexpr):
 @triton.jit
 def load_lse(pointer, offsets, inside):
     """A row's log-sum-exp; +inf where there is none, so that its probabilities are 0."""
-    lse = tl.load(pointer + offsets, mask=inside, other=float("inf"))
+    return dead_as_inf(tl.load(pointer + offsets, mask=inside, other=float("inf")))
+
+
+@triton.jit
+def dead_as_inf(lse):
+    """A log-sum-exp with +inf for rows that saw no key."""
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 

@@ -54,6 +54,21 @@ BACKWARD_FLOAT32 = {
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
+# Of the weights: the scores are twice in registers, as a product and as a sum, so 128 x 128 is the largest. It comes
+# first: smaller ones load so often that, by the count of bytes, the L2 cache takes longer than the exponentials.
+WEIGHTS = {
+    64: (Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
+    128: (Tile(128, 128, 8, 2), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
+    256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
+    512: (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+}
+# Above 64, sides below a warpgroup's rows only, as in a backward.
+WEIGHTS_FLOAT32 = {
+    64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
+    128: (Tile(32, 64, 8, 1), Tile(16, 32, 4, 1)),
+    256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
+    512: (Tile(16, 16, 8, 1),),
+}
 # By direction, whether it is float32, and its parts.
 TABLES = {
     ("forward", False, 0): FORWARD,
@@ -62,11 +77,14 @@ TABLES = {
     ("forward", True, 2): FORWARD_TWO_PARTS,
     ("backward", False, 0): BACKWARD,
     ("backward", True, 0): BACKWARD_FLOAT32,
+    ("weights", False, 0): WEIGHTS,
+    ("weights", True, 0): WEIGHTS_FLOAT32,
 }
 TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
 SIZES = (64, 128, 256, 512)
 
 
+RANDOM_BYTES = 4  # of dropout per score, which change their layout through shared memory
 # The sums of dK and dV of a block of keys in float32: more than half a core's registers, and they are made one by one.
 ACCUMULATOR_BYTES = 128 << 10
 
@@ -134,6 +152,10 @@ def shared_memory(problem: AttentionProblem, tile: Tile, target: Target, parts: 
             return halves_memory(problem, tile, parts) + max(1, tile.num_stages) * dense
         stays = tile.BLOCK_M * block_size(problem.D) if holds_operands(target) else 0
         return stays * size + max(1, tile.num_stages) * (tile.BLOCK_N * width * size + dense)
+    if problem.direction == "weights":
+        sides = (tile.BLOCK_M + tile.BLOCK_N) * block_size(problem.D)
+        words = scores * RANDOM_BYTES if "dropout" in problem.features else 0
+        return max(1, tile.num_stages) * (sides * size + dense) + words
     streams = max(1, tile.num_stages) * (tile.BLOCK_M * width * size + dense)
     if is_split(problem, tile):
         one = tile.BLOCK_N * block_size(problem.D) * size + streams
