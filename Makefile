@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
 NATIVE := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 SANITIZER ?= compute-sanitizer
+# Processes that test on a GPU: nearly all of their time goes into compiling.
+GPU_JOBS ?= 8
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
@@ -33,7 +35,7 @@ bench: $(READY)
 	for suite in $(SUITES); do $(BIN)/sdpa bench --suite $$suite || exit 1; done
 
 gpu-test: $(READY)
-	$(BIN)/python -m pytest -q -m gpu --durations=10
+	$(BIN)/python -m pytest -q -m gpu --durations=10 -n $(GPU_JOBS) --dist worksteal
 
 # Reads and writes out of bounds, by a tool of the CUDA toolkit; torch's allocator would hide those inside its blocks.
 gpu-sanitize: $(READY)

@@ -33,7 +33,10 @@ def real(**sizes):
 
 
 def compile_ahead(name, cases, kinds=None):
-    """Compile what `cases` launch in as many processes as there are cores: one takes many minutes."""
+    """Compile what `cases` launch in as many processes as there are cores: one takes many minutes. Where pytest itself
+    has several, each compiles for itself."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     if not name.startswith("triton_") or name == "triton_hopper":
         return
     from sdpa.kernels.triton.target import target_of
