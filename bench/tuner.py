@@ -20,7 +20,7 @@ from sdpa.bench.workload import Workload, make_workload
 from sdpa.dispatch import cost, select
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 # Whoever is this much slower than the fastest in its first call is not measured again: its rank is clear.
 HOPELESS = 4.0
@@ -227,7 +227,7 @@ def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensor
     again = module.record(tensors, asked, tile)[1] if hasattr(module, "record") else None
     if again is None:
         return lambda: run(*tensors, asked, tile)
-    given = [*inputs[:3], *(t for results in tensors[1:] for t in results if t is not None)]
+    given = [*read_of(inputs), *(t for results in tensors[1:] for t in results if t is not None)]
     return lambda: again(*given) or run(*tensors, asked, tile)
 
 

@@ -122,11 +122,13 @@ class Plan:
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Results:
         LAST.choice = self.choice
         try:
-            if mask is not None or self.record is None:
+            if self.record is None:
                 return self.forward(self.inputs(query, key, value, mask), self.problem, self.choice.tile)
-            results = None if self.again is None else self.again(query, key, value)
+            results = None
+            if self.again is not None:
+                results = self.again(query, key, value) if mask is None else self.again(query, key, value, mask)
             if results is None:
-                inputs = self.inputs(query, key, value, None)
+                inputs = self.inputs(query, key, value, mask)
                 results, again = self.record((inputs,), self.problem, self.choice.tile)
                 self.again = again or self.again  # these tensors may be the exception: not aligned
             return results
@@ -142,10 +144,10 @@ class Plan:
         choice = LAST.choice = self.backward_choice
         tensors = (self.inputs(*given), Results(out, lse), Results(grad_out, None))
         try:
-            if given[3] is not None or choice.record is None:
+            if choice.record is None:
                 return choice.call(*tensors)
-            again = self.again_backward
-            gradients = None if again is None else again(*given[:3], out, lse, grad_out)
+            again, read = self.again_backward, given if given[3] is not None else given[:3]
+            gradients = None if again is None else again(*read, out, lse, grad_out)
             if gradients is None:
                 gradients, again = choice.record(tensors, choice.problem, choice.tile)
                 self.again_backward = again or self.again_backward

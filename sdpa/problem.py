@@ -85,6 +85,11 @@ class AttentionInputs(NamedTuple):
     max_k: int = 0  # nor more keys
 
 
+def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    """q, k, v and the dense masks there are."""
+    return (*inputs[:3], *(mask for mask in (inputs.bias, inputs.allowed) if mask is not None))
+
+
 class Results(NamedTuple):
     """What a forward returns; also the gradients that arrive at it (`lse` is None where none arrives)."""
 

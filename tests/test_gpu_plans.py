@@ -63,6 +63,33 @@ def test_calls_again(name, dtype, is_causal):
     close(attend(*tensors, is_causal=is_causal, kernel=name), exact(*tensors, is_causal=is_causal))
 
 
+def masks(kind, seed):
+    generator = torch.Generator("cuda").manual_seed(100 + seed)
+    if kind == "bias":
+        return torch.randn(1, 4, 64, 64, generator=generator, dtype=torch.bfloat16, device="cuda")
+    shape = (2, 1, 1, 64) if kind == "padding" else (2, 1, 64, 64)
+    allowed = torch.rand(shape, generator=generator, device="cuda") < 0.6
+    return allowed.index_fill_(3, torch.tensor([seed], device="cuda"), True)  # a row sees one key at least
+
+
+@pytest.mark.parametrize("kind", ["padding", "allowed", "bias"])
+@pytest.mark.parametrize("name", AGAIN[1:])
+def test_masked_calls_again(name, kind):
+    """Forward and backward, each time with another mask."""
+    able(name, (*qkv(), masks(kind, 0)))
+    for seed in range(4):
+        tensors, mask = qkv(True, seed=seed), masks(kind, seed)
+        with torch.no_grad():
+            close(attend(*tensors, mask, kernel=name), exact(*tensors, mask))
+        out = attend(*tensors, mask, kernel=name)
+        upstream = torch.randn_like(out)
+        wanted = torch.autograd.grad(exact(*tensors, mask), tensors, upstream)
+        for found, want in zip(torch.autograd.grad(out, tensors, upstream), wanted, strict=True):
+            close(found, want)
+    plans = [plan for plan in eager.PLANS.values() if plan and plan.choice.kernel.name == name]
+    assert any(plan.again is not None and plan.is_bias == (kind == "bias") for plan in plans)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ("triton_flash", *NATIVE))
 def test_training_again(name, dtype):

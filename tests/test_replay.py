@@ -10,7 +10,7 @@ import torch
 
 from sdpa.dispatch import select
 from sdpa.dispatch.catalog import by_name
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, read_of
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
@@ -25,6 +25,7 @@ TARGET = Target("cuda", 90, 227 << 10, 132, 50 << 20)
 STREAM, FUNCTION = 11, 7
 BASE_ARGS = 9  # grid, stream, function, metadata of two kinds, two hooks
 KERNELS = {"triton_flash": flash, "triton_hopper": hopper, "triton_decode": decode}
+MASKED = KERNELS | {"triton_efficient": flash}
 
 
 class Driver:
@@ -119,6 +120,72 @@ def test_forward_again(name, device):
         assert all(g == w for g, w in zip(got, want, strict=True) if w not in made)
         assert given & set(got) == given & set(want)
     assert {r.data_ptr() for r in found} <= seen
+
+
+MASKS = {
+    "allowed": lambda M, N: {"allowed": torch.ones(1, 1, M, N, dtype=torch.bool)},
+    "padding": lambda M, N: {"allowed": torch.ones(1, 1, 1, N, dtype=torch.bool)},
+    "bias": lambda M, N: {"bias": torch.zeros(1, 4, M, N, dtype=torch.bfloat16)},
+    "rows": lambda M, N: {"bias": torch.zeros(1, 1, 1, N, dtype=torch.float32)},
+}
+
+
+MASKED_CALLS = [(name, mask) for name in ("triton_efficient", "triton_decode") for mask in MASKS]
+
+
+@pytest.mark.parametrize("name,mask", [*MASKED_CALLS, ("triton_hopper", "bias")])
+def test_forward_with_a_mask_again(name, mask, device):
+    """The mask is another tensor at each call, and so is the memory for the spans that are found in it."""
+    ordinary, called = device
+    inputs = inputs_of(N=2048 if name == "triton_decode" else 64)
+    M, N = inputs.q.shape[2], inputs.k.shape[2]
+    inputs = inputs._replace(**MASKS[mask](M, N))
+    problem = AttentionProblem.of(inputs, extra=frozenset({"lse"}))._replace(device="cuda:0")
+    tile = MASKED[name].tiles(problem)[0]
+    _, again = MASKED[name].record((inputs,), problem, tile)
+    first = list(ordinary)
+    assert len(first) == 1 + (mask == "padding" and name == "triton_efficient") + (name == "triton_decode")
+    others = inputs._replace(**{n: t.clone() for n, t in inputs._asdict().items() if isinstance(t, torch.Tensor)})
+    found = again(*read_of(others))
+    _, wanted = MASKED[name].record((others,), problem, tile), ordinary[len(first) :]
+    same_launches(called, wanted, read_of(others), found)
+
+
+def test_backward_with_a_mask_again(device):
+    ordinary, called = device
+    (inputs, results, upstream), problem, tile = backward_of()
+    inputs = inputs._replace(**MASKS["padding"](32, 64))
+    problem = AttentionProblem.of(inputs, "backward")._replace(device="cuda:0")
+    _, again = flash.record((inputs, results, upstream), problem, tile)
+    first = len(ordinary)
+    assert first == 5  # delta, two passes, and spans for each
+    given = [t.clone() for t in (*read_of(inputs), *results, upstream.out)]
+    found = again(*given)
+    mask = inputs._replace(q=given[0], k=given[1], v=given[2], allowed=given[3])
+    flash.record((mask, Results(*given[4:6]), Results(given[6], None)), problem, tile)
+    same_launches(called, ordinary[first:], given, found[:3])
+
+
+def same_launches(called, wanted, given, found):
+    """What launchers were called with is what ordinary launches of `wanted` have, but for memory that was made."""
+    assert len(called) == len(wanted)
+    given = {t.data_ptr() for t in given}
+    seen = set()
+    for args, launch in zip(called, wanted, strict=True):
+        made = set(filter(None, addresses_in(launch.args))) - given
+        got, want = flat(args[BASE_ARGS:]), flat(launch.args)
+        assert len(got) == len(want)
+        assert all(g == w for g, w in zip(got, want, strict=True) if w not in made)
+        assert all(g not in given for g, w in zip(got, want, strict=True) if w in made)
+        seen |= {g for g, w in zip(got, want, strict=True) if w in made}
+    assert {r.data_ptr() for r in found} <= seen
+
+
+def addresses_in(value):
+    if isinstance(value, tuple):
+        return [found for part in value for found in addresses_in(part)]
+    found = address(value)
+    return [] if found is None else [found]
 
 
 def address(value):

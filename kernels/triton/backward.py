@@ -40,9 +40,10 @@ from sdpa.kernels.triton.primitives import (
     store_rows,
 )
 from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.spans import tables_of
 from sdpa.kernels.triton.tiles import Part, passes, queries_tile
 from sdpa.layout import empty_as
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 DELTA_ROWS = 64  # a few rows a warp: the kernel only streams
 DELTA_TILE = Tile(DELTA_ROWS, 0, 4, 1)
@@ -277,8 +278,9 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradi
     """Like `backward`, and what does it again for tensors of the same form."""
     inputs, results, upstream = tensors
     grads, launches, finish = backward_launches(inputs, results, upstream, problem, tile)
-    given, delta = (*inputs[:3], *results, upstream.out), launches[0].args[DELTA]
-    again = run_recording(launches, problem, given, (*grads[:3], delta), lambda made: Gradients(*made[:3]))
+    given, delta = (*read_of(inputs), *results, upstream.out), launches[0].args[DELTA]
+    made = (*grads[:3], delta, *tables_of(launches))
+    again = run_recording(launches, problem, given, made, lambda made: Gradients(*made[:3]))
     return finish(grads), None if inputs.sinks is not None else again  # their gradient is more than launches
 
 

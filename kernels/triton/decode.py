@@ -21,7 +21,7 @@ from sdpa.kernels.triton.nouns import Side, Strides
 from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, Queries, Softmax, finish_softmax
 from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 __all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
 
@@ -205,5 +205,5 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Resul
     (inputs,) = tensors
     results, launches = forward_launches(inputs, problem, tile)
     parts = launches[0].args[3:5] if len(launches) > 1 else ()
-    again = run_recording(launches, problem, inputs[:3], (*results, *parts), lambda made: Results(*made[:2]))
+    again = run_recording(launches, problem, read_of(inputs), (*results, *parts), lambda made: Results(*made[:2]))
     return results, again

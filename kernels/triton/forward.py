@@ -27,8 +27,9 @@ from sdpa.kernels.triton.primitives import (
     store_rows,
 )
 from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.spans import tables_of
 from sdpa.kernels.triton.tiles import careful_tile
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 # A core's 65536 registers for two programs of eight warps, and the largest head and block of keys that fit in them.
 SHARED_REGISTERS = 128
@@ -226,5 +227,5 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Resul
     (inputs,) = tensors
     results, launches = forward_launches(inputs, problem, tile)
     doubts = launches[-1].args[DOUBTS]
-    made = results if doubts is None else (*results, doubts)
-    return results, run_recording(launches, problem, inputs[:3], made, lambda made: Results(*made[:2]))
+    made = (*results, *tables_of(launches), *(() if doubts is None else (doubts,)))
+    return results, run_recording(launches, problem, read_of(inputs), made, lambda made: Results(*made[:2]))

@@ -25,7 +25,7 @@ from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
 from sdpa.layout import empty_as
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 HOPPER = (9, 0)
 MIN_POWER = 2.0**-6  # float16 has no digits to lose far below 1
@@ -236,7 +236,7 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Resul
     if made is None:
         return plain.record(tensors, problem, plain_tiles(problem)[0])
     results, launch = made
-    return results, run_recording([launch], problem, inputs[:3], results, Results._make)
+    return results, run_recording([launch], problem, read_of(inputs), results, Results._make)
 
 
 backward = hopper_backward.backward

@@ -36,9 +36,8 @@ except ImportError:
 
 
 class Slot(NamedTuple):
-    """An argument that is another at each call."""
+    """An argument that is another at each call, or a place for one inside of nested tuples."""
 
-    position: int
     tensor: int  # of those given, followed by those made
     rest: tuple | None  # of a descriptor: all but the tensor; None for a pointer
 
@@ -58,8 +57,8 @@ class Step(NamedTuple):
     run: Callable[..., None]
     head: tuple  # what the launcher wants to know before the arguments: the grid, then after the stream the kernel
     tail: tuple
-    args: list
-    slots: tuple[Slot, ...]
+    args: list  # with Slots
+    changing: tuple[int, ...]  # positions of arguments that are or hold Slots
 
 
 class Form(NamedTuple):
@@ -100,8 +99,8 @@ class Replay:
         stream = current_stream(self.index)
         for step in self.steps:
             args = step.args.copy()
-            for position, number, rest in step.slots:
-                args[position] = addresses[number] if rest is None else Described(tensors[number], *rest)
+            for position in step.changing:
+                args[position] = filled(args[position], tensors, addresses)
             step.run(*step.head, stream, *step.tail, *args)
         return self.pack(made)
 
@@ -122,7 +121,8 @@ def run_recording(
         return None
     if not all(isinstance(kernel, CompiledKernel) for kernel in compiled) or current_device() != index:
         return None
-    if not aligned([tensor.data_ptr() for tensor in tensors]) or len(set(map(id, tensors))) < len(tensors):
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if not aligned(addresses) or len(set(addresses)) < len(tensors):
         return None  # one tensor twice: which of the two an argument is, cannot be told
     steps = [step_of(launch, kernel, tensors) for launch, kernel in zip(launches, compiled, strict=True)]
     if None in steps:
@@ -135,31 +135,51 @@ def run_recording(
 
 def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor]) -> Step | None:
     """The launch with places for `tensors`; None where it knows another tensor."""
-    args, slots, numbers = list(launch.args), [], {id(tensor): number for number, tensor in enumerate(tensors)}
-    for position, arg in enumerate(args):
-        tensor = getattr(arg, "base", arg) if is_descriptor(arg) else arg
-        if isinstance(tensor, Tensor):
-            number = numbers.get(id(tensor))
-            if number is None:
-                return None
-            rest = None if arg is tensor else (arg.shape, arg.strides, getattr(arg, "padding", "zero"))
-            slots.append(Slot(position, number, rest))
-            args[position] = None
-        elif holds_tensor(arg):
-            return None
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+    try:
+        slotted = [with_slots(arg, numbers) for arg in launch.args]
+    except KeyError:
+        return None
+    args = [own if holds_slot(own) else arg for own, arg in zip(slotted, launch.args, strict=True)]
+    changing = tuple(position for position, arg in enumerate(args) if holds_slot(arg))
     grid = (*launch.grid, 1, 1)[:3]
     no_metadata, no_hooks = None, (None, None)
     tail = (compiled.function, compiled.packed_metadata, no_metadata, *no_hooks)
-    return Step(compiled.run, grid, tail, args, tuple(slots))
+    return Step(compiled.run, grid, tail, args, changing)
+
+
+def with_slots(arg: Any, numbers: dict[int, int]) -> Any:
+    """An argument with Slots for its tensors, which are known by their addresses. Raises KeyError for another one."""
+    if isinstance(arg, Tensor):
+        return Slot(numbers[arg.data_ptr()], None)
+    if is_descriptor(arg):
+        return Slot(numbers[arg.base.data_ptr()], (arg.shape, arg.strides, getattr(arg, "padding", "zero")))
+    if isinstance(arg, tuple):
+        return remade(arg, [with_slots(part, numbers) for part in arg])
+    return arg
+
+
+def filled(arg: Any, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
+    """An argument with what stands in its Slots this time."""
+    if isinstance(arg, Slot):
+        number, rest = arg
+        return addresses[number] if rest is None else Described(tensors[number], *rest)
+    if isinstance(arg, tuple):
+        return remade(arg, [filled(part, tensors, addresses) for part in arg])
+    return arg
+
+
+def remade(like: tuple, parts: list) -> tuple:
+    """A tuple of other parts, named where `like` is."""
+    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+
+
+def holds_slot(arg: Any) -> bool:
+    return isinstance(arg, Slot) or (isinstance(arg, tuple) and any(map(holds_slot, arg)))
 
 
 def is_descriptor(arg: object) -> bool:
     return type(arg).__name__ == "TensorDescriptor"  # Triton has one and Gluon another
-
-
-def holds_tensor(arg: object) -> bool:
-    """Whether there is a tensor inside of nested tuples."""
-    return isinstance(arg, Tensor) or (isinstance(arg, tuple) and any(map(holds_tensor, arg)))
 
 
 def aligned(addresses: Sequence[int]) -> bool:

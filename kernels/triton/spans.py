@@ -68,6 +68,11 @@ def spans_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, CHUNK: t
     tl.store(target + 2, whole.to(tl.int32))
 
 
+def tables_of(launches: list[Launch]) -> tuple[Tensor, ...]:
+    """The memory of the spans that launches find."""
+    return tuple(launch.args[0] for launch in launches if launch.kernel is spans_kernel)
+
+
 def find_spans(own: Ids, other: Ids, entries: tuple[int, int], block: int, device: torch.device):
     """(Spans, Launch) of blocks of `block` positions of `own`; `entries` are the batch and head sizes of the ids."""
     batch, heads = entries
