@@ -15,14 +15,14 @@ from sdpa.dispatch import cost, failure, tuning
 from sdpa.dispatch.catalog import KERNELS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting, enabled_families, torch_toggles
 from sdpa.dispatch.kernel import FAMILIES, Kernel
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 # Scores of a problem (B * H * M * N) above which falling to math on an accelerator is worth a warning.
 LARGE_PROBLEM = 1 << 24
 CACHED_CHOICES = 4096
 KNOWN = frozenset(FAMILIES) | frozenset(by_name())
-# What asks for no tensor and no number but the scale and what the problem holds.
-SIMPLE = frozenset({"band", "bottom_right", "nonpositive_scale", "gqa", "lse", "backward"})
+# What asks for no tensor but a dense mask, and for no number but the scale and what the problem holds.
+SIMPLE = frozenset({"band", "bottom_right", "nonpositive_scale", "gqa", "lse", "backward", "bias", "allowed"})
 MAX_FORMS = 64
 
 
@@ -56,9 +56,11 @@ class Choice:
         return getattr(self, self.problem.direction)(*tensors, self.problem, self.tile)
 
     def call_again(self, inputs: AttentionInputs, *rest: Results) -> Results | Gradients:
-        """`call` by the launches of a call before, if there was one of these strides."""
-        given = (*inputs[:3], *rest[0], rest[1].out) if rest else inputs[:3]
-        form = (inputs.scale, *(tensor.stride() for tensor in given))
+        """`call` by the launches of a call before, if there was one of these strides and masks of these sizes."""
+        read = read_of(inputs)
+        given = (*read, *rest[0], rest[1].out) if rest else read
+        masks = tuple((mask.shape, mask.dtype, mask is inputs.bias) for mask in read[3:])
+        form = (inputs.scale, masks, *(tensor.stride() for tensor in given))
         again = self.memory.get(form)
         results = None if again is None else again(*given)
         if results is None:

@@ -283,10 +283,19 @@ def test_a_choice_runs_its_launches_again(direction, device):
         choice.run(tensors[0]._replace(**changes), *tensors[1:])
     assert len(ordinary) == 3 * launches
     assert len(called) == launches
+    masked = problem._replace(features=problem.features | {"allowed"})
+    choice = select.Choice(by_name()["triton_efficient"], tile, masked, "the test's")
+    for heads, again in ((1, False), (4, False), (1, True)):
+        allowed = torch.ones(1, heads, 32, 64, dtype=torch.bool)
+        before = len(ordinary), len(called)
+        choice.run(tensors[0]._replace(allowed=allowed), *tensors[1:])
+        grown = len(ordinary) - before[0], len(called) - before[1]
+        assert grown == ((0, launches) if again else (launches, 0))
+    launched = len(called)
     capped = tensors[0]._replace(softcap=3.0)
     more = problem._replace(features=problem.features | {"softcap"})
     other = select.Choice(by_name()["triton_flash"], tile, more, "the test's")
     for _ in range(2):
         other.run(capped, *tensors[1:])
     assert not other.memory
-    assert len(called) == launches
+    assert len(called) == launched
