@@ -6,12 +6,14 @@ the fused ones ours beside torch's.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COLUMNS = 2
 COMPILED = " compiled"
 PANEL = (6.0, 3.4)  # inches
+TITLE_WIDTH = 80  # characters that a panel is wide
 GAP = 0.7  # between stages, in widths of a bar
 WRITTEN_OUT = "written out"
 COLORS = {WRITTEN_OUT: "#b8b8b8", "torch": "#555555", "torch fast path": "#4c72b0", "ours": "#2a7f62"}
@@ -39,7 +41,7 @@ def plot_models(path: Path, title: str, rows: Sequence[Row]) -> None:
     for axis, model in zip(axes.flat, models, strict=False):
         draw_model(axis, stages_of([row for row in rows if row["model"] == model]))
         axis.set_title(model, fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, TITLE_WIDTH * columns), fontsize=10)
     bars = {text: bar for axis in axes.flat for bar, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend([bars[name] for name in COLORS if name in bars], [name for name in COLORS if name in bars],
                   loc="outside lower center", ncols=len(bars), fontsize=8)  # fmt: skip

@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from sdpa.functional import scaled_dot_product_attention
 
+saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Callable = F.scaled_dot_product_attention
 
@@ -113,13 +115,33 @@ class Routing(TorchFunctionMode):
     """Answers torch's scaled_dot_product_attention in this thread, whoever holds the reference, until it is left."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is ORIGINAL:
+        if function in (ORIGINAL, MULTIHEAD) and runs_again(function, args, kwargs or {}):
+            pass
+        elif function is ORIGINAL:
             function = scaled_dot_product_attention
         elif function is MULTIHEAD and set(types) <= {Tensor, Parameter}:  # calls attention with no mode in force
             function = MULTIHEAD_INSIDE
         elif function is Tensor.unflatten and torch.compiler.is_compiling():  # its super() is not traced under a mode
             function = torch.unflatten
         return function(*args, **(kwargs or {}))
+
+
+def runs_again(function: FunctionType, args: tuple, kwargs: dict) -> bool:
+    """Whether activation checkpointing will run a call again, where no mode is in force: what is dropped and saved must
+    be the same then, so the call stays torch's. Checkpointing that is reentrant shows in dropout without gradients."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = saving_hooks(False)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return True
+    if torch.is_grad_enabled():
+        return False
+    dropout = argument(args, kwargs, "dropout_p", 4 if function is ORIGINAL else 10, 0.0)
+    return bool(dropout) and (function is ORIGINAL or argument(args, kwargs, "training", 13, True))
+
+
+def argument(args: tuple, kwargs: dict, name: str, position: int, default: object) -> object:
+    return kwargs.get(name, args[position] if len(args) > position else default)
 
 
 ROUTING = Routing()  # one for all: it has no state, and torch.compile wants modes that were there before

@@ -186,6 +186,12 @@ def test_explain_complains_in_one_sentence(arguments, said):
     assert said in complaint("explain", *arguments)
 
 
+def test_explain_weights():
+    found = json.loads(call(*SHAPE, "--weights", "--json"))
+    assert found["chosen"] == "math"
+    assert "got both" in complaint(*SHAPE, "--weights", "--backward")
+
+
 # check
 
 

@@ -231,3 +231,8 @@ def test_example(capsys):
     runpy.run_path(str(path), run_name="__main__")
     told = capsys.readouterr().out
     assert "swapped 8 modules" in told and "same image: True" in told
+
+
+def test_a_pipeline_is_no_model():
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, as pipeline.unet or .transformer is, got dict"):
+        accelerate({})

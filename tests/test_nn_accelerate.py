@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nn_helpers import CAUSAL, CLOSE, PAD, SMALL, built, decoders, encoders, randn, rows_of
-from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.ao.nn import quantizable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -307,34 +306,6 @@ def test_a_hook_that_raises_before_the_model_leaves_an_outer_patch_alone():
             model(TOKENS)
         assert is_routed()
     assert not is_routed()
-
-
-class Functional(torch.nn.Module):
-    """Attention called as a function, and by a subclass of torch's module, which stays torch's."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention = type("Derived", (torch.nn.MultiheadAttention,), {})(8, 2, batch_first=True)
-
-    def forward(self, x):
-        x = self.attention(x, x, x, need_weights=False)[0].unflatten(-1, (2, 4)).transpose(1, 2)
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-
-@pytest.mark.parametrize("learns", (True, False))
-def test_a_compiled_model_with_functional_calls_is_one_graph(learns):
-    model, x = Functional().requires_grad_(learns).train(learns), randn(3, 5, 8)
-    wanted = model(x)
-    assert list(sdpa.nn.accelerate(model, functional=True).left) == ["attention"]
-    recorded = EagerAndRecordGraphs()
-    compiled = torch.compile(model, backend=recorded, fullgraph=True)
-    torch.testing.assert_close(compiled(x), wanted, **CLOSE)
-    torch.testing.assert_close(compiled(x + 0.0), wanted, **CLOSE)
-    (graph,) = recorded.graphs
-    called = [str(node.target) for module in graph.modules() for node in module.graph.nodes]
-    assert sum("attention_forward" in name for name in called) == 2
-    assert not any("scaled_dot_product" in name for name in called)
 
 
 # Wrappers

@@ -93,3 +93,18 @@ def test_wrong_layers_and_masks():
     plain = nn.TransformerDecoder(Own(D, HEADS, batch_first=True), 1)
     with pytest.raises(TypeError, match=r"needs sdpa.nn.TransformerDecoderLayer, got Own as layer 0"):
         plain.new_cache(memory.float(), T)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5])
+def test_wrong_lengths(length):
+    with pytest.raises(ValueError, match=f"max_length must be a positive integer, got {length}"):
+        decoder_of(True, False).new_cache(draw(S, True, 2), length)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_another_number_of_sequences(batch_first):
+    decoder = decoder_of(batch_first, False)
+    cache = decoder.new_cache(draw(S, batch_first, 2), T)
+    tgt = draw(1, batch_first, 3)
+    with pytest.raises(ValueError, match=f"tgt has 1 sequences, expected the cache's {B}"):
+        decoder.step(tgt[:1] if batch_first else tgt[:, :1], cache)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nn_helpers import randn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdpa
+import sdpa.nn
 from sdpa import sdpa_kernel
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.functional import run
@@ -201,3 +203,21 @@ def test_operations_and_traffic():
     problem = AttentionProblem.of(inputs, "weights", frozenset({"averaged"}))
     assert problem.flops() == 2 * 2 * 4 * 4 * 8 and problem.bytes() == (2 * 64 + 16) * 4
     assert problem._replace(features=frozenset()).bytes() == (2 * 64 + 32) * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [-1e5, -1e9, "lowest"])
+def test_padding_by_a_large_number(offset, dtype):
+    """Where it is added to all keys of a row, the weights are those without it: an offset changes no softmax."""
+    offset = torch.finfo(dtype).min if offset == "lowest" else offset
+    everywhere, partly, none = torch.zeros(3, 6, dtype=dtype)
+    everywhere[:], partly[4:] = offset, offset
+    x, half = randn(2, 6, 8).to(dtype), dtype == torch.bfloat16
+    for average in (True, False):
+        weights = []
+        for kind, padding in ((torch.nn.MultiheadAttention, none), (sdpa.nn.MultiheadAttention, everywhere)):
+            torch.manual_seed(0)
+            module = kind(8, 2, batch_first=True, dtype=dtype)
+            padding = torch.stack([padding, partly])
+            weights.append(module(x, x, x, padding, average_attn_weights=average)[1])
+        torch.testing.assert_close(*weights, rtol=2e-2 if half else 1e-4, atol=1e-2 if half else 1e-6)

@@ -200,3 +200,33 @@ def test_a_model_may_treat_it_as_a_tensor():
     for twin in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("cpu")):
         assert isinstance(twin, FieldMask) and torch.equal(twin[...], tensor)
     assert mask.to("meta").mask.lengths.is_meta and mask.to("meta").device.type == "meta"
+
+
+def test_a_model_that_does_not_say_it_is_causal_sees_no_future():
+    """PegasusX's attention has is_causal=False in its decoder, and transformers leaves it the mask."""
+    config = transformers.PegasusXConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0, block_size=4,
+        num_global_tokens=2, dropout=0.0, decoder_start_token_id=0, attn_implementation=NAME,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.PegasusXForConditionalGeneration(config).eval()
+    tokens, target = torch.arange(1, 9)[None], torch.tensor([[3, 5, 7, 9, 11]])
+    other = target.index_fill(1, torch.tensor([4]), 13)
+    with torch.no_grad():
+        one, two = (model(input_ids=tokens, decoder_input_ids=t).logits[0] for t in (target, other))
+    assert torch.equal(one[:4], two[:4])
+    assert not torch.equal(one[4], two[4])
+
+
+def test_a_field_mask_counts_as_its_tensor():
+    mask = FieldMask(Mask(causal=True), (2, 1, 3, 3), "cpu")
+    tensor = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    for found, wanted in (
+        (mask == 0, tensor == 0), (mask != 0, tensor != 0), (mask & mask, tensor), (mask * 2, tensor * 2),
+        (1.0 + mask, 1.0 + tensor), (mask.to(torch.float16), tensor.half()), (mask.to(dtype=torch.int32), tensor.int()),
+        (mask.to(torch.zeros(1)), tensor.float()), (mask.to("cpu", torch.float64), tensor.double()),
+    ):  # fmt: skip
+        assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+    assert len(mask) == 2 and len({mask}) == 1
+    assert isinstance(mask.to("cpu"), FieldMask) and isinstance(mask.to(device="cpu"), FieldMask)

@@ -63,7 +63,9 @@ class Request:
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
 @click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
-@click.option("--time-limit", type=click.FloatRange(0.0), help="Seconds: per problem 1, on a GPU per contestant 0.25.")
+@click.option(
+    "--time-limit", type=click.FloatRange(0.0), help="Seconds: 1 a problem, 0.25 a GPU's contestant, 5 a model."
+)
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @click.option("--flush", is_flag=True, help="On a CPU, cold caches before every call; on a GPU they always are.")
 @click.option("--device", metavar="DEVICE", help="Run suites on another device than they name.")

@@ -70,6 +70,7 @@ class Sizes(click.ParamType):
 @click.option("--sinks", is_flag=True, help="With attention sinks.")
 @click.option("--dropout", is_flag=True, help="With dropout.")
 @click.option("--backward", is_flag=True, help="The backward pass instead of the forward.")
+@click.option("--weights", is_flag=True, help="The weights, averaged over heads, instead of the forward.")
 @click.option("--training", is_flag=True, help="A forward that a backward follows.")
 @click.option("--kernel", help="As kernel=: a kernel or family that must run.")
 @device_option
@@ -93,10 +94,27 @@ def explain(json_out: bool, kernel: str | None, **asked) -> None:
 
 
 def problem_of(
-    *, shape, dv, kv_heads, dtype, causal, align, window, masks, softcap, sinks, dropout, backward, training, device
+    *,
+    shape,
+    dv,
+    kv_heads,
+    dtype,
+    causal,
+    align,
+    window,
+    masks,
+    softcap,
+    sinks,
+    dropout,
+    backward,
+    weights,
+    training,
+    device,
 ) -> AttentionProblem:
     """What is asked, without a tensor."""
     B, H, M, N, D = shape
+    if backward and weights:
+        raise click.UsageError("expected --backward or --weights, got both")
     Hkv = kv_heads or H
     if H % Hkv:
         raise click.UsageError(f"expected --kv-heads to divide the {H} heads, got {Hkv}")
@@ -112,7 +130,8 @@ def problem_of(
         "sinks": sinks,
         "dropout": dropout,
         "gqa": Hkv != H,
-        "lse": training and not backward,
+        "lse": training and not (backward or weights),
+        "averaged": weights,
     }
     features = {name for name, on in present.items() if on}.union(*(MASK_FEATURES[mask] for mask in masks))
     aligned = bool(features & {"band", "alibi"}) and (M != N or bool(features & LENGTHS))
@@ -121,7 +140,7 @@ def problem_of(
         device, getattr(torch, dtype), B, H, Hkv, M, N, D, dv or D, left, right, corner,
         frozenset(features | {"bottom_right"} if corner else features),
         bias_dtype=getattr(torch, dtype) if "bias" in features else None,
-        direction="backward" if backward else "forward",
+        direction="backward" if backward else "weights" if weights else "forward",
         row_mask="padding" in masks and "bias" not in masks,
         full_bias="bias" in features,
     )  # fmt: skip

@@ -33,6 +33,7 @@ def run_models(device: str, only: str, rounds: int | None, time_limit: float | N
         known = "; ".join(model.label for model in models(device))
         raise click.UsageError(f"no model of suite {SUITE} contains {only!r}; there are: {known}")
     out, rows, well = console(), [], True
+    measured = record.contest_header(device) | {"suite": SUITE, "rows": rows}
     out.print(LINE.format("model", "variant", "per step", "tokens/s", "ratio", "peak"), style="bold", soft_wrap=True)
     for model in chosen:
         try:
@@ -43,9 +44,8 @@ def run_models(device: str, only: str, rounds: int | None, time_limit: float | N
             continue
         show(out, outcomes)
         rows += [as_dict(outcome, outcomes) for outcome in outcomes]
-    measured = record.contest_header(device) | {"suite": SUITE, "rows": rows}
-    if files.json is not None:
-        files.json.write_text(json.dumps(measured, indent=1) + "\n")
+        if files.json is not None:  # after each, so that an interruption loses one model
+            files.json.write_text(json.dumps(measured, indent=1) + "\n")
     if files.plot is not None:
         draw(files.plot, measured)
     return well

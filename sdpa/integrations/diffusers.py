@@ -35,12 +35,18 @@ def accelerate(model: torch.nn.Module) -> Report:
     """Route the attention of every processor in `model` here, in place.
 
     Only the class of a processor changes: its weights, state_dict and options stay. Set other processors, adapters,
-    fused projections and slicing before; a processor that other models share is routed in those, too.
+    fused projections and slicing before, or `restore` first: diffusers compares classes where it resets processors. A
+    processor that other models share is routed in those, too.
+
+    Raises:
+        TypeError: something that is no module, as a pipeline is.
 
     Returns:
         What was swapped, named as `model.attn_processors` does, and what was left alone and why. Layers that call
         attention without a processor are not listed: `sdpa.nn.accelerate(model, functional=True)` reaches those.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, as pipeline.unet or .transformer is, got {type(model).__name__}")
     report = Report()
     for name, processor in processors_of(model):
         reason = why_not(processor)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.integrations import transformers_masks
-from sdpa.integrations.transformers_masks import FieldMask
+from sdpa.integrations.transformers_masks import FieldMask, is_causal_flag
 from sdpa.mask import Mask
 
 NAME = "sdp_kernels"
@@ -61,8 +61,10 @@ def attention_forward(
         raise ValueError(f"{NAME} returns no weights; use attn_implementation='eager' for output_attentions=True")
     M, N = query.shape[2], key.shape[2]
     mask = mask_of(attention_mask, query.device, N)
-    causal = False
-    if mask is None and M > 1:
+    causal = isinstance(mask, Mask) and is_causal_flag(mask)
+    if causal:  # torch's own flag, by which a call is known again
+        mask = None
+    elif mask is None and M > 1:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if position_bias is not None:
         bias = Mask(bias=position_bias[..., :N], causal=bool(causal))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import FunctionType
 
 import torch
@@ -51,11 +52,13 @@ class FieldMask:
         """What generation asks of every mask."""
         return self
 
-    def to(self, target: torch.device | str | torch.dtype, **how: object) -> FieldMask | Tensor:
-        """On another device, where layers are spread over several; of a dtype it is a tensor."""
-        if isinstance(target, torch.dtype):
-            return self.tensor().to(target, **how)
-        return FieldMask(self.mask.to(target), self.shape, target)
+    def to(self, *target: object, **how: object) -> FieldMask | Tensor:
+        """On another device, where layers are spread over several; anything else makes it a tensor."""
+        (device,) = target or (how.pop("device", None),) if len(target) < 2 else (None,)
+        if how or not isinstance(device, str | torch.device):
+            given = {} if device is None else {"device": device}
+            return self.tensor().to(*target, **(how if target else how | given))
+        return FieldMask(self.mask.to(device), self.shape, device)
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "mask":  # what copying looks for
@@ -68,10 +71,26 @@ class FieldMask:
     def __invert__(self) -> Tensor:
         return ~self.tensor()
 
+    __hash__ = object.__hash__
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, cls) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def as_tensor(operator: str) -> Callable:
+    """An operator, which Python looks up in the class and not by __getattr__, of the tensor that a FieldMask is."""
+
+    def apply(self: FieldMask, *others: object) -> object:
+        others = [other.tensor() if isinstance(other, FieldMask) else other for other in others]
+        return getattr(self.tensor(), operator)(*others)
+
+    return apply
+
+
+for operator in ("eq", "ne", "add", "radd", "sub", "rsub", "mul", "rmul", "neg", "and", "or", "xor", "len", "iter"):
+    setattr(FieldMask, f"__{operator}__", as_tensor(f"__{operator}__"))
 
 
 def attention_mask(
@@ -85,7 +104,8 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **options: object,
 ) -> FieldMask | Tensor | None:
-    """transformers' mask interface: what attends to what, or None where a causal flag or nothing says it.
+    """transformers' mask interface: what attends to what, or None where everything does. A causal mask is never None:
+    not every model's attention knows by itself that it is causal.
 
     Args:
         q_offset, kv_offset: positions of the first query and key; a tensor where a static cache counts on the device.
@@ -107,7 +127,7 @@ def attention_mask(
     if attention_mask is not None:
         seen = prepare_padding_mask(attention_mask, N, kv_offset)[:, kv_offset : kv_offset + N]
         mask = mask & without_padding(seen, lengths=not mask.has_band or mask.align == "top_left")
-    return None if says_nothing(mask, M) else FieldMask(mask, (B, 1, M, N), device)
+    return None if hides_nothing_but_the_future(mask) and not mask.causal else FieldMask(mask, (B, 1, M, N), device)
 
 
 def require_interface(config: PreTrainedConfig | None) -> None:
@@ -132,12 +152,13 @@ def calls_interface(config: type) -> bool:
     return not models or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(model._supports_sdpa for model in models)
 
 
-def says_nothing(mask: Mask, M: int) -> bool:
-    """Whether the causal flag that attention sets itself where there is no mask says as much."""
-    tensors = (mask.lengths, mask.allowed, mask.segments)
-    if mask.window is not None or any(tensor is not None for tensor in tensors):
-        return False
-    return not mask.causal or (M > 1 and mask.align == "top_left")
+def is_causal_flag(mask: Mask) -> bool:
+    """Whether torch's causal flag says as much."""
+    return mask.causal and mask.align == "top_left" and hides_nothing_but_the_future(mask)
+
+
+def hides_nothing_but_the_future(mask: Mask) -> bool:
+    return all(field is None for field in (mask.window, mask.lengths, mask.allowed, mask.segments))
 
 
 def without_padding(seen: Tensor, lengths: bool) -> Mask:

@@ -54,13 +54,16 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
     Args:
         model: any module.
         functional: also answer every torch.nn.functional.scaled_dot_product_attention that is called in the thread
-            of `model`'s forward while it runs, compiled or not. What activation checkpointing runs again is outside of
-            it: there call sdpa.install() before instead.
+            of `model`'s forward while it runs, compiled or not. What activation checkpointing will run again, outside
+            of the forward, stays torch's, if it drops or if checkpointing is not reentrant: there call sdpa.install()
+            instead. After an interruption (KeyboardInterrupt) inside of the forward, routing stays on in its thread.
 
     Returns:
         What was swapped, and what was left alone and why: subclasses (whose overrides may rely on torch's code),
         quantised and parametrized modules, modules with a forward of their own.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     report = Report(functional=functional)
     for name, module in model.named_modules():
         if not isinstance(module, tuple(OURS)) or isinstance(module, tuple(TORCHS)):

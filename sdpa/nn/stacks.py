@@ -143,7 +143,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             memory_key_padding_mask: bool (B, S), True = padding.
 
         Raises:
-            TypeError: a layer that is not ours; ValueError: one with learned or zero keys, or a mask that is not bool.
+            TypeError: a layer that is not ours; ValueError: one with learned or zero keys, a mask that is not bool, or
+                a length that is no positive integer.
         """
         for number, layer in enumerate(self.layers):
             if type(layer) is not TransformerDecoderLayer:
@@ -154,6 +155,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 raise ValueError(
                     f"step knows no keys beside those of positions, layer {number} has bias_k or a zero key"
                 )
+        if type(max_length) is not int or max_length < 1:
+            raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
         if memory_key_padding_mask is not None and memory_key_padding_mask.dtype != torch.bool:
             raise ValueError(f"memory_key_padding_mask must be bool here, got {memory_key_padding_mask.dtype}")
         return new_cache(self.layers, memory, max_length, memory_key_padding_mask)
@@ -168,7 +171,13 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         Args:
             tgt: (M, B, E), or (B, M, E) with batch_first: the embeddings of the next M positions.
             cache: of `new_cache`; its stores and lengths are changed in place.
+
+        Raises:
+            ValueError: another number of sequences than the cache has.
         """
+        B = tgt.shape[0] if is_batch_first(self) else tgt.shape[1]
+        if B != cache.lengths.shape[0]:
+            raise ValueError(f"tgt has {B} sequences, expected the cache's {cache.lengths.shape[0]}")
         for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
             tgt = layer(tgt, tgt, tgt_key_padding_mask=own, memory_key_padding_mask=memory)
         cache.lengths.add_(tgt.shape[1] if is_batch_first(self) else tgt.shape[0])

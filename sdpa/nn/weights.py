@@ -13,6 +13,8 @@ from sdpa.interop import cast_for_autocast, under_autocast
 from sdpa.ops import WEIGHTS
 from sdpa.problem import AttentionInputs
 
+FAR = -64.0  # from here on float32's rounding of a log-sum-exp passes 1e-5
+
 
 def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, options: Options, average: bool) -> tuple[Tensor, Tensor]:
     """(out (B, H, M, Dv), weights (B, M, N), or (B, H, M, N) unless `average`) after dropout; both differentiable."""
@@ -22,11 +24,21 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, options: Options, av
         with torch.autocast(device_type, enabled=False):
             return attention_with_weights(q, k, v, options, average)
     inputs, request = build_inputs(q, k, v, options), request_text(None)
+    inputs = inputs._replace(bias=lifted(inputs.bias))
     results = run(inputs, True, request)
     weights = weights_of(inputs, results.lse, average, request)
     if options.dropout_p == 1.0:
         weights = torch.zeros_like(weights)
     return dropped(results, options).out, weights
+
+
+def lifted(bias: Tensor | None) -> Tensor | None:
+    """The bias with its far negative rows, as of padding by -1e9, brought to 0: a row's offset changes no weight, but
+    in the log-sum-exp it would drown the logarithm of the sum."""
+    if bias is None:
+        return None
+    top = bias.detach().amax(-1, keepdim=True)
+    return bias - top.masked_fill((top > FAR) | ~torch.isfinite(top), 0.0)
 
 
 def weights_of(inputs: AttentionInputs, lse: Tensor, average: bool, request: str) -> Tensor:
