@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sdpa.bench.plots import panel_grid, save_with_legend
+
 COLUMNS = 2
 COMPILED = " compiled"
 PANEL = (6.0, 3.4)  # inches
@@ -24,29 +26,15 @@ Bar = tuple[float, Row]  # where it stands
 
 
 def plot_models(path: Path, title: str, rows: Sequence[Row]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     models = list(dict.fromkeys(row["model"] for row in rows))
     if not models:
         raise ValueError("there is no model to plot")
-    columns = min(len(models), COLUMNS)
-    lines = -(-len(models) // columns)
-    size = (PANEL[0] * columns, PANEL[1] * lines)
-    figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(models) :]:
-        axis.axis("off")
-    for axis, model in zip(axes.flat, models, strict=False):
+    figure, axes = panel_grid(len(models), COLUMNS, PANEL)
+    for axis, model in zip(axes, models, strict=True):
         draw_model(axis, stages_of([row for row in rows if row["model"] == model]))
         axis.set_title(model, fontsize=8)
-    figure.suptitle(textwrap.fill(title, TITLE_WIDTH * columns), fontsize=10)
-    bars = {text: bar for axis in axes.flat for bar, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend([bars[name] for name in COLORS if name in bars], [name for name in COLORS if name in bars],
-                  loc="outside lower center", ncols=len(bars), fontsize=8)  # fmt: skip
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    figure.suptitle(textwrap.fill(title, TITLE_WIDTH * min(len(models), COLUMNS)), fontsize=10)
+    save_with_legend(figure, axes, path, tuple(COLORS))
 
 
 def stages_of(rows: Sequence[Row]) -> dict[str, list[Bar]]:

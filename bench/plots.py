@@ -73,31 +73,45 @@ Group = tuple[str, dict[str, float]]
 Panels = dict[tuple[str, str], list[Group]]
 
 
-def plot_contest(path: Path, suite: str, records: Sequence[Record]) -> None:
+def panel_grid(count: int, most_columns: int, panel: tuple[float, float]):
+    """(figure, axes) of so many panels of a size in inches, of which at most `most_columns` stand side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    columns = min(count, most_columns)
+    rows = -(-count // columns)
+    size = (panel[0] * columns, panel[1] * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[count:]:
+        axis.axis("off")
+    return figure, axes.flat[:count]
+
+
+def save_with_legend(figure, axes, path: Path, order: Sequence[str] | None = None) -> None:
+    """One legend for all panels, its names in `order` or as they come, and the figure as a file."""
+    from matplotlib import pyplot
+
+    bars = {text: bar for axis in axes for bar, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    names = [name for name in order or bars if name in bars]
+    figure.legend([bars[name] for name in names], names, loc="outside lower center", ncols=len(names), fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def plot_contest(path: Path, suite: str, records: Sequence[Record]) -> None:
     panels = panels_of([record for record in records if record["suite"] == suite])
     if not panels:
         raise ValueError(f"suite {suite} has no timed cell to plot")
-    columns = min(len(panels), CONTEST_COLUMNS)
-    rows = -(-len(panels) // columns)
-    size = (CONTEST_PANEL[0] * columns, CONTEST_PANEL[1] * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
+    figure, axes = panel_grid(len(panels), CONTEST_COLUMNS, CONTEST_PANEL)
     names = contestants(panels)
-    for axis, ((title, unit), groups) in zip(axes.flat, panels.items(), strict=False):
+    for axis, ((title, unit), groups) in zip(axes, panels.items(), strict=True):
         draw_groups(axis, names, groups)
         axis.set_title(title, fontsize=9)
         axis.set_ylabel(unit)
     figure.suptitle(suite)
-    bars = {text: bar for axis in axes.flat for bar, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(bars.values(), bars, loc="outside lower center", ncols=len(names), fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save_with_legend(figure, axes, path)
 
 
 def panels_of(records: Sequence[Record]) -> Panels:

@@ -1,4 +1,5 @@
-"""The memory order of results: heads inside of rows (B, M, H, D) where the source has them so, else (B, H, M, D)."""
+"""The memory order of results, heads inside of rows (B, M, H, D) where the source has them so, else (B, H, M, D); and
+masks without the dimensions that they repeat along."""
 
 from __future__ import annotations
 
@@ -23,3 +24,11 @@ def like_layout(result: Tensor, source: Tensor) -> Tensor:
     if heads_inside(source):
         return result.transpose(1, 2).contiguous().transpose(1, 2)
     return result.contiguous()
+
+
+def unexpanded(mask: Tensor) -> Tensor:
+    """A view of one entry along each dimension that is expanded, which broadcasts to the same."""
+    for dimension in range(mask.dim()):
+        if mask.stride(dimension) == 0:
+            mask = mask.narrow(dimension, 0, 1)
+    return mask

@@ -23,3 +23,19 @@ class Barrier:
 
     def passed(self, parity):
         return self.phase != parity
+
+
+def play_out(actors, landing, rng):
+    """Run generators that yield what they wait for, and copies that land, in an order drawn by `rng`."""
+    waiting = dict.fromkeys(actors)
+    while waiting or landing:
+        ready = [actor for actor, wait in waiting.items() if wait is None or wait()]
+        assert ready or landing, "all wait for each other"
+        choice = rng.randrange(len(ready) + len(landing))
+        if choice >= len(ready):
+            landing.pop(choice - len(ready))()
+            continue
+        try:
+            waiting[ready[choice]] = next(ready[choice])
+        except StopIteration:
+            del waiting[ready[choice]]

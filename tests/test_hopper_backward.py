@@ -19,7 +19,7 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
 from ahead import H200, compiling_for, dump  # noqa: E402
-from barriers import Barrier  # noqa: E402
+from barriers import Barrier, play_out  # noqa: E402
 
 from sdpa.kernels.triton import hopper, hopper_backward  # noqa: E402
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
@@ -193,18 +193,7 @@ class Play:
         self.end(("own", g))
 
     def run(self):
-        waiting = dict.fromkeys([self.loader(), *map(self.group, self.groups)])
-        while waiting or self.landing:
-            ready = [actor for actor, wait in waiting.items() if wait is None or wait()]
-            assert ready or self.landing, "all wait for each other"
-            choice = self.rng.randrange(len(ready) + len(self.landing))
-            if choice >= len(ready):
-                self.landing.pop(choice - len(ready))()
-                continue
-            try:
-                waiting[ready[choice]] = next(ready[choice])
-            except StopIteration:
-                del waiting[ready[choice]]
+        play_out([self.loader(), *map(self.group, self.groups)], self.landing, self.rng)
 
 
 def plays(seeds, fault=None):

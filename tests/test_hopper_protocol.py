@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from barriers import Barrier
+from barriers import Barrier, play_out
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
@@ -135,18 +135,7 @@ class Play:
             i += 1
 
     def run(self):
-        waiting = dict.fromkeys([self.loader("k"), self.loader("v"), *map(self.group, self.groups)])
-        while waiting or self.landing:
-            ready = [actor for actor, wait in waiting.items() if wait is None or wait()]
-            choice = self.rng.randrange(len(ready) + len(self.landing)) if ready or self.landing else None
-            assert choice is not None, "all wait for each other"
-            if choice >= len(ready):
-                self.landing.pop(choice - len(ready))()
-                continue
-            try:
-                waiting[ready[choice]] = next(ready[choice])
-            except StopIteration:
-                del waiting[ready[choice]]
+        play_out([self.loader("k"), self.loader("v"), *map(self.group, self.groups)], self.landing, self.rng)
 
 
 def plays(seeds, fault=None, **fixed):

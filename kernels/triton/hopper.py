@@ -24,7 +24,7 @@ from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.replay import Replay, run_recording
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
-from sdpa.layout import empty_as
+from sdpa.layout import empty_as, unexpanded
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 HOPPER = (9, 0)
@@ -150,14 +150,6 @@ class Fixed(NamedTuple):
 FIXED: dict[Hashable, Fixed | None] = {}
 UNKNOWN: Any = object()
 MAX_FIXED = 4096
-
-
-def unexpanded(bias: Tensor) -> Tensor:
-    """The bias with one entry along batch and heads where it is expanded."""
-    for dimension in (0, 1):
-        if bias.stride(dimension) == 0:
-            bias = bias.narrow(dimension, 0, 1)
-    return bias
 
 
 def power_of(problem: AttentionProblem, scale: float) -> float:

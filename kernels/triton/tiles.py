@@ -62,7 +62,7 @@ WEIGHTS = {
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
     512: (Tile(64, 64, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
 }
-# Above 64, sides below a warpgroup's rows only, as in a backward.
+# Few rows, as in a backward: what spills least.
 WEIGHTS_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
     128: (Tile(32, 64, 8, 1), Tile(16, 32, 4, 1)),

@@ -10,6 +10,7 @@ from sdpa.dispatch.context import request_text
 from sdpa.functional import distinct, dropped, is_transformed, run
 from sdpa.inputs import Options, build_inputs
 from sdpa.interop import cast_for_autocast, under_autocast
+from sdpa.layout import unexpanded
 from sdpa.ops import WEIGHTS
 from sdpa.problem import AttentionInputs
 
@@ -34,9 +35,12 @@ def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, options: Options, av
 
 def lifted(bias: Tensor | None) -> Tensor | None:
     """The bias with its far negative rows, as of padding by -1e9, brought to 0: a row's offset changes no weight, but
-    in the log-sum-exp it would drown the logarithm of the sum."""
+    in the log-sum-exp it would drown the logarithm of the sum. One more tensor of the size that the bias has in memory,
+    since looking first whether there is such a row would wait for the device."""
     if bias is None:
         return None
+    if not bias.requires_grad:
+        bias = unexpanded(bias)
     top = bias.detach().amax(-1, keepdim=True)
     return bias - top.masked_fill((top > FAR) | ~torch.isfinite(top), 0.0)
 
