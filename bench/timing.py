@@ -6,6 +6,7 @@ runs on the machine only adds time); the median and the spread say how quiet the
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -98,7 +99,8 @@ def interleave(
     calls: Sequence[Call], stopwatch: Stopwatch = host_stopwatch, rounds: int | None = None, time_limit: float = 1.0,
     flush: bool = False,
 ) -> list[Timing]:  # fmt: skip
-    """One Timing per call. Rounds go forth and back through the calls until `rounds` are done or the time is up.
+    """One Timing per call. Rounds go through the calls, each time in another order, so that none is always behind one
+    that leaves the machine hot or its caches full, until `rounds` are done or the time is up.
 
     Without `rounds`, at least MIN_ROUNDS are run and at most MAX_ROUNDS, however short `time_limit` seconds are; then
     up to PATIENCE times as many, until the least time of each call was met twice. With `flush` every sample is a single
@@ -108,8 +110,10 @@ def interleave(
     samples: list[list[float]] = [[] for _ in calls]
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8) if flush else None
     spent, done, most = 0.0, 0, rounds or 0
+    order, shuffle = list(range(len(calls))), random.Random(0).shuffle
     while not most or done < most:
-        for number in range(len(calls)) if done % 2 == 0 else reversed(range(len(calls))):
+        shuffle(order)
+        for number in order:
             if scratch is not None:
                 scratch.fill_(done & 1)
             seconds = stopwatch(calls[number], repeats[number])

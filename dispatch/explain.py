@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from sdpa.dispatch.context import Setting
 from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe, toggles_for
@@ -38,6 +38,12 @@ class Explanation:
         }
         rows = [asdict(row) | {"reasons": list(row.reasons)} for row in self.rows]
         return {"problem": problem, "chosen": self.chosen, "reason": self.reason, "kernels": rows}
+
+    def instead(self, kernel: str, reason: str) -> Explanation:
+        """The same where `kernel` answers for a reason that is not in the problem."""
+        passed = [replace(row, status="able") if row.status == "chosen" else row for row in self.rows]
+        rows = tuple(replace(row, status="chosen") if row.kernel == kernel else row for row in passed)
+        return replace(self, rows=rows, chosen=kernel, reason=reason)
 
     def __str__(self) -> str:
         width = max(len(row.kernel) for row in self.rows)

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from sdpa.dispatch import cost, failure, tuning
+from sdpa.dispatch import cost, failure, learning, tuning
 from sdpa.dispatch.catalog import KERNELS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting, enabled_families, torch_toggles
 from sdpa.dispatch.kernel import FAMILIES, Kernel
@@ -142,9 +142,12 @@ def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
     able = [candidate for candidate in candidates if candidate.able]
     if not able:
         raise NoKernelError(refusal(problem, setting, candidates))
-    rank = ranking(able)
+    rank, told = ranking(able), ""
+    if learning.is_small(problem) and len(able) > 1:
+        fastest, rank = min(able, key=rank), learning.ranking_together(rank, followers(problem, text, toggles))
+        told = " with its backward" if min(able, key=rank) is not fastest else ""
     best = by_preference(able, setting, rank) if setting.priority else min(able, key=rank)
-    choice = Choice(best.kernel, best.tile, problem, why(best, able, setting), text)
+    choice = Choice(best.kernel, best.tile, problem, why(best, able, setting, told), text)
     if choice.kernel.family == "math":
         fell_to_math(choice, setting, toggles)
     return choice
@@ -196,6 +199,15 @@ def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
     return lambda c: (decided and not c.measured, c.seconds)
 
 
+def followers(problem: AttentionProblem, text: str, toggles: int) -> list[Candidate]:
+    """Who may be chosen for the backward of a forward: of all that are able, those that `ranking` has in front."""
+    backward = learning.backward_of(problem)
+    setting = Setting.decode(backward_setting(text, backward))
+    able = [c for c in consider(backward) if c.able and allows(setting, toggles, c.kernel)]
+    rank = ranking(able)
+    return [c for c in able if rank(c)[0] == min(rank(other)[0] for other in able)]
+
+
 def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
     """Whether our setting names the kernel or its family, and torch's own switches leave the family on.
 
@@ -219,14 +231,14 @@ def by_preference(able: list[Candidate], setting: Setting, rank: Callable[[Candi
     return min(able, key=place)
 
 
-def why(best: Candidate, able: list[Candidate], setting: Setting) -> str:
+def why(best: Candidate, able: list[Candidate], setting: Setting, told: str = "") -> str:
     if setting.forced:
         return "asked for by name"
     if len(able) == 1:
         return "the only kernel that is able and allowed"
     if setting.priority:
         return "first in the order given"
-    return f"fastest of {len(able)} able kernels, {best.source}"
+    return f"fastest{told} of {len(able)} able kernels, {best.source}"
 
 
 def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candidate]) -> str:
@@ -291,10 +303,11 @@ def band_of(problem: AttentionProblem) -> str:
     return "causal" if (left, right) == (None, 0) else f"window=({left}, {right})"
 
 
-def backward_setting(text: str) -> str:
-    """A forward-only kernel asked for by name leaves the backward to whoever has one."""
+@lru_cache(maxsize=1024)
+def backward_setting(text: str, problem: AttentionProblem) -> str:
+    """A kernel asked for by name leaves a backward that it does not have, or not of such a problem, to whoever has."""
     named = [by_name().get(name) for name in Setting.decode(text).allowed]
-    if named and all(kernel is not None and "backward" not in kernel.directions for kernel in named):
+    if named and all(kernel is not None and kernel.why_not(problem) for kernel in named):
         return ""
     return text
 

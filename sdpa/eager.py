@@ -7,30 +7,21 @@ dispatch or function modes, with subclasses, with a `Mask` or with a mask that l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sdpa import repeats
 from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
 from sdpa.plans import Plan, select_by_modes
-from sdpa.problem import float32_precision
-
-try:  # the guards of torch.compile: types, dispatch keys, dtypes, devices, sizes, strides and requires_grad in one call
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
+from sdpa.repeats import Recent, check_of, deterministic, precision
 
 MAX_PLANS = 4096
 MIN_RANK = 2
 PLANS: dict[tuple, Plan | None] = {}
-# Arguments and switches -> the last few (whether tensors are like those of a plan, what then answers).
-RECENT: dict[tuple, tuple[tuple[Callable[..., bool], Callable[..., Tensor]], ...]] = {}
-MAX_STATES = 256
-LATEST = 4  # of them for each: comparing takes a third of building a key
+RECENT: Recent = {}
 select.CACHES += (PLANS.clear, RECENT.clear)
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -38,7 +29,6 @@ function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
 flash_on, efficient_on = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 math_on, cudnn_on = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
-deterministic, precision = torch._C._get_deterministic_algorithms, float32_precision
 grad_enabled = torch.is_grad_enabled
 
 
@@ -148,12 +138,13 @@ def make_plan(
     return Plan(inputs, learns, effective(request_text(kernel)))
 
 
-def left_to_torch(query: Tensor, key: Tensor, value: Tensor, options: Options, kernel: str | None) -> bool:
-    """Whether a plain call that learns leaves its backward to torch (see Plan.native)."""
+def left_to_torch(query: Tensor, key: Tensor, value: Tensor, options: Options, kernel: str | None) -> str | None:
+    """The kernel to which a plain call that learns leaves its backward as well, torch's own operator (see Plan.native);
+    None where the backward is a choice of its own."""
     if options.attn_mask is not None or options.dropout_p or options.softcap is not None or options.sinks is not None:
-        return False
+        return None
     plan = None if transformed() else make_plan(query, key, value, options, kernel, True)
-    return plan is not None and plan.native is not None
+    return None if plan is None or plan.native is None else plan.choice.kernel.name
 
 
 def remember(seen: tuple, plan: Plan | None) -> Plan | None:
@@ -164,18 +155,9 @@ def remember(seen: tuple, plan: Plan | None) -> Plan | None:
 
 
 def remember_recent(state: tuple, tensors: tuple[Tensor, Tensor, Tensor], plan: Plan) -> None:
-    """Put the plan first, unless torch has no guards, or they refuse what they were made of: one tensor twice."""
-    query, key, value = tensors
-    if TensorGuards is None or query is key or key is value or query is value:
-        return
+    """Put the plan first among those of its state."""
     check = plan.is_alike
     if check is None or not check(*tensors):
-        guards = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(t.shape) for t in tensors],
-            dynamic_dims_strides=[list(t.stride()) for t in tensors],
-        )
-        check = plan.is_alike = guards.check
-    if len(RECENT) >= MAX_STATES:
-        RECENT.clear()
-    RECENT[state] = ((check, plan.attend), *RECENT.get(state, ())[: LATEST - 1])
+        check = plan.is_alike = check_of(*tensors)
+    if check is not None:
+        repeats.remember(RECENT, state, check, plan.attend)

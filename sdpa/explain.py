@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -56,9 +54,8 @@ def explain(
     if direction == "weights":
         request = weights_setting(request, problem.device_type)
     explanation = explain_problem(problem, request)
-    if direction == "backward" and learns and left_to_torch(query, key, value, options, kernel):
-        return replace(explanation, reason=f"{explanation.reason}; {LEFT_TO_TORCH}")
-    return explanation
+    native = left_to_torch(query, key, value, options, kernel) if direction == "backward" and learns else None
+    return explanation if native is None else explanation.instead(native, LEFT_TO_TORCH)
 
 
 def prepare(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from sdpa.problem import AttentionInputs, lengths_of
 
 FORWARD_ARGUMENTS = 0
+PLAIN_ARGUMENTS = 8  # of attention_forward.plain: q, k, v, the scale, the band and the setting
 BACKWARD_ARGUMENTS = 4  # grad_out, grad_lse, out and lse stand before q, k and v
 WEIGHTS_ARGUMENTS = 1  # lse
 
@@ -29,7 +30,8 @@ def announce() -> None:
 
 def forward_flops(*args: object, **_: object) -> int:
     """Two products: scores and results."""
-    pairs, D, Dv = sizes(args, FORWARD_ARGUMENTS)
+    fields = args[: len(AttentionInputs._fields)] if len(args) > PLAIN_ARGUMENTS else args[:-1]  # without the setting
+    pairs, D, Dv = sizes(fields, FORWARD_ARGUMENTS)
     return 2 * pairs * (D + Dv)
 
 

@@ -52,7 +52,8 @@ def scaled_dot_product_attention(
         sinks: (H,) logits that take part in the softmax and have no value (gpt-oss).
         return_lse: also return the log-sum-exp of each row, natural log, (..., H, M), float32 (float64 for float64
             inputs); it is differentiable.
-        kernel: name of a kernel or family that must run; it raises with its reasons if it cannot.
+        kernel: name of a kernel or family that must run; it raises with its reasons if it cannot. A backward that it
+            does not have, or not of such a problem, is left to the fastest that has.
 
     Returns:
         (..., H, M, Dv) in the memory layout of `query`, or in the one torch returns where its kernel answers a plain
@@ -143,6 +144,8 @@ def distinct(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def plain(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
+    if not needs_lse and ops.is_plain(inputs):
+        return Results(ops.PLAIN(*inputs[: ops.BAND_END], request), None)
     out, lse = ops.FORWARD(*inputs, needs_lse, request)
     return Results(out, lse if needs_lse else None)
 

@@ -8,7 +8,11 @@ from torch import Tensor
 
 def heads_inside(source: Tensor) -> bool:
     """Whether (B, H, M, D) `source` is a transposed view of (B, M, H, D) memory."""
-    return source.shape[1] > 1 and source.shape[2] > 1 and 0 < source.stride(1) < source.stride(2)
+    _, H, M, _ = source.shape
+    if H == 1 or M == 1:
+        return False
+    _, head, row, _ = source.stride()
+    return 0 < head < row
 
 
 def empty_as(source: Tensor, last: int) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sdpa.dispatch.context import effective
-from sdpa.dispatch.select import backward_setting, select, weights_setting
+from sdpa.dispatch.select import CACHES, backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, lengths_of
+from sdpa.repeats import Forward, Recent, check_of, remember, switches
 
 # The fields of AttentionInputs after q, k, v, in their order.
 MASK_SCHEMA = (
@@ -22,6 +23,10 @@ MASK_SCHEMA = (
     "SymInt max_k"
 )
 LIBRARY = torch.library.Library("sdpa", "DEF")
+LIBRARY.define(
+    "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, SymInt left, SymInt right, bool bottom_right, "
+    "str kernel) -> Tensor"
+)
 LIBRARY.define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, bool needs_lse, str kernel) -> (Tensor, Tensor)"
 )
@@ -33,9 +38,32 @@ LIBRARY.define(
     f"attention_weights(Tensor lse, Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, bool average, str kernel) -> Tensor"
 )
 FIELDS = len(AttentionInputs._fields)
+BAND_END = AttentionInputs._fields.index("bottom_right") + 1
+FIRST_NUMBER = AttentionInputs._fields.index("softcap")
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
+RECENT: Recent = {}
+CACHES.append(RECENT.clear)
+
+
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, bottom_right: bool, kernel: str
+) -> Tensor:
+    """A forward of which nobody wants more than the output, without masks: what a graph calls when it generates. Few
+    arguments, because each takes the dispatcher time; and tensors like those of a call before are recognised."""
+    state = (scale, left, right, bottom_right, kernel, switches())
+    if not (q.is_nested or k.is_nested or v.is_nested):  # have no strides, for which a guard ends the process
+        for is_alike, attend in RECENT.get(state, ()):
+            if is_alike(q, k, v):
+                return like_layout(attend(q, k, v), q)
+    inputs = AttentionInputs(q, k, v, scale, left, right, bottom_right)
+    if is_empty(inputs):
+        return allocate(inputs, False)[0].zero_()
+    forward = Forward(inputs, NO_EXTRA, effective(kernel))
+    if check := check_of(q, k, v):
+        remember(RECENT, state, check, forward.attend)
+    return like_layout(forward.attend(q, k, v), q)
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
@@ -58,7 +86,7 @@ def attention_backward(
         return zero_gradients(inputs, bias_grad)
     extra = {"bias_grad": bias_grad, "lse_grad": grad_lse is not None}
     problem = AttentionProblem.of(inputs, "backward", frozenset(name for name, on in extra.items() if on))
-    choice = select(problem, backward_setting(effective(kernel)))
+    choice = select(problem, backward_setting(effective(kernel), problem))
     gradients = choice.run(inputs, Results(out, lse), Results(grad_out, grad_lse))
     q, k, v = (like_layout(grad, source) for grad, source in zip(gradients[:3], inputs[:3], strict=True))
     # A tensor each for what is missing: results may not alias.
@@ -73,6 +101,12 @@ def attention_weights(lse: Tensor, *args) -> Tensor:
         return fake_weights(lse, *args).zero_()
     problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
     return select(problem, weights_setting(effective(kernel), problem.device_type)).run(inputs, lse)
+
+
+def is_plain(inputs: AttentionInputs) -> bool:
+    """Whether `attention_forward.plain` can say it: nothing but a band and a scale."""
+    masks = (*inputs[BAND_END:FIRST_NUMBER], inputs.rng, inputs.cu_q, inputs.cu_k, inputs.block_table)
+    return all(mask is None for mask in masks) and inputs.softcap == 0.0 and inputs.dropout_p == 0.0
 
 
 def is_empty(inputs: AttentionInputs) -> bool:
@@ -106,6 +140,10 @@ def no_tensor(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
 
 
+def fake_plain(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return empty_as(q, v.shape[3])
+
+
 def fake_forward(*args) -> tuple[Tensor, Tensor]:
     return allocate(AttentionInputs(*args[:FIELDS]), args[FIELDS])
 
@@ -126,12 +164,15 @@ def fake_weights(lse: Tensor, *args) -> Tensor:
     return inputs.q.new_empty((B, M, inputs.k.shape[2]) if average else (B, H, M, inputs.k.shape[2]))
 
 
+LIBRARY.impl("attention_forward.plain", plain_forward, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_forward", attention_forward, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("sdpa::attention_forward.plain", fake_plain, lib=LIBRARY)
 torch.library.register_fake("sdpa::attention_forward", fake_forward, lib=LIBRARY)
 torch.library.register_fake("sdpa::attention_backward", fake_backward, lib=LIBRARY)
 LIBRARY.impl("attention_weights", attention_weights, "CompositeExplicitAutograd")
 torch.library.register_fake("sdpa::attention_weights", fake_weights, lib=LIBRARY)
+PLAIN = torch.ops.sdpa.attention_forward.plain
 FORWARD = torch.ops.sdpa.attention_forward.default
 BACKWARD = torch.ops.sdpa.attention_backward.default
 WEIGHTS = torch.ops.sdpa.attention_weights.default

@@ -12,99 +12,51 @@ import torch
 from torch import Tensor
 
 from sdpa.autograd import AttentionBackward
-from sdpa.dispatch import failure, select
+from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.context import torch_toggles
 from sdpa.dispatch.select import LAST
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
+from sdpa.ops import NO_EXTRA, WITH_LSE
+from sdpa.problem import AttentionInputs, Gradients, Results
+from sdpa.repeats import Check, Forward
 
-FULL_RANK = 4
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-# Operations of a forward below which the host is what is waited for: 40 us of an H200. Beyond, a backward that can
-# still choose its kernel, and another one where the device refuses, is worth its microseconds.
-NATIVE_FLOPS = 2e10
 
 
-class Plan:
+class Plan(Forward):
     """How calls of one key are answered: by torch's operator as it is, by launches run again, or by a forward."""
 
     __slots__ = (
-        "again",
         "again_backward",
-        "attend",
         "backward_choice",
         "backward_problem",
         "backward_state",
-        "choice",
-        "forward",
         "is_alike",
-        "is_bias",
         "learns",
-        "native",
-        "numbers",
-        "problem",
-        "record",
-        "setting",
         "watch",
     )
 
     def __init__(self, inputs: AttentionInputs, learns: bool, setting: str) -> None:
-        self.numbers = inputs[3:7]  # scale, left, right, bottom_right
-        self.is_bias = inputs.bias is not None
-        self.is_alike: Callable[..., bool] | None = None  # whether tensors are those it was last taken for
+        super().__init__(inputs, WITH_LSE if learns else NO_EXTRA, setting)
         self.learns = learns
-        self.setting = setting
-        self.problem = AttentionProblem.of(inputs, extra=frozenset({"lse"} if learns else ()))
-        self.choice = select.choose(self.problem, setting, torch_toggles())
-        self.forward, self.record = self.choice.forward, self.choice.record
-        self.backward_problem = self.problem._replace(direction="backward", features=self.problem.features - {"lse"})
+        self.is_alike: Check | None = None  # of the tensors it was last taken for
+        self.backward_problem = learning.backward_of(self.problem)
         self.backward_choice: select.Choice | None = None
         self.backward_state: tuple | None = None
-        self.native: Callable | None = self.native_of(inputs)
-        self.watch: Tensor | None = self.make_watch() if learns and self.native is not None else None
-        # (query, key, value, mask or None) -> the result
-        self.attend: Callable[..., Tensor] = self.by_forward if self.native is None else self.by_operator
-        if learns:
-            self.attend = self.by_function if self.native is None else self.by_differentiable_operator
-        self.again: Callable | None = None
         self.again_backward: Callable | None = None
-
-    def native_of(self, inputs: AttentionInputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """torch's operator, where the chosen kernel is one and, if there will be a backward, that of it is wanted."""
-        make = getattr(self.choice.kernel.load(), "native", None)
-        if make is None or inputs.bias is not None or inputs.allowed is not None:
-            return None
-        if self.learns and not (self.problem.flops() < NATIVE_FLOPS and self.backward_stays()):
-            return None
-        return make(inputs, self.learns)
+        self.watch: Tensor | None = None
+        if not learns:
+            return
+        is_left = self.native is not None and self.problem.flops() < learning.SMALL_FLOPS and self.backward_stays()
+        self.native = self.native_of(inputs, learns) if is_left else None
+        self.watch = None if self.native is None else self.make_watch()
+        self.attend = self.by_function if self.native is None else self.by_differentiable_operator
 
     def backward_stays(self) -> bool:
-        """Whether the kernel of the forward would be chosen for the backward, too."""
-        try:
-            choice = select.choose(self.backward_problem, select.backward_setting(self.setting), torch_toggles())
-        except select.NoKernelError:  # that is for the backward to say, if there is one
-            return False
-        return choice.kernel is self.choice.kernel
-
-    def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionInputs:
-        if mask is None:
-            return AttentionInputs(query, key, value, *self.numbers)
-        if mask.dim() < FULL_RANK:
-            mask = mask[(None,) * (FULL_RANK - mask.dim())]
-        bias, allowed = (mask, None) if self.is_bias else (None, mask)
-        return AttentionInputs(query, key, value, *self.numbers, bias, allowed)
-
-    def by_forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.run(query, key, value, mask).out
+        """Whether the kernel of the forward is wanted for the backward, too."""
+        return learning.stays(self.choice.kernel, select.followers(self.problem, self.setting, torch_toggles()))
 
     def by_function(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         return apply(query, key, value, mask, self)
-
-    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
-        LAST.choice = self.choice
-        try:
-            return self.native(query, key, value)
-        except Exception as error:
-            return select.recover(self.choice, error, self.inputs(query, key, value, None)).out
 
     def by_differentiable_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
         if saving_hooks(False) is not None:  # checkpointing hands out what was saved once: see after_backward
@@ -119,27 +71,11 @@ class Plan:
         out.grad_fn._register_hook_dict(self.watch)
         return out
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Results:
-        LAST.choice = self.choice
-        try:
-            if self.record is None:
-                return self.forward(self.inputs(query, key, value, mask), self.problem, self.choice.tile)
-            results = None
-            if self.again is not None:
-                results = self.again(query, key, value) if mask is None else self.again(query, key, value, mask)
-            if results is None:
-                inputs = self.inputs(query, key, value, mask)
-                results, again = self.record((inputs,), self.problem, self.choice.tile)
-                self.again = again or self.again  # these tensors may be the exception: not aligned
-            return results
-        except Exception as error:
-            return select.recover(self.choice, error, self.inputs(query, key, value, mask))
-
     def run_backward(self, given: list[Tensor | None], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
         state = (torch_toggles(), torch._C._get_deterministic_algorithms())
         if state != self.backward_state:
             problem = self.backward_problem = self.backward_problem._replace(deterministic=state[1])
-            self.backward_choice = select.select(problem, select.backward_setting(self.setting))
+            self.backward_choice = select.select(problem, select.backward_setting(self.setting, problem))
             self.backward_state, self.again_backward = state, None
         choice = LAST.choice = self.backward_choice
         tensors = (self.inputs(*given), Results(out, lse), Results(grad_out, None))

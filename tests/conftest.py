@@ -104,9 +104,15 @@ def poisoned_memory():
 @pytest.fixture
 def packed(monkeypatch):
     """A list that grows whenever sdpa.nn packs a padded batch."""
-    calls, of = [], Packing.of
-    monkeypatch.setattr(Packing, "of", lambda *args: calls.append(args) or of(*args))
-    return calls
+    made, of = [], Packing.of
+
+    def noted(*args):
+        packing = of(*args)
+        made.extend([] if packing is None else [packing])
+        return packing
+
+    monkeypatch.setattr(Packing, "of", noted)
+    return made
 
 
 @contextmanager

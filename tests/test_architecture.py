@@ -100,6 +100,7 @@ FORBIDDEN = {
     ),
     "sdpa/ops.py": ("sdpa.functional", "sdpa.autograd", "sdpa.eager", "sdpa.plans", "sdpa.kernels"),
     "sdpa/autograd.py": ("sdpa.functional", "sdpa.eager", "sdpa.plans", "sdpa.dispatch"),
+    "sdpa/repeats.py": ("sdpa.functional", "sdpa.autograd", "sdpa.eager", "sdpa.plans", "sdpa.ops", "sdpa.kernels"),
     "sdpa/plans.py": ("sdpa.functional", "sdpa.eager", "sdpa.kernels"),
     "sdpa/functional.py": ("sdpa.kernels",),
     "sdpa/eager.py": ("sdpa.functional", "sdpa.kernels"),

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdpa
-from sdpa import Mask
-from sdpa.ops import BACKWARD, FORWARD
+from sdpa import Mask, ops, repeats
+from sdpa.dispatch import select
+from sdpa.ops import BACKWARD, FORWARD, PLAIN
 from sdpa.problem import AttentionInputs, Results
 from sdpa.testing import Case, Draw, make_inputs
 
@@ -110,6 +111,57 @@ def test_a_new_length_compiles_nothing(training):
     for batch in (3, 5):
         function(*qkv(B=batch, requires_grad=training))
     assert counter.frame_count == compiled
+
+
+PLAIN_CASES = [OPERATOR_CASES[name] for name in ("plain", "causal_groups", "rows_outside")]
+
+
+@pytest.mark.parametrize("case", [*PLAIN_CASES, Case(M=0, N=7, D=8), Case(M=5, N=0, D=8)], ids=str)
+def test_the_short_form_of_a_forward(case):
+    """As the long one, also for tensors that it has seen the like of."""
+    for seed in (1, 2, 2):
+        inputs = make_inputs(case, seed)
+        assert ops.is_plain(inputs)
+        given = (*inputs[: ops.BAND_END], "")
+        out, wanted = PLAIN(*given), FORWARD(*inputs, False, "")[0]
+        assert torch.equal(out, wanted)
+        assert out.stride() == wanted.stride()
+    torch.library.opcheck(PLAIN, given, test_utils=OPCHECKS)
+
+
+def test_the_short_form_follows_switches():
+    """What answered tensors of this form before says nothing under another switch, setting or precision."""
+    inputs = make_inputs(OPERATOR_CASES["plain"])
+    given = inputs[: ops.BAND_END]
+    select.clear_caches()
+    for _ in range(2):
+        PLAIN(*given, "")
+        usual = select.last_choice().kernel
+        PLAIN(*given, "math")
+        assert select.last_choice().kernel.family == "math" != usual.family
+        with sdpa.sdpa_kernel("math"):
+            PLAIN(*given, "")
+            assert select.last_choice().kernel.family == "math"
+    assert [len(found) for found in ops.RECENT.values()] == [1, 1, 1]
+    select.clear_caches()
+    assert not ops.RECENT
+
+
+def test_many_sizes_of_the_short_form_are_not_kept():
+    for N in range(1, 3 * repeats.LATEST):
+        q, k, v = qkv(N=N)
+        PLAIN(q, k, v, 0.5, -1, -1, False, "")
+    assert max(map(len, ops.RECENT.values())) <= repeats.LATEST
+
+
+@pytest.mark.parametrize("option", ["return_lse", "mask", "grad"])
+def test_only_what_is_plain_takes_the_short_form(option):
+    tensors = qkv(requires_grad=option == "grad")
+    options = {"return_lse": {"return_lse": True}, "mask": {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}}
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(lambda *t: attention(*t, **options.get(option, {})), backend=counter, fullgraph=True)(*tensors)
+    targets = [str(node.target) for node in counter.graphs[0].graph.nodes]
+    assert not any("attention_forward.plain" in target for target in targets)
 
 
 def test_the_graph_holds_one_node():

@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
-from sdpa import eager, plans
+from sdpa import eager, plans, repeats
 from sdpa import scaled_dot_product_attention as attend
 from sdpa.bench import tuner
-from sdpa.dispatch import select
+from sdpa.dispatch import learning, select
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.vendor import flash_cpu
@@ -122,7 +122,7 @@ def test_checkpointing():
 
 
 def test_large_problems_keep_the_choice_of_a_backward(monkeypatch, native):
-    monkeypatch.setattr(plans, "NATIVE_FLOPS", 1)
+    monkeypatch.setattr(learning, "SMALL_FLOPS", 1)
     with sdpa.sdpa_kernel("vendor_cpu_flash"):
         assert type(attend(*qkv()).grad_fn).__name__ == "PlannedAttentionBackward"
     assert not native
@@ -187,7 +187,7 @@ def with_precision(name, call):
 def test_recent_plans_are_few():
     for N in range(1, 20):
         vendor(*qkv(grad=False, N=N))
-    assert [len(found) for found in eager.RECENT.values()] == [eager.LATEST]
+    assert [len(found) for found in eager.RECENT.values()] == [repeats.LATEST]
     select.clear_caches()
     assert not eager.RECENT
     assert not eager.PLANS
@@ -216,7 +216,7 @@ def test_infrastructure_modes_see_the_operator(warm):
     for _ in range(3 * warm):
         attend(*tensors)
     graph = make_fx(lambda *given: attend(*given, is_causal=False))(*tensors).graph
-    assert "sdpa.attention_forward.default" in [str(node.target) for node in graph.nodes]
+    assert "sdpa.attention_forward.plain" in [str(node.target) for node in graph.nodes]
 
 
 def test_a_nested_tensor_without_strides_is_refused_as_before():

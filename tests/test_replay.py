@@ -122,6 +122,68 @@ def test_forward_again(name, device):
     assert {r.data_ptr() for r in found} <= seen
 
 
+class Launcher:
+    """What Triton 3.6 has around its function in C."""
+
+    launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, 0
+
+    def __init__(self, called, **sizes):
+        self.called, self.launch = called, lambda *args: called.append(("direct", args))
+        for name, size in sizes.items():
+            setattr(self, name, size)
+
+    def __call__(self, *args):
+        self.called.append(("launcher", args))
+
+
+@pytest.mark.parametrize("version,sizes,way", [
+    ((3, 6), {}, "direct"),
+    ((3, 6), {"global_scratch_size": 128}, "launcher"),
+    ((3, 6), {"profile_scratch_size": 128}, "launcher"),
+    ((3, 5), {}, "launcher"),
+])  # fmt: skip
+def test_the_function_in_c_is_called_where_nothing_is_put_before_it(version, sizes, way, monkeypatch):
+    """With the arguments that Triton 3.6's launcher calls it with."""
+    called = []
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    compiled.function, compiled.packed_metadata, compiled._run = FUNCTION, (4, 1, 0), Launcher(called, **sizes)
+    monkeypatch.setattr(replay, "VERSION", version)
+    run, call = replay.entrance(compiled, (5, 1, 1))
+    call[replay.STREAM] = STREAM
+    run(*call, "args")
+    told = ((4, 1, 0), None, None, None, "args")
+    wanted = (5, 1, 1, STREAM, FUNCTION, *((False, True, None, None) if way == "direct" else ()), *told)
+    assert called == [(way, wanted)]
+
+
+@pytest.mark.skipif(triton.__version__.rpartition(".")[0] != "3.6", reason="told of Triton 3.6")
+def test_the_function_in_c_has_the_arguments_of_tritons_own_launcher():
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    called = []
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.__dict__.update(vars(Launcher(called)), num_ctas=1, launch_cooperative_grid=False, launch_pdl=True)
+    launcher.__dict__.update(dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0))
+    launcher.__dict__.update(dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1))
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    compiled.function, compiled.packed_metadata, compiled._run = FUNCTION, (4, 1, 0), launcher
+    run, call = replay.entrance(compiled, (5, 1, 1))
+    call[replay.STREAM] = STREAM
+    run(*call, "args")
+    launcher(5, 1, 1, STREAM, FUNCTION, (4, 1, 0), None, None, None, "args")
+    assert called[0] == called[1]
+
+
+def test_no_log_sum_exp_is_made_where_nobody_asked(device):
+    for name in ("triton_flash", "triton_decode"):
+        inputs, problem, tile = forward_of(name, N=2048)
+        problem = problem._replace(features=problem.features - {"lse"})
+        results, again = KERNELS[name].record((inputs,), problem, tile)
+        assert results.lse is None
+        assert again(*inputs[:3]).lse is None
+        assert len(again.made) == (1 if name == "triton_flash" else 3)
+
+
 MASKS = {
     "allowed": lambda M, N: {"allowed": torch.ones(1, 1, M, N, dtype=torch.bool)},
     "padding": lambda M, N: {"allowed": torch.ones(1, 1, 1, N, dtype=torch.bool)},

@@ -122,12 +122,15 @@ def dense_build(mask: Tensor, described: bool) -> DenseBuild:
 
 
 def empty_results(inputs: AttentionInputs, problem: AttentionProblem) -> Results:
-    """Results to be filled; rows that belong to no packed sequence are 0 and -inf already."""
+    """Results to be filled, with a log-sum-exp where it is asked for. Rows behind the last packed sequence are the
+    forward kernel's to clear; those behind a sequence's own length are 0 and -inf already."""
     q = inputs.q
     out = empty_as(q, inputs.v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if inputs.cu_q is not None:
-        return Results(out.zero_(), lse.fill_(-torch.inf))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if "lse" in problem.features else None
+    if inputs.cu_q is not None and (inputs.q_lengths is not None or inputs.cu_q.shape[0] == 1):
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
     return Results(out, lse)
 
 

@@ -19,7 +19,7 @@ from sdpa.kernels.triton.launch import Launch, run
 from sdpa.kernels.triton.mask import key_span, place_of
 from sdpa.kernels.triton.nouns import Side, Strides
 from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, Queries, Softmax, finish_softmax
-from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.replay import Replay, pack_of, run_recording, tensors_of
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
@@ -95,7 +95,7 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     if SPLIT:  # apart: where the largest score is huge, its logarithm's sum would lose the number of keys
         tl.store(lse + offsets, (state.row_max * unit)[:, None], mask=inside)
         tl.store(lse + parts * lse_stride + offsets, state.row_sum[:, None], mask=inside)
-    else:
+    elif lse is not None:
         tl.store(lse + offsets, row_lse[:, None], mask=inside)
 
 
@@ -138,7 +138,8 @@ def combine_kernel(parts_out, parts_max, out, lse, out_strides, H, M, rows, part
     tl.store(
         target + tl.cast(i, tl.int64) * out_strides.row + columns, result.to(out.dtype.element_ty), mask=columns < DV
     )
-    tl.store(lse + row, tl.where(dead, float("-inf"), base + tl.math.log2(tl.where(dead, 1.0, total)) * LN2))
+    if lse is not None:
+        tl.store(lse + row, tl.where(dead, float("-inf"), base + tl.math.log2(tl.where(dead, 1.0, total)) * LN2))
 
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
@@ -205,5 +206,4 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Resul
     (inputs,) = tensors
     results, launches = forward_launches(inputs, problem, tile)
     parts = launches[0].args[3:5] if len(launches) > 1 else ()
-    again = run_recording(launches, problem, read_of(inputs), (*results, *parts), lambda made: Results(*made[:2]))
-    return results, again
+    return results, run_recording(launches, problem, read_of(inputs), (*tensors_of(results), *parts), pack_of(results))

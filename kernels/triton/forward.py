@@ -26,7 +26,7 @@ from sdpa.kernels.triton.primitives import (
     raise_scores,
     store_rows,
 )
-from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.replay import Replay, pack_of, run_recording, tensors_of
 from sdpa.kernels.triton.spans import tables_of
 from sdpa.kernels.triton.tiles import careful_tile
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
@@ -122,6 +122,8 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
     place = place_of(mask, sizes, batch, head, head // sizes.G)
     row = block * BLOCK_M
     if BUILD.PACKED:
+        if mask.q_lengths is None:
+            clear_behind(out, lse, strides.other, sizes, mask, block, batch, head, BUILD)
         if row >= place.q_length:
             return
     if doubts is not None:
@@ -152,6 +154,22 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
         offsets = row + tl.arange(0, BLOCK_M)
         origin = lse + tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + place.q_first
         tl.store(origin + offsets, row_lse, mask=offsets < limit)
+
+
+@triton.jit
+def clear_behind(out, lse, strides, sizes, mask, block, batch, head, BUILD: tl.constexpr):
+    """0, and a log-sum-exp of -inf, in rows behind the last packed sequence: its programs share them."""
+    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
+    BLOCK_DV: tl.constexpr = BUILD.BLOCK_DV
+    if batch == sizes.entries // sizes.H - 1:
+        nothing = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+        first = tl.load(mask.cu_q + batch + 1) + block * BLOCK_M
+        for start in tl.range(first, sizes.rows, sizes.blocks * BLOCK_M):
+            store_rows(out, strides, Stretch(0, head, start, sizes.rows), nothing, BUILD.DV)
+            if lse is not None:
+                offsets = start + tl.arange(0, BLOCK_M)
+                origin = lse + tl.cast(head, tl.int64) * sizes.rows
+                tl.store(origin + offsets, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offsets < sizes.rows)
 
 
 def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> tuple[Results, list[Launch]]:
@@ -227,5 +245,5 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Resul
     (inputs,) = tensors
     results, launches = forward_launches(inputs, problem, tile)
     doubts = launches[-1].args[DOUBTS]
-    made = (*results, *tables_of(launches), *(() if doubts is None else (doubts,)))
-    return results, run_recording(launches, problem, read_of(inputs), made, lambda made: Results(*made[:2]))
+    made = (*tensors_of(results), *tables_of(launches), *(() if doubts is None else (doubts,)))
+    return results, run_recording(launches, problem, read_of(inputs), made, pack_of(results))

@@ -8,6 +8,8 @@ alignment of their addresses can differ, so that alone is asked here; what is no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import ne, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,17 @@ from triton.compiler import CompiledKernel
 
 from sdpa.kernels.triton.launch import Launch, device_index, run
 from sdpa.kernels.triton.target import target_of
-from sdpa.problem import AttentionProblem
+from sdpa.problem import AttentionProblem, Results
 
 # Releases whose JITFunction.run ends in `compiled.run` with these arguments.
 KNOWN = ((3, 4), (3, 5), (3, 6))
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 ALIGNMENT = 16  # bytes by which Triton tells addresses apart
+# The release whose launchers only put scratch memory, where a kernel wants some, before a function in C.
+DIRECT = (3, 6)
+STREAM = 3  # the place of the stream among a launcher's arguments, behind the grid
 
+stride_of = Tensor.stride
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 try:  # (size, stride, dtype) on the current device, as torch.compile's own code has it: a third of the time
@@ -52,13 +58,12 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A compiled kernel and its arguments."""
+    """A compiled kernel's launcher and its arguments."""
 
-    run: Callable[..., None]
-    head: tuple  # what the launcher wants to know before the arguments: the grid, then after the stream the kernel
-    tail: tuple
-    args: list  # with Slots
-    changing: tuple[int, ...]  # positions of arguments that are or hold Slots
+    launch: Callable[..., None]
+    call: list  # with Slots, and without the stream
+    pointers: tuple[tuple[int, int], ...]  # positions of plain Slots, and their tensors
+    nested: tuple[int, ...]  # positions of what else holds Slots
 
 
 class Form(NamedTuple):
@@ -88,20 +93,22 @@ class Replay:
         """What the launches fill, by `pack`; None where the ordinary way must be taken."""
         if hooked() or any(self.hooks) or current_device() != self.index:
             return None
-        for tensor, stride in zip(given, self.strides, strict=False):
-            if tensor.stride() != stride:
-                return None
+        if self.strides and any(map(ne, map(stride_of, given), self.strides)):
+            return None
         made = [empty(size, stride, dtype) for size, stride, dtype in self.made]
         tensors = (*given, *made)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if not aligned(addresses):
             return None
         stream = current_stream(self.index)
-        for step in self.steps:
-            args = step.args.copy()
-            for position in step.changing:
-                args[position] = filled(args[position], tensors, addresses)
-            step.run(*step.head, stream, *step.tail, *args)
+        for launch, call, pointers, nested in self.steps:
+            call = call.copy()
+            call[STREAM] = stream
+            for position, number in pointers:
+                call[position] = addresses[number]
+            for position in nested:
+                call[position] = filled(call[position], tensors, addresses)
+            launch(*call)
         return self.pack(made)
 
 
@@ -133,6 +140,18 @@ def run_recording(
     return Replay(launches, steps, index, strides, forms, pack)
 
 
+def tensors_of(results: Results) -> tuple[Tensor, ...]:
+    """The tensors of a forward that are made: without the log-sum-exp where nobody asked."""
+    return results[:1] if results.lse is None else results
+
+
+def pack_of(results: Results) -> Callable[[Sequence[Tensor]], Results]:
+    """Makes such results of the first tensors made."""
+    if results.lse is None:
+        return lambda made: Results(made[0], None)
+    return lambda made: Results(made[0], made[1])
+
+
 def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor]) -> Step | None:
     """The launch with places for `tensors`; None where it knows another tensor."""
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
@@ -140,12 +159,26 @@ def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor])
         slotted = [with_slots(arg, numbers) for arg in launch.args]
     except KeyError:
         return None
-    args = [own if holds_slot(own) else arg for own, arg in zip(slotted, launch.args, strict=True)]
-    changing = tuple(position for position, arg in enumerate(args) if holds_slot(arg))
-    grid = (*launch.grid, 1, 1)[:3]
-    no_metadata, no_hooks = None, (None, None)
-    tail = (compiled.function, compiled.packed_metadata, no_metadata, *no_hooks)
-    return Step(compiled.run, grid, tail, args, changing)
+    launcher, call = entrance(compiled, (*launch.grid, 1, 1)[:3])
+    pointers, nested = [], []
+    for own, arg in zip(slotted, launch.args, strict=True):
+        if isinstance(own, Slot) and own.rest is None:
+            pointers.append((len(call), own.tensor))
+        elif holds_slot(own):
+            nested.append(len(call))
+        call.append(own if holds_slot(own) else arg)
+    return Step(launcher, call, tuple(pointers), tuple(nested))
+
+
+def entrance(compiled: CompiledKernel, grid: tuple[int, int, int]) -> tuple[Callable[..., None], list]:
+    """What launches a compiled kernel, and its arguments before the kernel's own: the function in C where it can be."""
+    launcher, no_stream, no_scratch = compiled.run, None, (None, None)
+    told = (compiled.packed_metadata, None, None, None)  # no metadata for hooks, and no hooks
+    scratch = [getattr(launcher, f"{kind}_scratch_size", 1) for kind in ("global", "profile")]
+    if VERSION != DIRECT or any(scratch):
+        return launcher, [*grid, no_stream, compiled.function, *told]
+    about = launcher.launch_cooperative_grid, launcher.launch_pdl, *no_scratch
+    return launcher.launch, [*grid, no_stream, compiled.function, *about, *told]
 
 
 def with_slots(arg: Any, numbers: dict[int, int]) -> Any:
@@ -183,10 +216,7 @@ def is_descriptor(arg: object) -> bool:
 
 
 def aligned(addresses: Sequence[int]) -> bool:
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits % ALIGNMENT == 0
+    return reduce(or_, addresses) % ALIGNMENT == 0
 
 
 def hooked() -> bool:

@@ -22,14 +22,19 @@ class Packing(NamedTuple):
     longest: int
 
     @classmethod
-    def of(cls, hidden: Tensor, batch_first: bool) -> Packing:
-        """From a bool mask (B, L), True where a position is padding. Its size comes to the host."""
+    def of(cls, hidden: Tensor, batch_first: bool) -> Packing | None:
+        """From a bool mask (B, L), True where a position is padding; None where nothing is. The lengths come to the
+        host, in one piece: until then a GPU waits."""
         B, L = hidden.shape
-        sequence, position = torch.where(~hidden)
-        index = sequence * L + position if batch_first else position * B + sequence
-        lengths = (~hidden).sum(1)
-        cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return cls(index, cu, int(lengths.max()) if B else 0)
+        there = ~hidden
+        lengths = there.sum(1)
+        counts = lengths.tolist()
+        if sum(counts) == B * L:
+            return None
+        index = torch.nonzero_static(there.flatten(), size=sum(counts)).squeeze(1)
+        if not batch_first:
+            index = index % L * B + index // L
+        return cls(index, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), max(counts))
 
     def pack(self, batch: Tensor) -> Tensor:
         """(T, E) of (B, L, E) or (L, B, E)."""

@@ -253,9 +253,10 @@ def packings_of(
         return None
     if stack.norm is not None and not is_rowwise(stack.norm):
         return None
-    if not any(padding is not None and bool(padding.any()) for _, padding in sides):
+    packings = [None if padding is None else Packing.of(padding, batch_first) for _, padding in sides]
+    if all(packing is None for packing in packings):
         return None
-    return [whole(x, batch_first) if p is None else Packing.of(p, batch_first) for x, p in sides]
+    return [packing or whole(batch, batch_first) for packing, (batch, _) in zip(packings, sides, strict=True)]
 
 
 def is_packable(batch: Tensor, padding: Tensor | None, batch_first: bool) -> bool:

@@ -149,6 +149,17 @@ def test_packed_sequences_with_sinks_and_lse(judge):
     judge(packed_inputs("window"), lse_grad=True)
 
 
+@pytest.mark.parametrize("ends", [(0, 5, 9), (0, 9, 9), (0, 0)], ids=str)
+def test_many_rows_behind_the_last_document(ends, judge, target):
+    """More than its programs would cover at one block each; also where it, or all of them, have no rows."""
+    draw = Draw(Case(), 5)
+    q, k, v = draw.normal(301, 2, 16), draw.normal(9, 1, 16), draw.normal(9, 1, 24)
+    cu = int32(*ends)
+    got = judge(build_packed(q, k, v, Documents(cu, cu, 9, 9), Options(enable_gqa=True)), target=target)
+    assert not got.results.out[:, :, ends[-1] :].any()
+    assert (got.results.lse[:, :, ends[-1] :] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("spoilt", [float("nan"), 1e30])
 def test_packed_documents_do_not_see_each_other(spoilt, run_family, target):
     """Another document's rows, and rows of none, may hold anything; here all but those of the last document."""

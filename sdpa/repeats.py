@@ -1,0 +1,113 @@
+"""Calls made again: what a plain call came to is remembered, and tensors like those of a call before are recognised.
+
+Recognising is one call into torch, the guards of torch.compile; a key of shapes, strides, dtypes and devices would take
+three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sdpa.dispatch import select
+from sdpa.dispatch.context import CURRENT, torch_toggles
+from sdpa.dispatch.select import LAST
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, float32_precision
+
+try:  # types, dispatch keys, dtypes, devices, sizes, strides and requires_grad
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+
+FULL_RANK = 4
+MAX_STATES = 256
+LATEST = 4  # calls remembered for each state: comparing takes a third of building a key
+
+deterministic, precision = torch._C._get_deterministic_algorithms, float32_precision
+
+# Whether tensors (query, key, value) are like those of a call before.
+Check = Callable[[Tensor, Tensor, Tensor], bool]
+# Arguments and switches -> the last few calls: whether tensors are like theirs, and what then answers.
+Recent = dict[tuple, tuple[tuple[Check, Callable[..., Tensor]], ...]]
+
+
+def switches() -> tuple:
+    """What else than its arguments decides who answers a call."""
+    return (CURRENT.get(), torch_toggles(), deterministic(), precision())
+
+
+def check_of(query: Tensor, key: Tensor, value: Tensor) -> Check | None:
+    """Recognises tensors like these; None where torch has no guards, or they refuse what they were made of: one tensor
+    twice."""
+    if TensorGuards is None or query is key or key is value or query is value:
+        return None
+    sizes, strides = ([list(f(t)) for t in (query, key, value)] for f in (Tensor.size, Tensor.stride))
+    return TensorGuards(query, key, value, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def remember(recent: Recent, state: tuple, check: Check, answer: Callable[..., Tensor]) -> None:
+    """Put a call first among those of its state."""
+    if len(recent) >= MAX_STATES:
+        recent.clear()
+    recent[state] = ((check, answer), *recent.get(state, ())[: LATEST - 1])
+
+
+class Forward:
+    """A forward of given sizes, strides, dtype, device and settings: its kernel is chosen, its launches run again."""
+
+    __slots__ = ("again", "attend", "choice", "forward", "is_bias", "native", "numbers", "problem", "record", "setting")
+
+    def __init__(self, inputs: AttentionInputs, extra: frozenset[str], setting: str) -> None:
+        self.numbers = inputs[3:7]  # scale, left, right, bottom_right
+        self.is_bias = inputs.bias is not None
+        self.setting = setting
+        self.problem = AttentionProblem.of(inputs, extra=extra)
+        self.choice = select.choose(self.problem, setting, torch_toggles())
+        self.forward, self.record = self.choice.forward, self.choice.record
+        self.again: Callable | None = None
+        self.native: Callable | None = self.native_of(inputs)
+        # (query, key, value, mask or None) -> the result
+        self.attend: Callable[..., Tensor] = self.by_forward if self.native is None else self.by_operator
+
+    def native_of(self, inputs: AttentionInputs, learns: bool = False) -> Callable[..., Tensor] | None:
+        """torch's own operator of (query, key, value), where the chosen kernel is one."""
+        make = getattr(self.choice.kernel.load(), "native", None)
+        if make is None or inputs.bias is not None or inputs.allowed is not None:
+            return None
+        return make(inputs, learns)
+
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionInputs:
+        if mask is None:
+            return AttentionInputs(query, key, value, *self.numbers)
+        if mask.dim() < FULL_RANK:
+            mask = mask[(None,) * (FULL_RANK - mask.dim())]
+        bias, allowed = (mask, None) if self.is_bias else (None, mask)
+        return AttentionInputs(query, key, value, *self.numbers, bias, allowed)
+
+    def by_forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.run(query, key, value, mask).out
+
+    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
+        LAST.choice = self.choice
+        try:
+            return self.native(query, key, value)
+        except Exception as error:
+            return select.recover(self.choice, error, self.inputs(query, key, value, None)).out
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Results:
+        LAST.choice = self.choice
+        try:
+            if self.record is None:
+                return self.forward(self.inputs(query, key, value, mask), self.problem, self.choice.tile)
+            results = None
+            if self.again is not None:
+                results = self.again(query, key, value) if mask is None else self.again(query, key, value, mask)
+            if results is None:
+                inputs = self.inputs(query, key, value, mask)
+                results, again = self.record((inputs,), self.problem, self.choice.tile)
+                self.again = again or self.again  # these tensors may be the exception: not aligned
+            return results
+        except Exception as error:
+            return select.recover(self.choice, error, self.inputs(query, key, value, mask))
