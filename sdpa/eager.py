@@ -16,7 +16,16 @@ from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
 from sdpa.plans import Plan, select_by_modes
-from sdpa.repeats import Recent, check_of, deterministic, precision
+from sdpa.repeats import (
+    Recent,
+    check_of,
+    cudnn_on,
+    deterministic,
+    efficient_on,
+    flash_on,
+    math_on,
+    precision,
+)  # fmt: skip
 
 MAX_PLANS = 4096
 MIN_RANK = 2
@@ -27,8 +36,6 @@ select.CACHES += (PLANS.clear, RECENT.clear)
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
-flash_on, efficient_on = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
-math_on, cudnn_on = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 grad_enabled = torch.is_grad_enabled
 
 

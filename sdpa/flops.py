@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from sdpa.problem import AttentionInputs, lengths_of
 
 FORWARD_ARGUMENTS = 0
-PLAIN_ARGUMENTS = 8  # of attention_forward.plain: q, k, v, the scale, the band and the setting
+PLAIN_FIELDS = AttentionInputs._fields.index(
+    "bias"
+)  # of attention_forward.plain; the setting is its only other argument
 BACKWARD_ARGUMENTS = 4  # grad_out, grad_lse, out and lse stand before q, k and v
 WEIGHTS_ARGUMENTS = 1  # lse
 
@@ -30,8 +32,7 @@ def announce() -> None:
 
 def forward_flops(*args: object, **_: object) -> int:
     """Two products: scores and results."""
-    fields = args[: len(AttentionInputs._fields)] if len(args) > PLAIN_ARGUMENTS else args[:-1]  # without the setting
-    pairs, D, Dv = sizes(fields, FORWARD_ARGUMENTS)
+    pairs, D, Dv = sizes(args if len(args) > PLAIN_FIELDS + 1 else args[:PLAIN_FIELDS], FORWARD_ARGUMENTS)
     return 2 * pairs * (D + Dv)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sdpa.dispatch.context import effective
 from sdpa.dispatch.select import CACHES, backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, lengths_of
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, lengths_of
 from sdpa.repeats import Forward, Recent, check_of, remember, switches
 
 # The fields of AttentionInputs after q, k, v, in their order.
@@ -24,8 +24,8 @@ MASK_SCHEMA = (
 )
 LIBRARY = torch.library.Library("sdpa", "DEF")
 LIBRARY.define(
-    "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, SymInt left, SymInt right, bool bottom_right, "
-    "str kernel) -> Tensor"
+    "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, SymInt left=-1, SymInt right=-1, "
+    'bool bottom_right=False, str setting="") -> Tensor'
 )
 LIBRARY.define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, bool needs_lse, str kernel) -> (Tensor, Tensor)"
@@ -48,22 +48,26 @@ CACHES.append(RECENT.clear)
 
 
 def plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, bottom_right: bool, kernel: str
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int = UNLIMITED, right: int = UNLIMITED,
+    bottom_right: bool = False, setting: str = "",
+) -> Tensor:  # fmt: skip
     """A forward of which nobody wants more than the output, without masks: what a graph calls when it generates. Few
-    arguments, because each takes the dispatcher time; and tensors like those of a call before are recognised."""
-    state = (scale, left, right, bottom_right, kernel, switches())
+    arguments, because each takes the dispatcher time, but for those that it leaves out; and tensors like those of a
+    call before are recognised."""
+    state = (scale, left, right, bottom_right, setting, switches())
     if not (q.is_nested or k.is_nested or v.is_nested):  # have no strides, for which a guard ends the process
-        for is_alike, attend in RECENT.get(state, ()):
+        for is_alike, (attend, stride) in RECENT.get(state, ()):
             if is_alike(q, k, v):
-                return like_layout(attend(q, k, v), q)
+                out = attend(q, k, v)
+                return out if out.stride() == stride else like_layout(out, q)
     inputs = AttentionInputs(q, k, v, scale, left, right, bottom_right)
     if is_empty(inputs):
         return allocate(inputs, False)[0].zero_()
-    forward = Forward(inputs, NO_EXTRA, effective(kernel))
+    attend = Forward(inputs, NO_EXTRA, effective(setting)).attend
+    out = like_layout(attend(q, k, v), q)
     if check := check_of(q, k, v):
-        remember(RECENT, state, check, forward.attend)
-    return like_layout(forward.attend(q, k, v), q)
+        remember(RECENT, state, check, (attend, out.stride()))
+    return out
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ three times as long.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +26,19 @@ FULL_RANK = 4
 MAX_STATES = 256
 LATEST = 4  # calls remembered for each state: comparing takes a third of building a key
 
+flash_on, efficient_on = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
+math_on, cudnn_on = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 deterministic, precision = torch._C._get_deterministic_algorithms, float32_precision
 
 # Whether tensors (query, key, value) are like those of a call before.
 Check = Callable[[Tensor, Tensor, Tensor], bool]
-# Arguments and switches -> the last few calls: whether tensors are like theirs, and what then answers.
-Recent = dict[tuple, tuple[tuple[Check, Callable[..., Tensor]], ...]]
+# Arguments and switches -> the last few calls: whether tensors are like theirs, and what there is to know of them.
+Recent = dict[tuple, tuple[tuple[Check, Any], ...]]
 
 
 def switches() -> tuple:
     """What else than its arguments decides who answers a call."""
-    return (CURRENT.get(), torch_toggles(), deterministic(), precision())
+    return (CURRENT.get(), flash_on(), efficient_on(), math_on(), cudnn_on(), deterministic(), precision())
 
 
 def check_of(query: Tensor, key: Tensor, value: Tensor) -> Check | None:
@@ -47,11 +50,11 @@ def check_of(query: Tensor, key: Tensor, value: Tensor) -> Check | None:
     return TensorGuards(query, key, value, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
-def remember(recent: Recent, state: tuple, check: Check, answer: Callable[..., Tensor]) -> None:
-    """Put a call first among those of its state."""
+def remember(recent: Recent, state: tuple, check: Check, known: object) -> None:
+    """Put a call first among those of its state, with what there is to know of calls like it."""
     if len(recent) >= MAX_STATES:
         recent.clear()
-    recent[state] = ((check, answer), *recent.get(state, ())[: LATEST - 1])
+    recent[state] = ((check, known), *recent.get(state, ())[: LATEST - 1])
 
 
 class Forward:

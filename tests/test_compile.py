@@ -172,6 +172,24 @@ def test_the_graph_holds_one_node():
     assert not any("softmax" in target or "matmul" in target for target in targets)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"kernel": "math"}, {"attn_mask": Mask(window=(3, 0))}], ids=str
+)
+def test_inductor_infers(options):
+    """Twice, and by other tensors: also where arguments have their defaults, which a graph leaves out."""
+    layer = torch.nn.Linear(8, 24)
+
+    def model(x):
+        q, k, v = layer(x).view(2, 16, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return attention(q, k, v, **options).transpose(1, 2).flatten(2)
+
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for seed in (0, 1, 2):
+            x = qkv(seed=seed)[0][:, 0]
+            assert torch.allclose(compiled(x), model(x), atol=1e-6)
+
+
 def test_inductor_trains():
     layer = torch.nn.Linear(8, 24)
 

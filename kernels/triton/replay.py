@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from sdpa.kernels.triton.direct import Direct, direct
 from sdpa.kernels.triton.launch import Launch, device_index, run
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionProblem, Results
@@ -64,6 +65,7 @@ class Step(NamedTuple):
     call: list  # with Slots, and without the stream
     pointers: tuple[tuple[int, int], ...]  # positions of plain Slots, and their tensors
     nested: tuple[int, ...]  # positions of what else holds Slots
+    past_triton: Direct | None  # the same, where it needs nothing of Triton's
 
 
 class Form(NamedTuple):
@@ -101,7 +103,9 @@ class Replay:
         if not aligned(addresses):
             return None
         stream = current_stream(self.index)
-        for launch, call, pointers, nested in self.steps:
+        for launch, call, pointers, nested, past_triton in self.steps:
+            if past_triton is not None and past_triton(addresses, stream) == 0:
+                continue  # else Triton's launcher says what is wrong, or makes the context that this thread lacks
             call = call.copy()
             call[STREAM] = stream
             for position, number in pointers:
@@ -167,7 +171,14 @@ def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor])
         elif holds_slot(own):
             nested.append(len(call))
         call.append(own if holds_slot(own) else arg)
-    return Step(launcher, call, tuple(pointers), tuple(nested))
+
+    def number_of(arg: Any) -> int | None:
+        """Which tensor an argument is or describes; None where it is a number."""
+        tensor = getattr(arg, "base", arg)
+        return numbers[tensor.data_ptr()] if isinstance(tensor, Tensor) else None
+
+    past_triton = direct(compiled, (*launch.grid, 1, 1)[:3], launch.args, number_of) if VERSION == DIRECT else None
+    return Step(launcher, call, tuple(pointers), tuple(nested), past_triton)
 
 
 def entrance(compiled: CompiledKernel, grid: tuple[int, int, int]) -> tuple[Callable[..., None], list]:

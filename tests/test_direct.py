@@ -1,0 +1,155 @@
+"""Launches by the driver itself: what it is told is what Triton's launcher would have told it. No GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from sdpa.problem import AttentionInputs, AttentionProblem, read_of
+
+triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
+
+from ahead import H200, compiling_for  # noqa: E402
+
+from sdpa.kernels.triton import decode, direct, forward, hopper  # noqa: E402
+from sdpa.kernels.triton.replay import DIRECT, VERSION  # noqa: E402
+from sdpa.kernels.triton.target import Target  # noqa: E402
+from sdpa.kernels.triton.tiles import tiles  # noqa: E402
+
+AMPERE = Target("cuda", 80, 163 << 10, 108, 40 << 20)
+FUNCTION = 0x7777777700
+HERE = Path(__file__).parent
+
+
+class Launcher:
+    launch_cooperative_grid, global_scratch_size, profile_scratch_size = False, 0, 0
+
+    def __init__(self, chained):
+        self.launch_pdl = chained
+
+    def launch(self, *args):
+        raise AssertionError("not past Triton")
+
+
+def compiled_for(launch):
+    """The kernel of a launch, compiled ahead, as it would be on the device."""
+    compiled = launch.compile()
+    compiled._run, compiled.function = Launcher(launch.chained), FUNCTION
+    return compiled
+
+
+def rows(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def decode_case(N=2048, chained=False, **masks):
+    inputs = AttentionInputs(rows(1, 4, 1, 64), rows(1, 2, N, 64), rows(1, 2, N, 64), 0.125, **masks)
+    problem = AttentionProblem.of(inputs)._replace(device="cuda:0")
+    results, launches = decode.forward_launches(inputs, problem, decode.tiles(problem)[0])
+    if chained:  # as on devices that have it
+        launches[1] = launches[1]._replace(chained=True)
+    parts = launches[0].args[3:5] if len(launches) > 1 else ()
+    return launches, (*read_of(inputs), results.out, *parts)
+
+
+def flash_case(**masks):
+    inputs = AttentionInputs(*(rows(2, 3, 80, 32, dtype=torch.float16) for _ in range(3)), -0.25, 5, 0, **masks)
+    problem = AttentionProblem.of(inputs, extra=frozenset({"lse"}))._replace(device="cuda:0")
+    results, launches = forward.forward_launches(inputs, problem, tiles(problem)[0])
+    return launches, (*read_of(inputs), *results)
+
+
+def hopper_case():
+    inputs = AttentionInputs(*(rows(1, 2, 256, 128) for _ in range(3)), 0.125, right=0)
+    problem = AttentionProblem.of(inputs, extra=frozenset({"lse"}))._replace(device="cuda:0")
+    results, launch = hopper.forward_launch(inputs, problem, hopper.tiles(problem)[0])
+    return [launch], (*read_of(inputs), *results)
+
+
+CASES = {
+    "decode": (AMPERE, decode_case),
+    "decode in one part": (AMPERE, lambda: decode_case(64)),
+    "decode chained": (H200, lambda: decode_case(chained=True)),
+    "decode with padding": (AMPERE, lambda: decode_case(allowed=torch.ones(1, 1, 1, 2048, dtype=torch.bool))),
+    "flash with a bias": (AMPERE, lambda: flash_case(bias=rows(1, 3, 80, 80, dtype=torch.float16))),
+    "flash with maps": (H200, flash_case),
+    "hopper": (H200, hopper_case),
+}
+ours = pytest.mark.skipif(VERSION != DIRECT, reason="only Triton 3.6's launcher is known well enough to be passed by")
+
+
+@ours
+@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="takes the place of the driver")
+@pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").is_file(), reason="Triton's launcher is built with Python.h"
+)
+def test_the_driver_is_told_what_triton_tells_it(tmp_path):
+    done = subprocess.run(
+        [sys.executable, HERE / "launch_twice.py", tmp_path], capture_output=True, text=True, check=False, cwd=HERE
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name.removesuffix(" refused")[:-2] for name in found} == set(CASES)
+    for name, (wanted, got, answer) in found.items():
+        assert got == wanted, name
+        assert answer == 0, name
+    assert found["decode chained 1"][0]["config"][7:] == [1, direct.MAY_BEGIN_EARLY, 1]
+    assert found["decode 1"][0]["config"][7:] == [0, 0, 0]
+
+
+def made(monkeypatch, tmp_path, case, **changes):
+    """The Direct of a case's first launch, and what a driver that is not here is called with."""
+    told = []
+    monkeypatch.setattr(direct, "driver", lambda: direct.Driver(lambda *args: told.append(args) or 0, None))
+    target, make = case
+    with compiling_for(target, tmp_path):
+        launches, tensors = make()
+        compiled = compiled_for(launches[0])
+    for name, value in changes.items():
+        setattr(compiled._run, name, value)
+    numbers = {t.data_ptr(): n for n, t in enumerate(tensors)}
+    args = launches[0].args
+    number_of = lambda arg: numbers[arg.data_ptr()] if isinstance(arg, torch.Tensor) else None  # noqa: E731
+    return direct.direct(compiled, (3, 1, 1), args, number_of), told
+
+
+@ours
+def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path):
+    launch, told = made(monkeypatch, tmp_path, CASES["decode in one part"])
+    threads = [threading.Thread(target=launch, args=(range(n, n + 8), n)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launch(range(8), 0)
+    launch(range(8), 0)
+    assert len({args[0] for args in told[:4]}) <= 4 and told[-1] == told[-2]
+    seen = []
+    outer = threading.Thread(target=lambda: seen.append(launch.layout.told[0]))
+    outer.start()
+    outer.join()
+    assert seen[0] is not launch.layout.told[0]
+
+
+@ours
+@pytest.mark.parametrize(
+    "change", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"launch_cooperative_grid": True}], ids=str
+)
+def test_what_is_left_to_triton(change, monkeypatch, tmp_path):
+    assert made(monkeypatch, tmp_path, CASES["decode in one part"], **change)[0] is None
+    assert made(monkeypatch, tmp_path, CASES["decode in one part"])[0] is not None
+
+
+@ours
+def test_without_a_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(direct, "driver", lambda: None)
+    with compiling_for(AMPERE, tmp_path):
+        compiled = compiled_for(CASES["decode in one part"][1]()[0][0])
+    assert direct.direct(compiled, (1, 1, 1), (), lambda arg: None) is None
