@@ -65,11 +65,11 @@ def warps_of(tile: list[str]) -> str:
     return f", {tile[2]} warps, {tile[3]} stages" if len(tile) > 3 else ""
 
 
-def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation:
-    """Explain the selection for a problem that needs no tensors."""
+def explain_problem(problem: AttentionProblem, setting: str = "", learns: bool = False) -> Explanation:
+    """Explain the selection for a problem that needs no tensors; `learns` as in `choose`."""
     toggles = toggles_for(problem.direction)
     try:
-        choice = choose(problem, setting, toggles)
+        choice = choose(problem, setting, toggles, learns)
         chosen, reason = choice.kernel.name, choice.reason
     except NoKernelError as error:
         chosen, reason = None, str(error).splitlines()[0].rstrip(":")

@@ -23,10 +23,8 @@ OWN_NODE = 6e-5
 
 
 def is_small(problem: AttentionProblem) -> bool:
-    """Whether a forward that keeps what a backward needs, and that an operator of torch's may answer as it is, is small
-    enough for its host to matter."""
-    asks = problem.direction == "forward" and "lse" in problem.features and not problem.features & {"bias", "allowed"}
-    return asks and problem.device_type != "cpu" and problem.flops() < SMALL_FLOPS
+    """Whether a forward that an operator of torch's may answer as it is, is small enough for its host to matter."""
+    return not problem.features & {"bias", "allowed"} and problem.device_type != "cpu" and problem.flops() < SMALL_FLOPS
 
 
 def backward_of(problem: AttentionProblem) -> AttentionProblem:

@@ -131,7 +131,8 @@ def last_choice() -> Choice | None:
 
 
 @lru_cache(maxsize=CACHED_CHOICES)
-def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
+def choose(problem: AttentionProblem, text: str, toggles: int, learns: bool = False) -> Choice:
+    """`learns`: torch may differentiate its own operator here, so that a small forward is chosen with its backward."""
     setting = Setting.decode(text)
     candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
     if not candidates and not setting.forced:
@@ -143,7 +144,7 @@ def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
     if not able:
         raise NoKernelError(refusal(problem, setting, candidates))
     rank, told = ranking(able), ""
-    if learning.is_small(problem) and len(able) > 1:
+    if learns and not setting.priority and len(able) > 1 and learning.is_small(problem):
         fastest, rank = min(able, key=rank), learning.ranking_together(rank, followers(problem, text, toggles))
         told = " with its backward" if min(able, key=rank) is not fastest else ""
     best = by_preference(able, setting, rank) if setting.priority else min(able, key=rank)
@@ -202,7 +203,7 @@ def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
 def followers(problem: AttentionProblem, text: str, toggles: int) -> list[Candidate]:
     """Who may be chosen for the backward of a forward: of all that are able, those that `ranking` has in front."""
     backward = learning.backward_of(problem)
-    setting = Setting.decode(backward_setting(text, backward))
+    setting = Setting.decode(backward_setting(text))
     able = [c for c in consider(backward) if c.able and allows(setting, toggles, c.kernel)]
     rank = ranking(able)
     return [c for c in able if rank(c)[0] == min(rank(other)[0] for other in able)]
@@ -303,11 +304,10 @@ def band_of(problem: AttentionProblem) -> str:
     return "causal" if (left, right) == (None, 0) else f"window=({left}, {right})"
 
 
-@lru_cache(maxsize=1024)
-def backward_setting(text: str, problem: AttentionProblem) -> str:
-    """A kernel asked for by name leaves a backward that it does not have, or not of such a problem, to whoever has."""
+def backward_setting(text: str) -> str:
+    """A forward-only kernel asked for by name leaves the backward to whoever has one."""
     named = [by_name().get(name) for name in Setting.decode(text).allowed]
-    if named and all(kernel is not None and kernel.why_not(problem) for kernel in named):
+    if named and all(kernel is not None and "backward" not in kernel.directions for kernel in named):
         return ""
     return text
 

@@ -148,10 +148,16 @@ def make_plan(
 def left_to_torch(query: Tensor, key: Tensor, value: Tensor, options: Options, kernel: str | None) -> str | None:
     """The kernel to which a plain call that learns leaves its backward as well, torch's own operator (see Plan.native);
     None where the backward is a choice of its own."""
-    if options.attn_mask is not None or options.dropout_p or options.softcap is not None or options.sinks is not None:
+    if not can_be_left(options):
         return None
     plan = None if transformed() else make_plan(query, key, value, options, kernel, True)
     return None if plan is None or plan.native is None else plan.choice.kernel.name
+
+
+def can_be_left(options: Options) -> bool:
+    """Whether torch's own operators can say all that is asked."""
+    asked = options.attn_mask is not None or options.softcap is not None or options.sinks is not None
+    return not asked and not options.dropout_p
 
 
 def remember(seen: tuple, plan: Plan | None) -> Plan | None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
-from sdpa.dispatch.select import weights_setting
-from sdpa.eager import left_to_torch
+from sdpa.dispatch.select import backward_setting, weights_setting
+from sdpa.eager import can_be_left, left_to_torch, transformed
 from sdpa.inputs import Options, build_inputs
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, pack_jagged, under_autocast
 from sdpa.mask import Mask
@@ -53,7 +53,10 @@ def explain(
     request = effective(request_text(kernel))
     if direction == "weights":
         request = weights_setting(request, problem.device_type)
-    explanation = explain_problem(problem, request)
+    if direction == "backward":
+        request = backward_setting(request)
+    plain = learns and not return_lse and can_be_left(options) and not transformed()
+    explanation = explain_problem(problem, request, plain and direction == "forward")
     native = left_to_torch(query, key, value, options, kernel) if direction == "backward" and learns else None
     return explanation if native is None else explanation.instead(native, LEFT_TO_TORCH)
 

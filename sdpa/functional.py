@@ -52,8 +52,8 @@ def scaled_dot_product_attention(
         sinks: (H,) logits that take part in the softmax and have no value (gpt-oss).
         return_lse: also return the log-sum-exp of each row, natural log, (..., H, M), float32 (float64 for float64
             inputs); it is differentiable.
-        kernel: name of a kernel or family that must run; it raises with its reasons if it cannot. A backward that it
-            does not have, or not of such a problem, is left to the fastest that has.
+        kernel: name of a kernel or family that must run; it raises with its reasons if it cannot.
+            A forward-only kernel leaves the backward to whoever has one.
 
     Returns:
         (..., H, M, Dv) in the memory layout of `query`, or in the one torch returns where its kernel answers a plain

@@ -43,8 +43,11 @@ FIRST_NUMBER = AttentionInputs._fields.index("softcap")
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
+# Calls of the short form: the last few of each state, and all by a key of their tensors, with the form of the result.
 RECENT: Recent = {}
-CACHES.append(RECENT.clear)
+KNOWN: dict[tuple, tuple] = {}
+MAX_KNOWN = 4096
+CACHES += (RECENT.clear, KNOWN.clear)
 
 
 def plain_forward(
@@ -55,19 +58,30 @@ def plain_forward(
     arguments, because each takes the dispatcher time, but for those that it leaves out; and tensors like those of a
     call before are recognised."""
     state = (scale, left, right, bottom_right, setting, switches())
-    if not (q.is_nested or k.is_nested or v.is_nested):  # have no strides, for which a guard ends the process
-        for is_alike, (attend, stride) in RECENT.get(state, ()):
-            if is_alike(q, k, v):
-                out = attend(q, k, v)
-                return out if out.stride() == stride else like_layout(out, q)
-    inputs = AttentionInputs(q, k, v, scale, left, right, bottom_right)
-    if is_empty(inputs):
-        return allocate(inputs, False)[0].zero_()
-    attend = Forward(inputs, NO_EXTRA, effective(setting)).attend
-    out = like_layout(attend(q, k, v), q)
-    if check := check_of(q, k, v):
-        remember(RECENT, state, check, (attend, out.stride()))
-    return out
+    if q.is_nested or k.is_nested or v.is_nested:  # have no strides, for which a guard ends the process
+        return long_forward(AttentionInputs(q, k, v, scale, left, right, bottom_right), setting)
+    for is_alike, (attend, stride) in RECENT.get(state, ()):
+        if is_alike(q, k, v):
+            out = attend(q, k, v)
+            return out if out.stride() == stride else like_layout(out, q)
+    key = (state, *((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)))
+    check, known = KNOWN.get(key, (None, None))
+    if known is None:
+        inputs = AttentionInputs(q, k, v, scale, left, right, bottom_right)
+        if is_empty(inputs):
+            return allocate(inputs, False)[0].zero_()
+        known = Forward(inputs, NO_EXTRA, effective(setting)).attend, empty_as(q, v.shape[3]).stride()
+        check = check_of(q, k, v)
+        if len(KNOWN) >= MAX_KNOWN:
+            KNOWN.clear()
+        KNOWN[key] = check, known
+    if check is not None and check(q, k, v):
+        remember(RECENT, state, check, known)
+    return like_layout(known[0](q, k, v), q)
+
+
+def long_forward(inputs: AttentionInputs, setting: str) -> Tensor:
+    return attention_forward(*inputs, False, setting)[0]
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
@@ -90,7 +104,7 @@ def attention_backward(
         return zero_gradients(inputs, bias_grad)
     extra = {"bias_grad": bias_grad, "lse_grad": grad_lse is not None}
     problem = AttentionProblem.of(inputs, "backward", frozenset(name for name, on in extra.items() if on))
-    choice = select(problem, backward_setting(effective(kernel), problem))
+    choice = select(problem, backward_setting(effective(kernel)))
     gradients = choice.run(inputs, Results(out, lse), Results(grad_out, grad_lse))
     q, k, v = (like_layout(grad, source) for grad, source in zip(gradients[:3], inputs[:3], strict=True))
     # A tensor each for what is missing: results may not alias.

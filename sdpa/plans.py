@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sdpa.autograd import AttentionBackward
 from sdpa.dispatch import failure, learning, select
-from sdpa.dispatch.context import torch_toggles
+from sdpa.dispatch.context import Setting, torch_toggles
 from sdpa.dispatch.select import LAST
 from sdpa.ops import NO_EXTRA, WITH_LSE
 from sdpa.problem import AttentionInputs, Gradients, Results
@@ -36,7 +36,7 @@ class Plan(Forward):
     )
 
     def __init__(self, inputs: AttentionInputs, learns: bool, setting: str) -> None:
-        super().__init__(inputs, WITH_LSE if learns else NO_EXTRA, setting)
+        super().__init__(inputs, WITH_LSE if learns else NO_EXTRA, setting, learns)
         self.learns = learns
         self.is_alike: Check | None = None  # of the tensors it was last taken for
         self.backward_problem = learning.backward_of(self.problem)
@@ -53,6 +53,9 @@ class Plan(Forward):
 
     def backward_stays(self) -> bool:
         """Whether the kernel of the forward is wanted for the backward, too."""
+        if Setting.decode(self.setting).priority:
+            choice = select.choose(self.backward_problem, self.setting, torch_toggles())
+            return choice.kernel is self.choice.kernel
         return learning.stays(self.choice.kernel, select.followers(self.problem, self.setting, torch_toggles()))
 
     def by_function(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -75,7 +78,7 @@ class Plan(Forward):
         state = (torch_toggles(), torch._C._get_deterministic_algorithms())
         if state != self.backward_state:
             problem = self.backward_problem = self.backward_problem._replace(deterministic=state[1])
-            self.backward_choice = select.select(problem, select.backward_setting(self.setting, problem))
+            self.backward_choice = select.select(problem, select.backward_setting(self.setting))
             self.backward_state, self.again_backward = state, None
         choice = LAST.choice = self.backward_choice
         tensors = (self.inputs(*given), Results(out, lse), Results(grad_out, None))

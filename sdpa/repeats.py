@@ -62,12 +62,12 @@ class Forward:
 
     __slots__ = ("again", "attend", "choice", "forward", "is_bias", "native", "numbers", "problem", "record", "setting")
 
-    def __init__(self, inputs: AttentionInputs, extra: frozenset[str], setting: str) -> None:
+    def __init__(self, inputs: AttentionInputs, extra: frozenset[str], setting: str, learns: bool = False) -> None:
         self.numbers = inputs[3:7]  # scale, left, right, bottom_right
         self.is_bias = inputs.bias is not None
         self.setting = setting
         self.problem = AttentionProblem.of(inputs, extra=extra)
-        self.choice = select.choose(self.problem, setting, torch_toggles())
+        self.choice = select.choose(self.problem, setting, torch_toggles(), learns)
         self.forward, self.record = self.choice.forward, self.choice.record
         self.again: Callable | None = None
         self.native: Callable | None = self.native_of(inputs)

@@ -119,6 +119,7 @@ PLAIN_CASES = [OPERATOR_CASES[name] for name in ("plain", "causal_groups", "rows
 @pytest.mark.parametrize("case", [*PLAIN_CASES, Case(M=0, N=7, D=8), Case(M=5, N=0, D=8)], ids=str)
 def test_the_short_form_of_a_forward(case):
     """As the long one, also for tensors that it has seen the like of."""
+    select.clear_caches()
     for seed in (1, 2, 2):
         inputs = make_inputs(case, seed)
         assert ops.is_plain(inputs)
@@ -126,6 +127,7 @@ def test_the_short_form_of_a_forward(case):
         out, wanted = PLAIN(*given), FORWARD(*inputs, False, "")[0]
         assert torch.equal(out, wanted)
         assert out.stride() == wanted.stride()
+    assert bool(ops.RECENT) == bool(case.M and case.N)
     torch.library.opcheck(PLAIN, given, test_utils=OPCHECKS)
 
 
@@ -152,6 +154,43 @@ def test_many_sizes_of_the_short_form_are_not_kept():
         q, k, v = qkv(N=N)
         PLAIN(q, k, v, 0.5, -1, -1, False, "")
     assert max(map(len, ops.RECENT.values())) <= repeats.LATEST
+
+
+def test_more_forms_than_are_recent_are_known(monkeypatch):
+    """In rotation, one tensor in three roles among them: each is worked out once."""
+    select.clear_caches()
+    made, forward = [], ops.Forward
+    monkeypatch.setattr(ops, "Forward", lambda *args: made.append(args) or forward(*args))
+    sizes = [*range(1, 2 * repeats.LATEST), 16]
+    for seed in range(3):
+        for N in sizes:
+            q, k, v = qkv(N=N, seed=seed)
+            k, v = (q, q) if N == 16 else (k, v)
+            out = PLAIN(q, k, v, 0.5)
+            assert torch.allclose(out, attention(q, k, v, scale=0.5), atol=1e-6)
+    assert len(made) == len(sizes)
+
+
+def test_a_launch_that_failed_is_not_known(monkeypatch):
+    tensors = qkv()
+    PLAIN(*tensors, 0.5)
+    chosen = select.last_choice().kernel.load()
+    select.clear_caches()
+    calls = []
+
+    def fails(*_):
+        calls.append(None)
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(chosen, "forward", fails)
+    try:
+        with pytest.warns(UserWarning, match="answers instead"):
+            out = PLAIN(*tensors, 0.5)
+        for _ in range(2):
+            assert torch.allclose(PLAIN(*tensors, 0.5), out, atol=1e-6)
+        assert len(calls) == 1
+    finally:
+        select.clear_caches()
 
 
 @pytest.mark.parametrize("option", ["return_lse", "mask", "grad"])

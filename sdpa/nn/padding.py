@@ -31,7 +31,7 @@ class Packing(NamedTuple):
         counts = lengths.tolist()
         if sum(counts) == B * L:
             return None
-        index = torch.nonzero_static(there.flatten(), size=sum(counts)).squeeze(1)
+        index = places_of(there.flatten(), sum(counts))
         if not batch_first:
             index = index % L * B + index // L
         return cls(index, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), max(counts))
@@ -46,6 +46,13 @@ class Packing(NamedTuple):
         batch = rows.new_zeros(size, rows.shape[-1]).index_copy(0, self.index, rows)
         # Not a view, on which fully_shard's hooks would be lost if it is changed in place.
         return torch.ops.aten._unsafe_view(batch, (*like.shape[:2], rows.shape[-1]))
+
+
+def places_of(there: Tensor, number: int) -> Tensor:
+    """Where the `number` true entries of (n,) `there` are, without asking a device for their number again."""
+    if there.device.type not in ("cpu", "cuda"):  # torch 2.10 has nonzero_static for these
+        return there.nonzero().squeeze(1)
+    return torch.nonzero_static(there, size=number).squeeze(1)
 
 
 class Between(NamedTuple):
