@@ -16,7 +16,7 @@ from sdpa.layout import like_layout
 from sdpa.ops import BACKWARD, FIELDS, FORWARD, WEIGHTS, no_tensor
 from sdpa.problem import AttentionInputs, Results
 
-__all__ = ["Attention", "AttentionBackward", "AttentionEager", "Weights", "composite_weights"]
+__all__ = ["Attention", "AttentionBackward", "AttentionEager", "AttentionOutput", "Weights", "composite_weights"]
 
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
 DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
@@ -41,6 +41,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         return gradients(ctx, grad_out, grad_lse, BACKWARD)
+
+
+class AttentionOutput(Attention):
+    """Attention whose log-sum-exp nobody gets: a graph would bring zeros as its gradient, which few kernels take."""
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        return gradients(ctx, grad_out, None, BACKWARD)
 
 
 class AttentionEager(Attention):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import eager, flops, ops
-from sdpa.autograd import Attention, AttentionEager
+from sdpa.autograd import Attention, AttentionEager, AttentionOutput
 from sdpa.dispatch.context import request_text
 from sdpa.inputs import Options, build_inputs, restore_rank
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, nested_attention
@@ -125,7 +125,8 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
     if torch.compiler.is_compiling():
         if not needs_grad(inputs):
             return plain(inputs, needs_lse, request)
-        return Results(*Attention.apply(*distinct(inputs), request))
+        function = Attention if needs_lse else AttentionOutput
+        return Results(*function.apply(*distinct(inputs), request))
     if select_by_modes():
         flops.announce()
     if needs_grad(inputs) or is_transformed():

@@ -93,16 +93,18 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside & (columns < BUILD.DV))
     offsets = part * lse_stride + (batch * sizes.H + heads).to(tl.int64) * sizes.M + rows
     if SPLIT:  # apart: where the largest score is huge, its logarithm's sum would lose the number of keys
-        tl.store(lse + offsets, (state.row_max * unit)[:, None], mask=inside)
-        tl.store(lse + parts * lse_stride + offsets, state.row_sum[:, None], mask=inside)
+        behind = out + tl.cast(parts, tl.int64) * part_stride + offsets
+        tl.store(behind, (state.row_max * unit)[:, None], mask=inside)
+        tl.store(behind + parts * lse_stride, state.row_sum[:, None], mask=inside)
     elif lse is not None:
         tl.store(lse + offsets, row_lse[:, None], mask=inside)
 
 
 @triton.jit
-def combine_kernel(parts_out, parts_max, out, lse, out_strides, H, M, rows, parts, DV: tl.constexpr,
-                   BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
-    """One row of the result from its parts, weighted by their sums, which lie behind their largest scores.
+def combine_kernel(parts_out, out, lse, out_strides, H, M, rows, parts, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
+    """One row of the result from its parts, weighted by their sums: behind the parts lie their largest
+    scores, and behind these the sums.
 
     Grid: B * H * M.
 
@@ -113,6 +115,7 @@ def combine_kernel(parts_out, parts_max, out, lse, out_strides, H, M, rows, part
     row = tl.program_id(0)
     entry, i = row // M, row % M
     columns = tl.arange(0, BLOCK_DV)
+    parts_max = parts_out + tl.cast(parts, tl.int64) * rows * DV
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
@@ -164,11 +167,10 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     results = empty_results(inputs, problem)
     out, lse = results
     rows = p.B * p.H * p.M
-    if parts > 1:
-        out = torch.empty((parts, p.B, p.H, p.M, p.Dv), dtype=torch.float32, device=inputs.q.device)
-        lse = torch.empty((2, parts, p.B, p.H, p.M), dtype=torch.float32, device=inputs.q.device)
+    if parts > 1:  # and behind them, in one piece of memory, what they are weighted by
+        out, lse = torch.empty(parts * rows * (p.Dv + 2), dtype=torch.float32, device=inputs.q.device), None
     given, _ = prepare(inputs, problem, tile, Side.SPLIT_KEYS)
-    own = strides_of(out) if parts == 1 else Strides(*out.stride()[1:4])
+    own = strides_of(out) if parts == 1 else Strides(p.H * p.M * p.Dv, p.M * p.Dv, p.Dv)
     strides = given.strides._replace(other=own)
     args = (
         given.q,
@@ -190,7 +192,7 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     grid = (parts * given.sizes.blocks * given.sizes.entries,)
     launches = [Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.build, parts > 1, chained), tile)]
     if parts > 1:
-        args = (out, lse, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
+        args = (out, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
         launches.append(Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, chained), COMBINE, chained))
     return results, launches
 
@@ -205,5 +207,5 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Resul
     """Like `forward`, and what does it again for tensors of the same form."""
     (inputs,) = tensors
     results, launches = forward_launches(inputs, problem, tile)
-    parts = launches[0].args[3:5] if len(launches) > 1 else ()
+    parts = launches[0].args[3:4] if len(launches) > 1 else ()
     return results, run_recording(launches, problem, read_of(inputs), (*tensors_of(results), *parts), pack_of(results))
