@@ -8,7 +8,7 @@ from torch import Tensor
 from sdpa.nn.attention import MultiheadAttention
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 
-BLOCKS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # what a subclass overrides
+BLOCKS = frozenset({"forward", "_sa_block", "_mha_block", "_ff_block"})  # what a subclass overrides
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 EACH_ROW_ALONE = (
     torch.nn.Linear,
@@ -33,21 +33,27 @@ def is_rowwise(module: torch.nn.Module) -> bool:
     """Whether a module treats every row (last dimension) alone, or is our attention, which knows about packed rows."""
     if is_watched(module):
         return False
+    if isinstance(module, EACH_ROW_ALONE):
+        return True
     if isinstance(module, MultiheadAttention):
         return is_unchanged(module, MultiheadAttention) and module.can_pack()
-    return isinstance(module, EACH_ROW_ALONE) or (isinstance(module, NORMS) and len(module.normalized_shape) == 1)
+    return isinstance(module, NORMS) and len(module.normalized_shape) == 1
 
 
 def is_unchanged(module: torch.nn.Module, kind: type) -> bool:
     """Whether a module's own class and its instance leave our code alone; fully_shard and parametrize do."""
-    return all(
-        name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None) for name in BLOCKS
-    )
+    own = type(module)
+    inherits = own is kind or all(getattr(own, name, None) is getattr(kind, name, None) for name in BLOCKS)
+    return inherits and BLOCKS.isdisjoint(vars(module))
 
 
 def is_watched(module: torch.nn.Module) -> bool:
     """Whether hooks see what goes in or out. Those of torch.distributed are there for the parameters."""
-    found = [hook for name in HOOKS if vars(module)[name] for hook in vars(module)[name].values()]
+    held = vars(module)
+    before, after, before_backward, after_backward = HOOKS
+    if not (held[before] or held[after] or held[before_backward] or held[after_backward]):
+        return False
+    found = [hook for name in HOOKS for hook in held[name].values()]
     return any(not str(getattr(hook, "__module__", None)).startswith("torch.distributed.") for hook in found)
 
 
