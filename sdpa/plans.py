@@ -54,7 +54,10 @@ class Plan(Forward):
     def backward_stays(self) -> bool:
         """Whether the kernel of the forward is wanted for the backward, too."""
         if Setting.decode(self.setting).priority:
-            choice = select.choose(self.backward_problem, self.setting, torch_toggles())
+            try:
+                choice = select.choose(self.backward_problem, self.setting, torch_toggles())
+            except select.NoKernelError:  # that is for the backward to say, if there is one
+                return False
             return choice.kernel is self.choice.kernel
         return learning.stays(self.choice.kernel, select.followers(self.problem, self.setting, torch_toggles()))
 

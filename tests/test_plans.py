@@ -209,6 +209,23 @@ def test_recent_plans_stay_out_of_transforms(transform, native):
     assert len(native) == before
 
 
+def test_a_backward_that_no_kernel_has_is_told_of_in_the_backward(monkeypatch, native):
+    """Also where kernels were given an order, in which the backward has to be looked for."""
+    kernel = by_name()["vendor_cpu_flash"]
+    refuse = type(kernel).why_not
+
+    def why_not(self, problem):
+        return ["no backward today"] if problem.direction == "backward" else refuse(self, problem)
+
+    monkeypatch.setattr(type(kernel), "why_not", why_not)
+    select.clear_caches()
+    with sdpa.sdpa_kernel(["vendor_cpu_flash", "cpu_flash"], set_priority=True):
+        out = attend(*qkv())
+        with pytest.raises(RuntimeError, match="no backward today"):
+            out.sum().backward()
+    select.clear_caches()
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_infrastructure_modes_see_the_operator(warm):
     """make_fx, whose mode leaves no mark in the dispatch keys that guards compare."""
