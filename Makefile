@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
-NATIVE := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+NATIVE := $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cuda/*.cpp kernels/cuda/*.h kernels/cuda/*.cuh kernels/cuda/*/*.cuh)
+# Headers that the CUDA kernels are built with, where there is an nvcc.
+CUTLASS ?= 4.2.0.0
 SANITIZER ?= compute-sanitizer
 # Processes that test on a GPU: nearly all of their time goes into compiling.
 GPU_JOBS ?= 8
@@ -55,6 +57,7 @@ $(BIN)/python:
 $(VENV)/torch-$(TORCH): | $(BIN)/python
 	@echo "installing torch $(TORCH) into $(VENV)"
 	$(PIP) torch==$(TORCH) "setuptools>=77" wheel ninja
+	if command -v nvcc > /dev/null; then $(PIP) --no-deps nvidia-cutlass==$(CUTLASS); fi
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
@@ -62,6 +65,6 @@ $(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
 	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test]"
 	touch $@
 
-$(READY): $(VENV)/installed $(NATIVE)
+$(READY): $(VENV)/installed $(NATIVE) kernels/cuda/instances.def
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

@@ -1,7 +1,8 @@
-"""Builds the package: folders mapped under `sdpa`, the CPU library by ninja, and one wheel for every Python."""
+"""Builds the package: folders mapped under `sdpa`, the native libraries by ninja, and one wheel for every Python."""
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ MAPPED = {
     "sdpa.bench": "bench",
 }
 LIBRARY = "kernels/cpu/libsdpa_cpu.so"
+CUDA_LIBRARY = "kernels/cuda/libsdpa_cuda.so"
 OBJECTS = "build/native"
 
 OLDEST_TORCH = (2, 10)  # the first whose stable ABI has all that the library uses
@@ -41,6 +43,20 @@ AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": f"{AVX512} -mavx512bf16"}
 # On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
 LINK_FLAGS = "-ltorch_cpu -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
+
+INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), .*\))$", re.M)  # a line of instances.def: all of it, the head size
+OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
+# What ptxas reports of every kernel; of a shipped one all of these are 0.
+IN_MEMORY = re.compile(r"(\d+) bytes (stack frame|spill stores|spill loads)")
+# What it says where it has to put the warpgroups' products one after the other.
+IN_A_ROW = re.compile(r".*(?:wgmma.*serialized|C75\d\d).*")
+CUDA_FLAGS = (
+    "-std=c++17 -O3 --use_fast_math -DNDEBUG -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED "
+    "-gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr --expt-extended-lambda "
+    "-Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v"
+)
+# torch for a CPU has no libtorch_cuda.so to link with; this stands for the one function that is asked of it.
+STUB = 'extern "C" __attribute__((visibility("default"))) int aoti_torch_get_current_cuda_stream() { return 1; }'
 
 
 def packages() -> list[str]:
@@ -60,7 +76,7 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def compiler() -> str:
+def cxx() -> str:
     for candidate in (os.environ.get("CXX"), "g++", "c++"):
         if candidate and shutil.which(candidate.split()[0]):
             return candidate
@@ -81,17 +97,95 @@ def isa_flags(source: Path) -> str:
     return next((flags for suffix, flags in ISA_FLAGS.items() if source.stem.endswith(suffix)), "")
 
 
+def nvcc() -> str | None:
+    """The CUDA compiler on the PATH or under CUDA_HOME; None where there is none that is new enough."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    found = shutil.which("nvcc") or next((f"{h}/bin/nvcc" for h in homes if h and Path(h, "bin/nvcc").exists()), None)
+    if found is None:
+        return None
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return found if release is not None and tuple(map(int, release.groups())) >= OLDEST_NVCC else None
+
+
+def cuda_home(compiler: str) -> Path:
+    """Where the compiler, which may be a script that calls another, has its headers and libraries."""
+    plan = subprocess.run([compiler, "--dryrun", "-x", "cu", "/dev/null"], capture_output=True, text=True, check=False)
+    return Path(re.search(r"TOP=(\S+)", plan.stdout + plan.stderr)[1]).resolve()
+
+
+def cutlass() -> Path | None:
+    """CUTLASS' headers, of PyPI's nvidia-cutlass; they are needed to build only."""
+    spec = find_spec("cutlass_library")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "source" / "include"
+
+
+def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
+    """The lines of ninja for the CUDA library: a source is written for each head size in instances.def."""
+    home, folder, made = cuda_home(compiler), Path(CUDA_LIBRARY).parent, Path(OBJECTS, "cuda")
+    (ROOT / made).mkdir(parents=True, exist_ok=True)
+    write_if_new(ROOT / made / "stub.cpp", STUB)
+    lines = [
+        "rule compile_cuda",
+        f"  command = {compiler} {CUDA_FLAGS} -I{folder} -isystem {headers} -isystem {home}/include/cccl "
+        "-MMD -MF $out.d -c $in -o $out 2> $out.log || (cat $out.log; false)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule compile_bindings",
+        f"  command = {cxx()} {COMMON_FLAGS} -DUSE_CUDA -isystem {torch}/include -isystem {home}/include "
+        "-MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule stub",
+        f"  command = {cxx()} -shared -fPIC -Wl,-soname,libtorch_cuda.so $in -o $out",
+        "rule link_cuda",
+        f"  command = {cxx()} -shared $objects -o $out -L{made} -L{torch}/lib -L{home}/lib64 -lcudart_static -ldl -lrt "
+        "-lpthread -ltorch_cpu -l:libtorch_cuda.so -Wl,--exclude-libs,ALL,-z,defs",
+        f"build {made}/libtorch_cuda.so: stub {made}/stub.cpp",
+    ]
+    objects = [f"{made}/{source.stem}.o" for source in sorted((ROOT / folder).glob("*.cpp"))]
+    lines += [f"build {name}: compile_bindings {folder}/{Path(name).stem}.cpp" for name in objects]
+    by_head_size: dict[str, list[str]] = {}  # reading CuTe's headers takes half of the time
+    for line, size in INSTANCE.findall((ROOT / folder / "instances.def").read_text()):
+        by_head_size.setdefault(size, []).append(line)
+    for size, instances in by_head_size.items():
+        source = made / f"flash_{size}.cu"
+        write_if_new(ROOT / source, "\n".join(['#include "instance.cuh"', *instances, ""]))
+        objects.append(f"{source.with_suffix('.o')}")
+        lines.append(f"build {objects[-1]}: compile_cuda {source}")
+    named = " ".join(objects)
+    return [*lines, f"build {CUDA_LIBRARY}: link_cuda {named} {made}/libtorch_cuda.so", f"  objects = {named}"]
+
+
+def write_if_new(path: Path, text: str) -> None:
+    """A source that did not change keeps its time, and so its object."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def faults(said: str) -> list[str]:
+    """Of ptxas' messages, those for which a kernel may not be shipped."""
+    return [m[0] for m in IN_MEMORY.finditer(said) if int(m[1])] + IN_A_ROW.findall(said)
+
+
+def refuse_faults() -> None:
+    """Ends the build, so that the next one compiles it again, where an instance spills."""
+    for log in sorted((ROOT / OBJECTS / "cuda").glob("*.log")):
+        if found := faults(log.read_text()):
+            log.with_suffix("").unlink(missing_ok=True)
+            raise SystemExit(f"{log.name.partition('.')[0]} is not shipped so: {'; '.join(found)}")
+
+
 def ninja_text(torch: Path) -> str:
-    """One object per source with its own flags, one library; paths are relative, so that a moved tree stays built."""
-    cxx = compiler()
+    """One object per source with its own flags, one library each; paths are relative: a moved tree stays built."""
     lines = [
         f"builddir = {OBJECTS}",
         "rule compile",
-        f"  command = {cxx} {COMMON_FLAGS} $isa -isystem {torch}/include -MMD -MF $out.d -c $in -o $out",
+        f"  command = {cxx()} {COMMON_FLAGS} $isa -isystem {torch}/include -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {cxx} -shared $in -o $out -L{torch}/lib {LINK_FLAGS}",
+        f"  command = {cxx()} -shared $in -o $out -L{torch}/lib {LINK_FLAGS}",
     ]
     objects = []
     for source in sorted((ROOT / LIBRARY).parent.glob("*.cpp")):
@@ -100,7 +194,15 @@ def ninja_text(torch: Path) -> str:
             continue
         objects.append(f"{OBJECTS}/{source.stem}.o")
         lines += [f"build {objects[-1]}: compile {source.relative_to(ROOT)}", f"  isa = {flags}"]
-    return "\n".join([*lines, f"build {LIBRARY}: link {' '.join(objects)}", ""])
+    lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
+    compiler, headers = nvcc(), cutlass()
+    if sys.platform != "linux" or compiler is None:
+        print("no nvcc from CUDA 12.4 on: the CUDA kernels are not built")
+    elif headers is None:
+        print("no CUTLASS (pip install --no-deps nvidia-cutlass==4.2.0.0): the CUDA kernels are not built")
+    else:
+        lines += cuda_text(torch, compiler, headers)
+    return "\n".join([*lines, ""])
 
 
 class BuildNative(build_ext):
@@ -111,9 +213,11 @@ class BuildNative(build_ext):
         script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text(ninja_text(torch_folder()))
         if subprocess.run([ninja(), "-C", str(ROOT), "-f", str(script)], check=False).returncode:
-            raise SystemExit("the CPU library did not build; the compiler's message is above")
+            raise SystemExit("the native libraries did not build; the compiler's message is above")
+        refuse_faults()
         if not self.inplace:
-            shutil.copy2(ROOT / LIBRARY, Path(self.build_lib, "sdpa", LIBRARY))
+            for library in filter(lambda name: (ROOT / name).exists(), (LIBRARY, CUDA_LIBRARY)):
+                shutil.copy2(ROOT / library, Path(self.build_lib, "sdpa", library))
 
 
 class Build(build):

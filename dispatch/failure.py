@@ -12,6 +12,7 @@ from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 MEMORY = "memory"  # may succeed later, or with a kernel that needs less
 TILE = "tile"  # asks for more than the device has; a smaller one of the same kernel may not
 SIZE = "size"  # not at sizes like these
+ADDRESS = "address"  # not where these tensors begin, which a problem does not tell; others may be read
 BUILD = "build"  # nobody built the kernel for this device
 # Errors that Triton raises before anything runs, by name: this file must not import it.
 TRITON_ERRORS = frozenset({"OutOfResources", "CompilationError", "CompileTimeAssertionFailure", "PTXASError"})
@@ -24,11 +25,13 @@ REFUSALS = {
     "no valid execution plans": SIZE,
     "no execution plans support": SIZE,
     "cudnn_status_not_supported": SIZE,
+    "cannot read addresses": ADDRESS,
     "no kernel image is available": BUILD,
     "invalid device function": BUILD,
     "unsupported gpu architecture": BUILD,
     "provided ptx was compiled with an unsupported toolchain": BUILD,
 }
+PASSING = frozenset({MEMORY, ADDRESS})
 MESSAGE_LENGTH = 300
 
 # What was refused -> what the device said.
@@ -48,7 +51,7 @@ class LaunchError(RuntimeError):
 
 
 def kind_of(error: BaseException) -> str | None:
-    """MEMORY, TILE, SIZE, BUILD, or None for an error that is a fault of the program."""
+    """One of the kinds above, or None for an error that is a fault of the program."""
     if isinstance(error, torch.OutOfMemoryError):
         return MEMORY
     kind = type(error)
@@ -79,8 +82,9 @@ def as_error(kind: str, told: str) -> RuntimeError:
 
 
 def remember(kind: str, kernel: Kernel, tile: Tile | None, problem: AttentionProblem, error: BaseException) -> None:
-    """Bar what `error` speaks of; where memory ran out that is nothing, because it may be there the next time."""
-    if kind != MEMORY:
+    """Bar what `error` speaks of; nothing where the next call may succeed: memory may be there, and tensors lie
+    elsewhere."""
+    if kind not in PASSING:
         FAILED[refused(kind, kernel, tile, problem)] = message(error)
 
 

@@ -76,6 +76,12 @@ def any_unit_stride(problem: AttentionProblem) -> str | None:
     return None if problem.unit_stride else "needs the last stride of q, k and v to be 1, and would copy otherwise"
 
 
+def bulk_strides(problem: AttentionProblem) -> str | None:
+    if problem.bulk_strides:
+        return None
+    return "needs strides of q, k and v that are positive multiples of 16 bytes, and would copy otherwise"
+
+
 def bias_in_query_dtype(problem: AttentionProblem) -> str | None:
     if problem.bias_dtype in (None, problem.dtype):
         return None

@@ -333,13 +333,13 @@ def recover(
     Out of memory falls only to kernels that do not write out the scores. Warns with the text; a launch that failed is
     not tried again.
     """
-    exhausted: set[str] = set()  # kernels that ran out of memory, which may be there for the next call
+    exhausted: set[str] = set()  # kernels whose failure says nothing of the next call
     while True:
         kind = failure.kind_of(error)
         if kind is None:
             raise error
         told = failure.sentence(kind, choice.kernel.name, what_failed(choice, kind), error)
-        if kind == failure.MEMORY:
+        if kind in failure.PASSING:
             exhausted.add(choice.kernel.name)
         else:
             failure.remember(kind, choice.kernel, choice.tile, choice.problem, error)

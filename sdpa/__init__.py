@@ -1,5 +1,7 @@
 """sdpa: one attention call that runs the fastest correct kernel for the hardware, dtype and mask, and says why."""
 
+from typing import TYPE_CHECKING
+
 from sdpa.dispatch.context import sdpa_kernel
 from sdpa.dispatch.explain import Explanation
 from sdpa.dispatch.select import Choice, NoKernelError, last_choice
@@ -10,6 +12,9 @@ from sdpa.patch import install, patch, uninstall
 from sdpa.problem import AttentionProblem
 from sdpa.varlen import paged_attention, varlen_attention
 
+if TYPE_CHECKING:
+    from sdpa.nn import accelerate, restore
+
 __version__ = "0.1.0"
 __all__ = [
     "AttentionProblem",
@@ -17,13 +22,28 @@ __all__ = [
     "Explanation",
     "Mask",
     "NoKernelError",
+    "accelerate",
     "explain",
     "install",
     "last_choice",
     "paged_attention",
     "patch",
+    "restore",
     "scaled_dot_product_attention",
     "sdpa_kernel",
     "uninstall",
     "varlen_attention",
 ]
+OF_MODULES = ("accelerate", "restore")  # sdpa.nn is imported by who asks for them
+
+
+def __getattr__(name: str) -> object:
+    if name not in OF_MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sdpa import nn
+
+    return getattr(nn, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *OF_MODULES})

@@ -29,6 +29,7 @@ from sdpa.repeats import (
 
 MAX_PLANS = 4096
 MIN_RANK = 2
+UNSEEN = object()
 PLANS: dict[tuple, Plan | None] = {}
 RECENT: Recent = {}
 select.CACHES += (PLANS.clear, RECENT.clear)
@@ -78,10 +79,12 @@ def look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, state
     try:
         plan = PLANS[seen]
     except KeyError:
-        options = Options(mask, 0.0, is_causal, scale, enable_gqa)
-        plan = remember(seen, make_plan(query, key, value, options, kernel, learns))
+        plan = UNSEEN  # made below: a complaint about the call is not to be printed as one about this KeyError
     except TypeError:
         return None
+    if plan is UNSEEN:
+        options = Options(mask, 0.0, is_causal, scale, enable_gqa)
+        plan = remember(seen, make_plan(query, key, value, options, kernel, learns))
     if plan is None:
         return None
     if state is not None:

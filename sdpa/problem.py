@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 UNLIMITED = -1
+BULK_BYTES = 16  # of whose multiples a bulk copy engine wants addresses and strides
 
 # Every optional thing a call can ask for, and how a refusal names it. A kernel's row in the catalog lists
 # the ones it honours; `why_not` is the difference of two sets.
@@ -138,6 +139,7 @@ class AttentionProblem(NamedTuple):
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
     full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
     narrow_mask: bool = False  # the dense masks given repeat one column for all keys
+    bulk_strides: bool = True  # a GPU's bulk copy engine can follow the strides of q, k and v
 
     @classmethod
     def of(
@@ -170,6 +172,7 @@ class AttentionProblem(NamedTuple):
             is_row_mask(inputs),
             is_full_bias(inputs),
             is_narrow_mask(inputs),
+            not q.is_cuda or has_bulk_strides(inputs),
         )
 
     @property
@@ -248,6 +251,13 @@ def is_narrow_mask(inputs: AttentionInputs) -> bool:
     """Whether there is a dense mask or bias, and none of them tells several keys apart."""
     given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]
     return bool(given) and inputs.k.shape[2] > 1 and all(m.shape[3] == 1 or m.stride(3) == 0 for m in given)
+
+
+def has_bulk_strides(inputs: AttentionInputs) -> bool:
+    """Whether all strides but the last are positive multiples of 16 bytes; a dimension of one needs none."""
+    unit = BULK_BYTES // inputs.q.element_size()
+    pairs = [pair for t in inputs[:3] for pair in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    return all(n == 1 or (stride > 0 and stride % unit == 0) for n, stride in pairs)
 
 
 def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:

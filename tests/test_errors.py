@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import pytest
 import torch
@@ -210,6 +211,28 @@ def test_wrong_calls_fail_alike_when_gradients_are_needed(name):
     arguments = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
     with pytest.raises(kind, match=pattern):
         attention(*arguments, **options)
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["plain", "learns"])
+@pytest.mark.parametrize("name", [*TORCH_TEXTS, *OWN_TEXTS])
+def test_a_wrong_call_prints_one_traceback(name, learns):
+    arguments, options = (TORCH_TEXTS | OWN_TEXTS)[name][0]()
+    if learns:
+        arguments = [a.requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in arguments]
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as error:
+        attention(*arguments, **options)
+    assert printed(error.value).count("Traceback") == 1
+
+
+def test_a_call_that_no_kernel_answers_prints_one_traceback():
+    with pytest.raises(sdpa.NoKernelError) as error:
+        attention(*qkv(), kernel="vendor_flash")
+    assert error.value.__context__ is None and printed(error.value).count("Traceback") == 1
+
+
+def printed(error):
+    """What a user sees of an error."""
+    return "".join(traceback.format_exception(error))
 
 
 def test_an_unknown_kernel_lists_the_known_ones():

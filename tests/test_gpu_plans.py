@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
+import sdpa.nn
 from sdpa import eager
 from sdpa import scaled_dot_product_attention as attend
 
@@ -146,3 +147,32 @@ def test_streams_and_graphs(name):
         tensor.copy_(other)
     graph.replay()
     close(out, exact(*others))
+
+
+def test_captured_steps_of_a_decoder():
+    """One graph, replayed for every position, beside steps that nobody captured."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    tgt, memory, other = (torch.randn(2, N, 64, generator=generator, device="cuda") for N in (6, 5, 2))
+    layer = sdpa.nn.TransformerDecoderLayer(64, 4, 128, 0.0, batch_first=True, device="cuda")
+    decoder = sdpa.nn.TransformerDecoder(layer, 2).eval()
+    with torch.no_grad():
+        eager_cache, cache = (decoder.new_cache(memory, tgt.shape[1]) for _ in range(2))
+        wanted = [decoder.step(part, eager_cache) for part in tgt.split(1, 1)]
+        given = torch.empty_like(tgt[:, :1])
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is compiled and allocated by a first call is, and other values are stored
+            for part in other.split(1, 1):
+                decoder.step(given.copy_(part), cache)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = decoder.step(given, cache)
+    for _ in range(2):  # two generations by one graph
+        cache.reset()
+        for part, want in zip(tgt.split(1, 1), wanted, strict=True):
+            given.copy_(part)
+            graph.replay()
+            close(out, want)
+        assert cache.lengths.tolist() == [tgt.shape[1]] * 2
+    assert not torch.equal(wanted[0], wanted[1])

@@ -35,6 +35,17 @@ def test_import_loads_no_library_but_torchs():
     assert fresh(code) == "False"
 
 
+def test_modules_are_imported_by_who_asks_for_them():
+    code = "import sys, torch, sdpa; print('sdpa.nn' in sys.modules, {'accelerate', 'restore'} <= set(dir(sdpa)))\n"
+    code += "model = torch.nn.MultiheadAttention(8, 2); report = sdpa.accelerate(model)\n"
+    code += "print(type(model).__module__, sdpa.restore(model), type(model).__module__)\n"
+    code += "from sdpa import *; import sdpa.nn; print(accelerate is sdpa.nn.accelerate, restore is sdpa.nn.restore)\n"
+    code += "print(hasattr(sdpa, 'accelerated'))"
+    first, swapped, same, other = fresh(code).splitlines()
+    assert first == "False True" and swapped == "sdpa.nn.attention ['(the model)'] torch.nn.modules.activation"
+    assert same == "True True" and other == "False"
+
+
 def test_triton_is_not_needed():
     code = "import sys; sys.modules['triton'] = None; import torch, sdpa; q = torch.randn(1, 2, 5, 8)\n"
     code += "sdpa.scaled_dot_product_attention(q, q, q); print(sdpa.last_choice().kernel.name)"

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from nn_helpers import CAUSAL, CLOSE, PAD, SMALL, built, decoders, encoders, randn, rows_of
-from torch.ao.nn import quantizable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
 
 import sdpa
 import sdpa.nn
@@ -106,6 +103,12 @@ def test_a_model_may_be_the_module_itself():
     assert type(attention) is sdpa.nn.MultiheadAttention
 
 
+@pytest.mark.parametrize("call", (sdpa.nn.accelerate, sdpa.nn.restore))
+def test_what_is_no_module(call):
+    with pytest.raises(TypeError, match=r"^expected a torch.nn.Module, got str$"):
+        call("x")
+
+
 @pytest.mark.parametrize("stack", (encoders, decoders))
 def test_stacks_and_a_transformer_give_the_same_results(stack):
     module = stack(batch_first=True)[1]
@@ -171,18 +174,58 @@ def test_copies_and_pickles_are_models_of_their_own(duplicate, functional):
     assert type(model.encoder) is sdpa.nn.TransformerEncoder and model.seen[-1] == functional
 
 
-@pytest.mark.parametrize("name", [kind.__name__ for kind in OURS])
-def test_state_dicts_go_both_ways(name):
-    arguments = {
-        "TransformerEncoder": (torch.nn.TransformerEncoderLayer(8, 2, 16), 2, torch.nn.LayerNorm(8)),
-        "TransformerDecoder": (torch.nn.TransformerDecoderLayer(8, 2, 16), 2),
-        "Transformer": (8, 2, 1, 1, 16),
-    }.get(name, (8, 2))
-    ours, theirs = built(name, *arguments)
+ATTENTION = {
+    "default": {},
+    "no bias": {"bias": False},
+    "kdim": {"kdim": 6},
+    "vdim": {"vdim": 10},
+    "both dims": {"kdim": 6, "vdim": 10},
+    "both dims, no bias": {"kdim": 6, "vdim": 10, "bias": False},
+    "bias_k and bias_v": {"add_bias_kv": True},
+    "bias_k and bias_v, no bias": {"add_bias_kv": True, "bias": False},
+    "bias_k and bias_v, vdim": {"add_bias_kv": True, "vdim": 10},
+    "zero": {"add_zero_attn": True},
+    "batch_first": {"batch_first": True},
+    "double": {"dtype": torch.float64},
+}
+LAYER = {
+    "default": {},
+    "no bias": {"bias": False},
+    "norm_first": {"norm_first": True},
+    "batch_first": {"batch_first": True},
+    "all": {"bias": False, "norm_first": True, "batch_first": True, "dtype": torch.float64},
+}
+STATES = [(kind.__name__, option) for kind in OURS for option in (ATTENTION if "Attention" in kind.__name__ else LAYER)]
+
+
+def built_of(name, option):
+    """Ours and torch's, small, with a constructor option; a stack of layers with and without a norm of its own."""
+    if name == "MultiheadAttention":
+        return built(name, 8, 2, **ATTENTION[option])
+    if name == "Transformer":
+        return built(name, 8, 2, 1, 1, 16, **LAYER[option])
+    if name.endswith("Layer"):
+        return built(name, 8, 2, 16, **LAYER[option])
+    layer = getattr(torch.nn, f"{name}Layer")(8, 2, 16, **LAYER[option])
+    return built(name, layer, 2, torch.nn.LayerNorm(8) if option == "default" else None)
+
+
+@pytest.mark.parametrize("name,option", STATES)
+def test_state_dicts_go_both_ways(name, option):
+    ours, theirs = built_of(name, option)
     for source, target in ((ours, theirs), (theirs, ours)):
-        torch.nn.init.normal_(next(source.parameters()))
+        for parameter in source.parameters():
+            torch.nn.init.normal_(parameter)
+        assert list(source.state_dict()) == list(target.state_dict())
         target.load_state_dict(source.state_dict(), strict=True)
-        assert torch.equal(next(source.parameters()), next(target.parameters()))
+        torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
+
+
+def test_the_options_change_the_state():
+    """Those of attention that have parameters of their own, so that the cases above are more than one case."""
+    known = {frozenset((n, t.shape) for n, t in built("MultiheadAttention", 8, 2, **o)[0].state_dict().items())
+             for o in ATTENTION.values()}  # fmt: skip
+    assert len(known) == 9  # twelve, of which "zero", "batch_first" and "double" are like the default
 
 
 def test_devices_and_dtypes_of_construction():
@@ -207,68 +250,6 @@ def test_devices_and_dtypes_of_construction():
             assert cpu(x, src_key_padding_mask=mask).device.type == "cpu"
     finally:
         torch.set_default_device(None)
-
-
-# What is left alone
-
-
-class Shouting(torch.nn.TransformerEncoderLayer):
-    def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
-        return 2 * super()._sa_block(x, attn_mask, key_padding_mask, is_causal)
-
-
-def overridden():
-    return Shouting(8, 2, batch_first=True, **SMALL), "is a .*Shouting, whose code may rely on torch's", ["self_attn"]
-
-
-def quantized():
-    module = quantizable.MultiheadAttention(8, 2, batch_first=True)
-    return module, "is a torch.ao.nn.quantizable.*MultiheadAttention, whose code", []
-
-
-def parametrized():
-    module = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-    return parametrizations.weight_norm(module, "in_proj_weight"), "is parametrized; call accelerate before", []
-
-
-def with_own_forward():
-    module = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, **SMALL)
-    module.forward = lambda src, **options: 3 * torch.nn.TransformerEncoderLayer.forward(module, src, **options)
-    return module, "has a forward of its own, set on the instance", ["self_attn"]
-
-
-@pytest.mark.parametrize("case", (overridden, quantized, parametrized, with_own_forward))
-def test_what_is_left_alone_has_a_reason_and_runs(case):
-    module, reason, inside = case()
-    module.eval()
-    x = randn(3, 5, 8)
-    args = (x, x, x) if isinstance(module, torch.nn.MultiheadAttention) else (x,)
-    wanted = module(*args)
-    kind = type(module)
-    report = sdpa.nn.accelerate(torch.nn.Sequential(module))
-    assert list(report.left) == ["0"] and report.swapped == [f"0.{name}" for name in inside]
-    assert re.match(reason, report.left["0"])
-    assert f"left 0: {report.left['0']}" in str(report) and type(module) is kind
-    torch.testing.assert_close(module(*args), wanted, **CLOSE)
-
-
-def test_layers_left_alone_run_in_a_stack_of_ours():
-    stacks = [torch.nn.TransformerEncoder(overridden()[0], 2, enable_nested_tensor=False) for _ in range(2)]
-    stacks[1].load_state_dict(stacks[0].state_dict())
-    report = sdpa.nn.accelerate(stacks[1])
-    assert list(report.left) == ["layers.0", "layers.1"] and "(the model)" in report.swapped
-    torch.testing.assert_close(*(stack(randn(3, 5, 8), src_key_padding_mask=PAD) for stack in stacks), **CLOSE)
-
-
-def test_parametrized_afterwards_stays_ours():
-    module = sdpa.nn.MultiheadAttention(8, 2)
-    parametrizations.weight_norm(module, "in_proj_weight")
-    x = randn(5, 3, 8)
-    module(x, x, x)[0].sum().backward()
-    report = sdpa.nn.accelerate(module)
-    assert not report.swapped and not report.left and sdpa.nn.restore(module) == []
-    parametrize.remove_parametrizations(module, "in_proj_weight")
-    assert sdpa.nn.restore(module) == ["(the model)"]
 
 
 # Functional calls

@@ -81,8 +81,6 @@ def test_wrong_layers_and_masks():
     decoder, memory = decoder_of(True, False), draw(S, True, 2)
     with pytest.raises(ValueError, match=r"must be bool here, got torch.float64"):
         decoder.new_cache(memory, T, torch.zeros(B, S, dtype=torch.float64))
-    with pytest.raises(IndexError), torch.no_grad():
-        decoder.step(draw(T, True, 1), decoder.new_cache(memory, T - 1))
     decoder.layers[1].self_attn.add_zero_attn = True
     with pytest.raises(ValueError, match="layer 1 has bias_k or a zero key"):
         decoder.new_cache(memory, T)
@@ -93,6 +91,79 @@ def test_wrong_layers_and_masks():
     plain = nn.TransformerDecoder(Own(D, HEADS, batch_first=True), 1)
     with pytest.raises(TypeError, match=r"needs sdpa.nn.TransformerDecoderLayer, got Own as layer 0"):
         plain.new_cache(memory.float(), T)
+
+
+MEMORY, TGT, HIDDEN = draw(S, True, 2), draw(1, True, 1), torch.zeros(B, S, dtype=torch.bool)
+DIMENSIONS = r"must be \(batch, length, features\), got shape"
+MASK = rf"memory_key_padding_mask must have shape \({B}, {S}\), as memory has {B} sequences of {S} positions, got "
+ORDER = rf"order must be int64 or int32 of shape \({B},\), got "
+# name: (call of a decoder and its cache, exception, pattern)
+WRONG = {
+    "no cache": (lambda d, c: d.step(TGT, None), TypeError, "cache must be a DecoderCache, .*, got NoneType"),
+    "no target": (lambda d, c: d.step(None, c), TypeError, "tgt must be a Tensor, got NoneType"),
+    "target": (lambda d, c: d.step(TGT[0], c), ValueError, f"tgt {DIMENSIONS}"),
+    "layers": (lambda d, c: d.step(TGT, c._replace(own=())), ValueError, "is of 0 layers, expected this decoder's 2"),
+    "no memory": (lambda d, c: d.new_cache(None, T), TypeError, "memory must be a Tensor, got NoneType"),
+    "memory": (lambda d, c: d.new_cache(MEMORY[0], T), ValueError, f"memory {DIMENSIONS}"),
+    "no mask": (lambda d, c: d.new_cache(MEMORY, T, [S]), TypeError, "_padding_mask must be a Tensor, got list"),
+    "short mask": (lambda d, c: d.new_cache(MEMORY, T, HIDDEN[:, 1:]), ValueError, rf"{MASK}\({B}, {S - 1}\)"),
+    "mask of one": (lambda d, c: d.new_cache(MEMORY, T, HIDDEN[:1]), ValueError, rf"{MASK}\(1, {S}\)"),
+    "flat mask": (lambda d, c: d.new_cache(MEMORY, T, HIDDEN[:, 0]), ValueError, rf"{MASK}\({B},\)"),
+    "no order": (lambda d, c: c.reorder([0, 1, 2, 3]), TypeError, "order must be a Tensor, got list"),
+    "short order": (lambda d, c: c.reorder(torch.tensor([0])), ValueError, rf"{ORDER}torch.int64 of shape \(1,\)"),
+    "one number": (lambda d, c: c.reorder(torch.tensor(0)), ValueError, rf"{ORDER}torch.int64 of shape \(\)"),
+    "bool order": (lambda d, c: c.reorder(HIDDEN[:, 0]), ValueError, f"{ORDER}torch.bool"),
+    "float order": (lambda d, c: c.reorder(torch.zeros(B)), ValueError, f"{ORDER}torch.float32"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    decoder = decoder_of(True, False)
+    call, kind, pattern = WRONG[name]
+    with pytest.raises(kind, match=pattern) as error:
+        call(decoder, decoder.new_cache(MEMORY, T))
+    assert len(str(error.value).splitlines()) == 1 and error.value.__context__ is None
+
+
+def test_more_positions_than_there_is_room():
+    decoder = decoder_of(True, False)
+    cache = decoder.new_cache(draw(S, True, 2), T - 1)
+    with pytest.raises(IndexError, match=f"tgt has {T} positions, the cache room for {T - 1}"):
+        decoder.step(draw(T, True, 1), cache)
+    decoder.step(draw(T - 1, True, 1), cache)
+    with pytest.raises(IndexError, match=f"no room for 1 more positions, max_length is {T - 1}"):
+        decoder.step(draw(1, True, 1), cache)
+    assert cache.lengths.tolist() == [T - 1] * B
+
+
+# Gradients
+
+
+def test_a_step_has_no_gradient_to_be_wrong():
+    """Whatever the mode: nothing that a step keeps or returns asks for one, and torch says so in the backward."""
+    decoder, memory, tgt = decoder_of(True, False), draw(S, True, 2), draw(2, True, 1)
+    cache = decoder.new_cache(memory, T)
+    out = decoder.step(tgt, cache)
+    kept = [t for stored in (*cache.own, *cache.memory) for t in (stored.keys, stored.values)]
+    assert torch.is_grad_enabled() and not any(t.requires_grad for t in (out, *kept))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inputs_that_require_a_gradient_are_refused_where_gradients_are_recorded(mode):
+    decoder, memory = decoder_of(True, False), draw(S, True, 2).requires_grad_()
+    tgt = draw(2, True, 1).requires_grad_()
+    cache = decoder.new_cache(memory.detach(), T)
+    with pytest.raises(RuntimeError, match=r"^memory requires a gradient, which .* or detach memory\.$"):
+        decoder.new_cache(memory, T)
+    with pytest.raises(RuntimeError, match=r"^tgt requires a gradient, which .* or detach tgt\.$"):
+        decoder.step(tgt, cache)
+    assert cache.lengths.tolist() == [0] * B
+    with mode():
+        found = decoder.step(tgt, decoder.new_cache(memory, T))
+    assert torch.equal(found, decoder.step(tgt.detach(), cache))
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.5])

@@ -25,6 +25,7 @@ OURS: dict[type, type] = {
     torch.nn.Transformer: Transformer,
 }
 TORCHS = {ours: torchs for torchs, ours in OURS.items()}
+LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 HANDLES = "_sdpa_routing_handles"  # attribute of a model whose functional calls are routed here
 
 
@@ -60,15 +61,16 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
 
     Returns:
         What was swapped, and what was left alone and why: subclasses (whose overrides may rely on torch's code),
-        quantised and parametrized modules, modules with a forward of their own.
+        quantised modules, what they are part of and the attention of quantised layers, parametrized modules, modules
+        with a forward of their own.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     report = Report(functional=functional)
+    layers = {child: layer for layer in model.modules() if isinstance(layer, LAYERS) for child in layer.children()}
     for name, module in model.named_modules():
         if not isinstance(module, tuple(OURS)) or isinstance(module, tuple(TORCHS)):
             continue
-        reason = why_not(module)
+        reason = why_not(module, layers.get(module))
         if reason is None:
             module.__class__ = OURS[type(module)]
             report.swapped.append(name or "(the model)")
@@ -87,6 +89,7 @@ def restore(model: torch.nn.Module) -> list[str]:
 
     What fully_shard or a parametrization gave a class of its own since stays ours.
     """
+    check_module(model)
     restored = []
     for name, module in model.named_modules():
         if type(module) in TORCHS:
@@ -95,6 +98,11 @@ def restore(model: torch.nn.Module) -> list[str]:
         for handle in vars(module).pop(HANDLES, ()):
             handle.remove()
     return restored
+
+
+def check_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
 def route_here(module: torch.nn.Module, inputs: tuple) -> None:
@@ -106,8 +114,8 @@ def route_back(module: torch.nn.Module, inputs: tuple, output: object) -> None:
     ROUTING.__exit__(None, None, None)
 
 
-def why_not(module: torch.nn.Module) -> str | None:
-    """Why a module that is one of torch's, or derived from one, stays as it is."""
+def why_not(module: torch.nn.Module, layer: torch.nn.Module | None) -> str | None:
+    """Why a module of torch's, or one derived from it, stays as it is; `layer` is the one that it is attention of."""
     kind = type(module)
     if parametrize.is_parametrized(module):
         return "is parametrized; call accelerate before registering parametrizations"
@@ -115,4 +123,21 @@ def why_not(module: torch.nn.Module) -> str | None:
         return f"is a {kind.__module__}.{kind.__qualname__}, whose code may rely on torch's"
     if "forward" in vars(module):
         return "has a forward of its own, set on the instance"
+    part = quantised_part(module)
+    if part is not None:
+        return f"is quantised: {part}"
+    # A rounding of the attention may become a whole step of the quantisation behind it.
+    part = None if layer is None else quantised_part(layer)
+    return None if part is None else f"is in a layer that is quantised: {part}"
+
+
+def quantised_part(module: torch.nn.Module) -> str | None:
+    """The first module inside of one (or itself) whose weights only its own forward understands: one of torch.ao, or of
+    integers, as bitsandbytes has them."""
+    for name, inner in module.named_modules():
+        kind, held = type(inner), dict(inner.named_parameters(recurse=False)) | dict(inner.named_buffers(recurse=False))
+        weight = held.get("weight")  # no attribute: to ask for one that is parametrized is to compute it
+        is_integer = weight is not None and not (weight.is_floating_point() or weight.is_complex())
+        if is_integer or kind.__module__.startswith("torch.ao.nn."):
+            return f"{name} is a {kind.__module__}.{kind.__qualname__}" + (f" of {weight.dtype}" if is_integer else "")
     return None

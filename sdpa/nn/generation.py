@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sdpa.mask import Mask
 
+INDICES = (torch.int64, torch.int32)  # torch takes bool and uint8 for a mask, which it reads on the host
+
 
 class Stored(NamedTuple):
     """Keys and values (B, H, N, D) of one attention, which queries see as far as `lengths` say."""
@@ -28,8 +30,13 @@ class Stored(NamedTuple):
         B, _, M, _ = k.shape
         sequence = torch.arange(B, device=k.device)[:, None]
         position = self.lengths[:, None] + torch.arange(M, device=k.device)
-        self.keys[sequence, :, position] = k.detach().transpose(1, 2).to(self.keys.dtype)
-        self.values[sequence, :, position] = v.detach().transpose(1, 2).to(self.values.dtype)
+        try:
+            self.keys[sequence, :, position] = k.transpose(1, 2).to(self.keys.dtype)
+            self.values[sequence, :, position] = v.transpose(1, 2).to(self.values.dtype)
+        except IndexError:  # only a CPU looks
+            raise IndexError(
+                f"a sequence of the cache has no room for {M} more positions, max_length is {self.keys.shape[2]}"
+            ) from None
 
     def mask(self, M: int) -> Mask | None:
         """What M queries of a step see, of which the last stands at the last key."""
@@ -54,7 +61,15 @@ class DecoderCache(NamedTuple):
         self.lengths.zero_()
 
     def reorder(self, order: Tensor) -> None:
-        """Let sequence b go on as sequence order[b], in place, as beam search wants it; `order` (B,) int64."""
+        """Let sequence b go on as sequence order[b], in place, as beam search wants it; `order` (B,) int64 or int32.
+
+        Raises:
+            TypeError, ValueError: an order that is no tensor, of another shape or dtype; its values are not looked at.
+        """
+        check_tensor("order", order)
+        if order.shape != self.lengths.shape or order.dtype not in INDICES:
+            wanted, got = tuple(self.lengths.shape), tuple(order.shape)
+            raise ValueError(f"order must be int64 or int32 of shape {wanted}, got {order.dtype} of shape {got}")
         for stored in (*self.own, *self.memory):
             for tensor in (stored.keys, stored.values, *([] if stored.seen is None else [stored.seen])):
                 tensor.copy_(tensor[order])
@@ -76,3 +91,52 @@ def new_cache(
         keys, values = k.new_zeros((2, *shape))
         own.append(Stored(keys, values, lengths, None, grows=True))
     return DecoderCache(tuple(own), tuple(projected), lengths)
+
+
+def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_first: bool) -> None:
+    """The arguments of `TransformerDecoder.new_cache`; no value is read."""
+    B, S = check_batch("memory", memory, batch_first)
+    if type(max_length) is not int or max_length < 1:
+        raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+    if padding is None:
+        return
+    check_tensor("memory_key_padding_mask", padding)
+    if padding.dtype != torch.bool:
+        raise ValueError(f"memory_key_padding_mask must be bool here, got {padding.dtype}")
+    if padding.shape != (B, S):
+        raise ValueError(
+            f"memory_key_padding_mask must have shape {(B, S)}, as memory has {B} sequences of {S} positions, "
+            f"got {tuple(padding.shape)}"
+        )
+
+
+def check_step(tgt: Tensor, cache: DecoderCache, layers: int, batch_first: bool) -> None:
+    """The arguments of `TransformerDecoder.step` of so many layers; no value is read."""
+    if not isinstance(cache, DecoderCache):
+        raise TypeError(f"cache must be a DecoderCache, which new_cache makes, got {type(cache).__name__}")
+    B, M = check_batch("tgt", tgt, batch_first)
+    if layers != len(cache.own):
+        raise ValueError(f"the cache is of {len(cache.own)} layers, expected this decoder's {layers}")
+    if B != cache.lengths.shape[0]:
+        raise ValueError(f"tgt has {B} sequences, expected the cache's {cache.lengths.shape[0]}")
+    if M > cache.max_length:
+        raise IndexError(f"tgt has {M} positions, the cache room for {cache.max_length}")
+
+
+def check_batch(name: str, batch: Tensor, batch_first: bool) -> tuple[int, int]:
+    """The number of sequences and of positions of a batch of embeddings that asks for no gradient."""
+    check_tensor(name, batch)
+    if batch.dim() != 3:
+        dimensions = "(batch, length, features)" if batch_first else "(length, batch, features)"
+        raise ValueError(f"{name} must be {dimensions}, got shape {tuple(batch.shape)}")
+    if batch.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires a gradient, which steps that store keys and values in place do not have: generate under "
+            f"torch.no_grad() or torch.inference_mode(), or detach {name}."
+        )
+    return tuple(batch.shape[:2] if batch_first else batch.shape[:2][::-1])
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")

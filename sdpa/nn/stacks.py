@@ -8,7 +8,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from sdpa.nn.generation import DecoderCache, new_cache
+from sdpa.nn.generation import DecoderCache, check_memory, check_step, new_cache
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
 from sdpa.nn.masks import check_masks
 from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, is_lengths, whole
@@ -137,14 +137,18 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
     def new_cache(self, memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None = None) -> DecoderCache:
         """What `step` keeps for sequences of up to `max_length` positions; the memory is projected here, once.
 
+        Like a step it has no gradient and runs under torch.no_grad.
+
         Args:
             memory: (S, B, E), or (B, S, E) with batch_first: the encoder's output.
             max_length: positions of the target that there is to be room for.
             memory_key_padding_mask: bool (B, S), True = padding.
 
         Raises:
-            TypeError: a layer that is not ours; ValueError: one with learned or zero keys, a mask that is not bool, or
+            TypeError: a layer that is not ours, a memory or mask that is no tensor.
+            ValueError: a layer with learned or zero keys, a memory or mask of another shape, a mask that is not bool,
                 a length that is no positive integer.
+            RuntimeError: a memory that requires a gradient while gradients are recorded.
         """
         for number, layer in enumerate(self.layers):
             if type(layer) is not TransformerDecoderLayer:
@@ -155,33 +159,35 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 raise ValueError(
                     f"step knows no keys beside those of positions, layer {number} has bias_k or a zero key"
                 )
-        if type(max_length) is not int or max_length < 1:
-            raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
-        if memory_key_padding_mask is not None and memory_key_padding_mask.dtype != torch.bool:
-            raise ValueError(f"memory_key_padding_mask must be bool here, got {memory_key_padding_mask.dtype}")
-        return new_cache(self.layers, memory, max_length, memory_key_padding_mask)
+        check_memory(memory, max_length, memory_key_padding_mask, is_batch_first(self))
+        with torch.no_grad():
+            return new_cache(self.layers, memory, max_length, memory_key_padding_mask)
 
     def step(self, tgt: Tensor, cache: DecoderCache) -> Tensor:
         """The outputs of the next positions of each sequence: what `forward` gives there under a causal mask.
 
         Any number of positions at a time: a prompt first, then one by one. Shapes depend on nothing but `tgt`, and
-        no value is read on the host, so a step can be captured in a CUDA graph. The room of the cache is not checked
-        (CPU: an IndexError). Not differentiable through what earlier steps stored.
+        no value is read on the host, so a step can be captured in a CUDA graph; nor is therefore checked whether the
+        cache still has room (CPU: it is). It has no gradient, because it stores in place: it runs under torch.no_grad,
+        whatever the caller's mode, and its result does not require one.
 
         Args:
             tgt: (M, B, E), or (B, M, E) with batch_first: the embeddings of the next M positions.
             cache: of `new_cache`; its stores and lengths are changed in place.
 
         Raises:
-            ValueError: another number of sequences than the cache has.
+            TypeError: a `tgt` that is no tensor, a `cache` that is none.
+            ValueError: another number of dimensions, of sequences or of layers than the cache has.
+            IndexError: more positions than the cache has room for, as far as this is known.
+            RuntimeError: a `tgt` that requires a gradient while gradients are recorded.
         """
-        B = tgt.shape[0] if is_batch_first(self) else tgt.shape[1]
-        if B != cache.lengths.shape[0]:
-            raise ValueError(f"tgt has {B} sequences, expected the cache's {cache.lengths.shape[0]}")
-        for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
-            tgt = layer(tgt, tgt, tgt_key_padding_mask=own, memory_key_padding_mask=memory)
-        cache.lengths.add_(tgt.shape[1] if is_batch_first(self) else tgt.shape[0])
-        return tgt if self.norm is None else self.norm(tgt)
+        batch_first = is_batch_first(self)
+        check_step(tgt, cache, len(self.layers), batch_first)
+        with torch.no_grad():
+            for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
+                tgt = layer(tgt, tgt, tgt_key_padding_mask=own, memory_key_padding_mask=memory)
+            cache.lengths.add_(tgt.shape[1] if batch_first else tgt.shape[0])
+            return tgt if self.norm is None else self.norm(tgt)
 
 
 class Transformer(torch.nn.Transformer):

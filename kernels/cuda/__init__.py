@@ -1,0 +1,1 @@
+"""CUDA kernels by CUTLASS' CuTe, in a library of the stable ABI."""

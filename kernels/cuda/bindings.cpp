@@ -1,0 +1,127 @@
+// The operators torch sees: tensors in, tensors out, and nothing of attention itself.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "params.h"
+
+namespace sdpa_cuda {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kMaxDevices = 64;
+// Of the L2 cache: the rest is for queries and outputs that pass through.
+constexpr double kKeysShare = 0.4;
+
+struct Device {
+  int cores = 0, cache = 0;  // multiprocessors; bytes of the L2 cache
+};
+
+// Asked for once: each question takes the driver a microsecond.
+const Device& device_of(int index) {
+  static std::array<Device, kMaxDevices> known;
+  Device& device = known[index % kMaxDevices];
+  if (device.cores == 0) {
+    int cores = 0;
+    cudaDeviceGetAttribute(&device.cache, cudaDevAttrL2CacheSize, index);
+    cudaDeviceGetAttribute(&cores, cudaDevAttrMultiProcessorCount, index);
+    device.cores = cores;
+  }
+  return device;
+}
+
+Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
+                  int32_t index) {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, aoti_torch_device_type_cuda(), index,
+                                                         &handle));
+  return Tensor(handle);
+}
+
+// (B, H, M, D), in the memory order (B, M, H, D) when `like` has it.
+Tensor new_like(const Tensor& like, int32_t dtype) {
+  const int64_t B = like.size(0), H = like.size(1), M = like.size(2), D = like.size(3);
+  const bool rows_outside = H > 1 && M > 1 && 0 < like.stride(1) && like.stride(1) < like.stride(2);
+  const std::vector<int64_t> strides =
+      rows_outside ? std::vector<int64_t>{M * H * D, D, H * D, 1} : std::vector<int64_t>{H * M * D, M * D, D, 1};
+  return new_tensor({B, H, M, D}, strides, dtype, like.get_device());
+}
+
+// A dimension of one needs no true stride, and the copy engine refuses some.
+View view_of(const Tensor& t) {
+  const auto stride = [&](int i) { return t.size(i) == 1 ? t.size(3) : t.stride(i); };
+  return {t.data_ptr(), stride(0), stride(1), stride(2)};
+}
+
+const Instance* find_instance(Element element, int64_t D, bool causal) {
+  const auto fits = [&](const Instance& it) { return it.element == element && it.causal == causal && D <= it.D; };
+  const Instance* found = std::find_if(kInstances, kInstances + kInstanceCount, fits);
+  return found == kInstances + kInstanceCount ? nullptr : found;
+}
+
+void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "cuda_flash: expected q, k and v of 4 dimensions");
+  STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
+                  "cuda_flash: expected q, k and v of one dtype");
+  STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == k.size(1) &&
+                      v.size(2) == k.size(2) && k.size(3) == q.size(3) && v.size(3) == q.size(3),
+                  "cuda_flash: expected k and v of one shape, and the batch and head size of q");
+  STD_TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+                  "cuda_flash: expected the heads of q to be a multiple of "
+                  "those of k, but got ",
+                  q.size(1), " and ", k.size(1));
+  for (const Tensor& t : {q, k, v})
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
+                    "cuda_flash cannot read addresses that are no multiples of 16 bytes");
+}
+
+std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double scale, bool causal, bool bottom_right) {
+  check_tensors(q, k, v);
+  const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
+  const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, q.size(3), causal);
+  STD_TORCH_CHECK(instance, "cuda_flash: no instance for head size ", q.size(3));
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  const Device& device = device_of(q.get_device());
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  const int64_t B = q.size(0), H = q.size(1), M = q.size(2), D = q.size(3), Hkv = k.size(1), N = k.size(2);
+  const Tensor out = new_like(q, dtype);
+  const Tensor lse = new_tensor({B, H, M}, {H * M, M, 1}, aoti_torch_dtype_float32(), q.get_device());
+  FlashParams p;
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
+  p.lse = static_cast<float*>(lse.data_ptr());
+  p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N, p.D = D;
+  p.scale = static_cast<float>(scale);
+  p.shift = bottom_right ? N - M : 0;
+  p.cores = device.cores;
+  const double resident = kKeysShare * device.cache / (4.0 * N * D);  // heads whose keys and values stay in the cache
+  p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, B * H));
+  void* stream;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
+  const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", B, ", H = ", H,
+                  ", M = ", M, ", N = ", N, ", D = ", D);
+  return {out, lse};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
+  library.def(
+      "flash_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool bottom_right) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) { library.impl("flash_forward", TORCH_BOX(&flash_forward)); }
+
+}  // namespace sdpa_cuda

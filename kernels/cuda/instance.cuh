@@ -1,0 +1,8 @@
+// The host function of an instance: the build writes sources of lines of instances.def, which include this.
+#pragma once
+#include "sm90/flash.cuh"
+
+#define INSTANCE(name, element, D, causal)                                                                    \
+  int sdpa_cuda::launch_##name(const FlashParams& params, void* stream) {                                     \
+    return launch<Config<ElementOf<Element::element>, D, causal>>(params, static_cast<cudaStream_t>(stream)); \
+  }

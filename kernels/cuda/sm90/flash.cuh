@@ -1,0 +1,432 @@
+// Flash attention forward for sm_90a. A warp loads by TMA; groups of four warps multiply by wgmma, each 64 rows of
+// queries.
+//
+// The design is FlashAttention-3's (Shah et al., arXiv 2407.08608): scores stay in registers, exponentials are the
+// register operand of the second product, the scores of a block of keys are under way while the block before is
+// multiplied by its values. Rescaling only where the maximum has grown by 2^8 is FlashAttention-4's. Heads in sections,
+// causal blocks in pairs and the output by transposing quads, which leaves shared memory to the next tile, are ours.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cute/tensor.hpp>  // before other headers of CuTe, which count on it
+// clang-format off
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/atom/copy_atom.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_conversion.h>
+#include <cutlass/numeric_types.h>
+#include <cutlass/gemm/collective/builders/sm90_common.inl>
+// clang-format on
+#include <type_traits>
+
+#include "../mask.cuh"
+#include "../params.h"
+#include "../scheduler.cuh"
+#include "../softmax.cuh"
+#include "tiles.cuh"
+
+namespace sdpa_cuda {
+
+using namespace cute;
+
+constexpr int kRows = 64;        // of a group's products
+constexpr int kThreads = 128;    // of a group
+constexpr int kWarps = 4;        // of a group
+constexpr int kTurnBarrier = 1;  // and those after it, one per group
+constexpr int kNeverBarrier = 15;
+constexpr int kSwizzleBytes = 1024;  // alignment of a tile in shared memory
+
+template <Element ELEMENT>
+using ElementOf = std::conditional_t<ELEMENT == Element::kBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
+
+template <class E_, int D_, bool CAUSAL_>
+struct Config {
+  using E = E_;
+  static constexpr int D = D_;
+  static constexpr bool CAUSAL = CAUSAL_;
+  static constexpr Tile TILE = tile_of<D, CAUSAL>();
+  static constexpr int BN = TILE.keys, GROUPS = TILE.groups, STAGES = TILE.stages, BM = kRows * GROUPS;
+  static constexpr int THREADS = kThreads * (GROUPS + 1);
+  // Registers per thread, of as many as the launch had: 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128.
+  static constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40, GROUP_REGISTERS = GROUPS == 3 ? 160 : 232;
+
+  template <GMMA::Major MAJOR, int ROWS, int COLUMNS>
+  using Atom = decltype(cutlass::gemm::collective::detail::ss_smem_selector<MAJOR, E, Int<ROWS>, Int<COLUMNS>>());
+  using LayoutQ = decltype(tile_to_shape(Atom<GMMA::Major::K, kRows, D>{}, Shape<Int<kRows>, Int<D>, Int<GROUPS>>{}));
+  using LayoutK = decltype(tile_to_shape(Atom<GMMA::Major::K, BN, D>{}, Shape<Int<BN>, Int<D>, Int<STAGES>>{}));
+  // Values as (D, keys): in memory they are (keys, D), which the product can read so.
+  using LayoutV = decltype(tile_to_shape(Atom<GMMA::Major::MN, D, BN>{}, Shape<Int<D>, Int<BN>, Int<STAGES>>{},
+                                         Step<_2, _1, _3>{}));
+  using MmaS = decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<BN>, Int<D>>>()));
+  using MmaO = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<D>, Int<BN>>, GMMA::Major::K, GMMA::Major::MN>()));
+};
+
+using Full = cutlass::arch::ClusterTransactionBarrier;
+using Empty = cutlass::arch::ClusterBarrier;
+
+template <class C>
+struct Shared {
+  alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutQ>> q;
+  alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutK>> k;
+  alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutV>> v;
+  uint64_t q_full, q_empty;
+  uint64_t k_full[C::STAGES], k_empty[C::STAGES], v_full[C::STAGES], v_empty[C::STAGES];
+
+  CUTE_DEVICE void init_barriers() {
+    Full::init(&q_full, 1);
+    Empty::init(&q_empty, C::GROUPS * kWarps);
+    for (int i = 0; i < C::STAGES; ++i) {
+      Full::init(&k_full[i], 1);
+      Full::init(&v_full[i], 1);
+      Empty::init(&k_empty[i], C::GROUPS * kWarps);
+      Empty::init(&v_empty[i], C::GROUPS * kWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+// A place in a ring of stages.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  CUTE_DEVICE void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <class C, class TmaQ, class TmaK, class TmaV>
+struct Loader {
+  using E = typename C::E;
+  TmaQ const& tma_q;
+  TmaK const& tma_k;
+  TmaV const& tma_v;
+  FlashParams const& p;
+  Shared<C>& s;
+  Ring<C::STAGES> k_ring, v_ring;
+  uint32_t q_phase = 1;
+
+  template <class Tma, class Source, class Target>
+  CUTE_DEVICE static void load(Tma const& tma, TMA::CacheHintSm90 hint, uint64_t& full, uint64_t& empty,
+                               Ring<C::STAGES>& ring, Source const& source, Target&& target) {
+    constexpr uint32_t kBytes = C::BN * C::D * sizeof(E);
+    Empty::wait(&empty, ring.phase ^ 1);
+    Full::arrive_and_expect_tx(&full, kBytes);
+    copy(tma.with(full, 0, hint), source, target);
+    ring.next();
+  }
+
+  CUTE_DEVICE void run(Scheduler const& scheduler, Band<C::CAUSAL> const& mask) {
+    Tensor mQ = tma_q.get_tma_tensor(make_shape(p.M, p.D, p.H, p.B));
+    Tensor mK = tma_k.get_tma_tensor(make_shape(p.N, p.D, p.Hkv, p.B));
+    Tensor mV = tma_v.get_tma_tensor(make_shape(p.D, p.N, p.Hkv, p.B));
+    auto slice_q = tma_q.get_slice(_0{});
+    auto slice_k = tma_k.get_slice(_0{});
+    auto slice_v = tma_v.get_slice(_0{});
+    Tensor sQ = slice_q.partition_D(make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQ{}));
+    Tensor sK = slice_k.partition_D(make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{}));
+    Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
+    for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
+      Work const w = scheduler.locate(step);
+      int const end = mask.template end<C::BN>(cute::min(p.M, (w.block + 1) * C::BM));
+      Tensor gQ = local_tile(mQ(_, _, w.head, w.batch), Shape<Int<kRows>, Int<C::D>>{}, make_coord(_, _0{}));
+      Tensor gK = local_tile(mK(_, _, w.kv_head, w.batch), Shape<Int<C::BN>, Int<C::D>>{}, make_coord(_, _0{}));
+      Tensor gV = local_tile(mV(_, _, w.kv_head, w.batch), Shape<Int<C::D>, Int<C::BN>>{}, make_coord(_0{}, _));
+      Tensor tQ = slice_q.partition_S(gQ);
+      Tensor tK = slice_k.partition_S(gK);
+      Tensor tV = slice_v.partition_S(gV);
+      // Keys and values are read again by other tiles of the head.
+      auto const keep = TMA::CacheHintSm90::EVICT_LAST;
+      auto load_k = [&](int n) {
+        int const i = k_ring.stage;
+        load(tma_k, keep, s.k_full[i], s.k_empty[i], k_ring, tK(_, _, _, n), sK(_, _, _, i));
+      };
+      auto load_v = [&](int n) {
+        int const i = v_ring.stage;
+        load(tma_v, keep, s.v_full[i], s.v_empty[i], v_ring, tV(_, _, _, n), sV(_, _, _, i));
+      };
+      load_k(end - 1);
+      Empty::wait(&s.q_empty, q_phase);
+      q_phase ^= 1;
+      Full::arrive_and_expect_tx(&s.q_full, C::BM * C::D * sizeof(E));
+#pragma unroll
+      for (int g = 0; g < C::GROUPS; ++g)
+        copy(tma_q.with(s.q_full, 0, TMA::CacheHintSm90::EVICT_FIRST), tQ(_, _, _, w.block * C::GROUPS + g),
+             sQ(_, _, _, g));
+      // four loads at once take more than the loader's registers
+#pragma unroll 1
+      for (int n = end - 2; n >= 0; --n) {
+        load_k(n);
+        load_v(n + 1);
+      }
+      load_v(0);
+    }
+  }
+};
+
+// The accumulator ((2, 2, n), 1, 1) as (2 rows, (2, n) columns).
+template <class L>
+CUTE_DEVICE auto rows_of(L const& l) {
+  return make_layout(make_layout(get<0, 1>(l)), make_layout(get<0, 0>(l), get<0, 2>(l)));
+}
+
+// The accumulator ((2, 2, n), 1, 1) as the operand ((2, 2, 2), 1, n / 2) of the next product, in the same registers.
+template <class L>
+CUTE_DEVICE auto operand_of(L const& l) {
+  auto pairs = logical_divide(get<0, 2>(l), Layout<_2>{});
+  return make_layout(make_layout(get<0, 0>(l), get<0, 1>(l), get<0>(pairs)), get<1>(l), get<1>(pairs));
+}
+
+// Issues a product; ZERO: it does not add to what is there.
+template <bool ZERO, class Mma, class A, class B, class Acc>
+CUTE_DEVICE void issue(Mma& mma, A const& a, B const& b, Acc& acc) {
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  mma.accumulate_ = ZERO ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = 0; k < size<2>(a); ++k) {
+    cute::gemm(mma, a(_, _, k), b(_, _, k), acc);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+template <class Target, class Source>
+CUTE_DEVICE void convert(Source const& source, Target& target) {
+  constexpr int kCount = decltype(size(source))::value;
+  using From = cutlass::Array<float, kCount>;
+  using To = cutlass::Array<typename Target::value_type, kCount>;
+  cutlass::NumericArrayConverter<typename Target::value_type, float, kCount> cast;
+  *reinterpret_cast<To*>(target.data()) = cast(*reinterpret_cast<From const*>(source.data()));
+}
+
+// ptxas moves the wait for the second product above all exponentials unless something that may have an effect, and that
+// depends on their sum, stands between: sums are not negative, so the barrier is never met.
+CUTE_DEVICE void hold_until(float sum) {
+  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p bar.sync %1, %2; }" ::"f"(sum), "n"(kNeverBarrier),
+               "n"(kThreads)
+               : "memory");
+}
+
+// The same number, of which the compiler does not know it: what depends on it is computed again, and needs no register.
+CUTE_DEVICE int anew(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
+// Groups issue their products in turns: a group may when the one before it has.
+template <class C>
+struct Turns {
+  int group;
+  static constexpr bool ON = C::TILE.turns;
+  CUTE_DEVICE void begin() const {
+    if (ON && group == C::GROUPS - 1) cutlass::arch::NamedBarrier::arrive(2 * kThreads, kTurnBarrier);
+  }
+  CUTE_DEVICE void take() const {
+    if (ON) cutlass::arch::NamedBarrier::sync(2 * kThreads, kTurnBarrier + group);
+  }
+  CUTE_DEVICE void pass() const {
+    if (ON) cutlass::arch::NamedBarrier::arrive(2 * kThreads, kTurnBarrier + (group + 1) % C::GROUPS);
+  }
+  CUTE_DEVICE void end() const {  // the last arrival is for nobody
+    if (ON && group == 0) cutlass::arch::NamedBarrier::sync(2 * kThreads, kTurnBarrier);
+  }
+};
+
+// Writes rows of a quad, which holds them in pairs of columns: transposed among its lanes, each has 16 bytes of its
+// own.
+template <int D, class E>
+CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int row, int rows, int columns, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int b = 0; b < D / 32; ++b) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] = words[(4 * b + j) * 2 + i];
+#pragma unroll
+      for (int bit = 1; bit <= 2; bit *= 2) {
+        bool const high = lane & bit;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j & bit) continue;
+          uint32_t const got = __shfl_xor_sync(0xffffffff, high ? x[j] : x[j | bit], bit);
+          x[j] = high ? got : x[j];
+          x[j | bit] = high ? x[j | bit] : got;
+        }
+      }
+      int const column = 32 * b + 8 * lane;
+      if (row + 8 * i < rows && column < columns)
+        *reinterpret_cast<uint4*>(out + (row + 8 * i) * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+template <class C>
+CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& scheduler, Band<C::CAUSAL> const& mask,
+                        int group) {
+  using E = typename C::E;
+  int const thread = threadIdx.x % kThreads;
+  bool const signals = thread % 32 == 0;
+  typename C::MmaS mma_s;
+  typename C::MmaO mma_o;
+  auto slice_s = mma_s.get_slice(thread);
+  auto slice_o = mma_o.get_slice(thread);
+  Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQ{});
+  Tensor q = slice_s.make_fragment_A(slice_s.partition_A(sQ(_, _, group)));
+  Tensor k =
+      slice_s.make_fragment_B(slice_s.partition_B(make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{})));
+  Tensor v =
+      slice_o.make_fragment_B(slice_o.partition_B(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{})));
+  Tensor scores = partition_fragment_C(mma_s, Shape<Int<kRows>, Int<C::BN>>{});
+  Tensor out = partition_fragment_C(mma_o, Shape<Int<kRows>, Int<C::D>>{});
+  Tensor exponentials = make_tensor<E>(operand_of(scores.layout()));
+  Tensor score_rows = make_tensor(scores.data(), rows_of(scores.layout()));
+  Tensor out_rows = make_tensor(out.data(), rows_of(out.layout()));
+  Tensor place_of = slice_s.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<C::BN>>{}));
+  Tensor place = make_tensor(place_of.data(), rows_of(place_of.layout()));
+
+  Ring<C::STAGES> k_ring, v_ring;
+  uint32_t q_phase = 0;
+  Turns<C> const turns{group};
+  turns.begin();
+  for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
+    int const block = scheduler.locate(step).block, row0 = block * C::BM + group * kRows;
+    int n = mask.template end<C::BN>(cute::min(p.M, (block + 1) * C::BM)) - 1;
+    Softmax softmax(p.scale * float(M_LOG2E));
+    clear(out);
+    auto free_keys = [&] {
+      if (signals) Empty::arrive(&s.k_empty[k_ring.stage]);
+      if (signals && n == 0) Empty::arrive(&s.q_empty);  // the next tile's queries may come
+      k_ring.next();
+    };
+    auto free_values = [&] {
+      if (signals) Empty::arrive(&s.v_empty[v_ring.stage]);
+      v_ring.next();
+    };
+    // The scores of block n beside the product of block n + 1 with its values.
+    auto absorb = [&](auto cut) {
+      Full::wait(&s.k_full[k_ring.stage], k_ring.phase);
+      turns.take();
+      issue<true>(mma_s, q, k(_, _, _, k_ring.stage), scores);
+      Full::wait(&s.v_full[v_ring.stage], v_ring.phase);
+      issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage), out);
+      turns.pass();
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(scores);
+      free_keys();
+      if (cut.value) mask.hide(score_rows, place, row0, n * C::BN);
+      softmax.absorb<decltype(cut)::value>(score_rows);
+      hold_until(softmax.row_sum[0] + softmax.row_sum[1]);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(out);
+      free_values();
+      softmax.rescale(out_rows);
+      convert(scores, exponentials);
+    };
+    Full::wait(&s.q_full, q_phase);
+    q_phase ^= 1;
+    Full::wait(&s.k_full[k_ring.stage], k_ring.phase);
+    turns.take();
+    issue<true>(mma_s, q, k(_, _, _, k_ring.stage), scores);
+    turns.pass();
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(scores);
+    free_keys();
+    mask.hide(score_rows, place, row0, n * C::BN);
+    softmax.absorb<true>(score_rows);
+    convert(scores, exponentials);
+    --n;
+    if (C::CAUSAL) {
+      int const whole = mask.template whole<C::BN>(row0);
+#pragma unroll 1
+      for (; n >= whole; --n) absorb(true_type{});
+    }
+#pragma unroll 1
+    for (; n >= 0; --n) absorb(false_type{});
+    Full::wait(&s.v_full[v_ring.stage], v_ring.phase);
+    issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage), out);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(out);
+    free_values();
+    Work const w = scheduler.locate(anew(step));
+    int const row = w.block * C::BM + group * kRows + int(get<0>(place(0, 0)));
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const lse = softmax.finish(i, inverse[i]);
+      if (thread % 4 == 0 && row + 8 * i < p.M) p.lse[(int64_t(w.batch) * p.H + w.head) * p.M + row + 8 * i] = lse;
+    }
+    Softmax::multiply(out_rows, inverse);
+    Tensor rounded = make_tensor<E>(out.layout());
+    convert(out, rounded);
+    E* target = static_cast<E*>(p.out.data) + w.batch * p.out.batch + w.head * p.out.head;
+    store_rows<C::D>(reinterpret_cast<uint32_t const*>(rounded.data()), target, p.out.row, row, p.M, p.D, thread % 4);
+  }
+  turns.end();
+}
+
+template <class C, class TmaQ, class TmaK, class TmaV>
+__global__ void __launch_bounds__(C::THREADS, 1)
+    flash_forward(__grid_constant__ TmaQ const tma_q, __grid_constant__ TmaK const tma_k,
+                  __grid_constant__ TmaV const tma_v, __grid_constant__ FlashParams const p,
+                  __grid_constant__ Scheduler const scheduler) {
+  extern __shared__ char raw[];
+  auto& s = *reinterpret_cast<Shared<C>*>((reinterpret_cast<uintptr_t>(raw) + kSwizzleBytes - 1) / kSwizzleBytes *
+                                          kSwizzleBytes);
+  int const role = __shfl_sync(0xffffffff, threadIdx.x / kThreads, 0);
+  if (threadIdx.x == 0) {
+    s.init_barriers();
+    prefetch_tma_descriptor(tma_q.get_tma_descriptor());
+    prefetch_tma_descriptor(tma_k.get_tma_descriptor());
+    prefetch_tma_descriptor(tma_v.get_tma_descriptor());
+  }
+  __syncthreads();
+  Band<C::CAUSAL> const mask{p.N, p.shift};
+  if (role == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<C::LOADER_REGISTERS>();
+    if (threadIdx.x / 32 == 0 && elect_one_sync())
+      Loader<C, TmaQ, TmaK, TmaV>{tma_q, tma_k, tma_v, p, s}.run(scheduler, mask);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<C::GROUP_REGISTERS>();
+    attend<C>(p, s, scheduler, mask, role - 1);
+  }
+}
+
+template <class E>
+auto rows_tensor(View const& t, int rows, int D, int heads, int batch) {
+  return make_tensor(make_gmem_ptr(static_cast<E const*>(t.data)), make_shape(rows, D, heads, batch),
+                     make_stride(t.row, _1{}, t.head, t.batch));
+}
+
+template <class E>
+auto columns_tensor(View const& t, int rows, int D, int heads, int batch) {
+  return make_tensor(make_gmem_ptr(static_cast<E const*>(t.data)), make_shape(D, rows, heads, batch),
+                     make_stride(_1{}, t.row, t.head, t.batch));
+}
+
+template <class C>
+int launch(FlashParams const& p, cudaStream_t stream) {
+  using E = typename C::E;
+  auto tma_q = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.q, p.M, p.D, p.H, p.B),
+                             take<0, 2>(typename C::LayoutQ{}), Shape<Int<kRows>, Int<C::D>>{}, _1{});
+  auto tma_k = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.k, p.N, p.D, p.Hkv, p.B),
+                             take<0, 2>(typename C::LayoutK{}), Shape<Int<C::BN>, Int<C::D>>{}, _1{});
+  auto tma_v = make_tma_copy(SM90_TMA_LOAD{}, columns_tensor<E>(p.v, p.N, p.D, p.Hkv, p.B),
+                             take<0, 2>(typename C::LayoutV{}), Shape<Int<C::D>, Int<C::BN>>{}, _1{});
+  auto kernel = flash_forward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v)>;
+  int const bytes = sizeof(Shared<C>) + kSwizzleBytes;
+  cudaError_t const refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (refused != cudaSuccess) return refused;
+  Scheduler const scheduler(p, C::BM, C::CAUSAL);
+  kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, p, scheduler);
+  return cudaGetLastError();
+}
+
+}  // namespace sdpa_cuda

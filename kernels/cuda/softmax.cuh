@@ -1,0 +1,76 @@
+// The online softmax of two rows per thread, which a quad of threads shares.
+#pragma once
+#include <cute/tensor.hpp>
+
+namespace sdpa_cuda {
+
+CUTE_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+  return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+}
+
+CUTE_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 2);
+  return x + __shfl_xor_sync(0xffffffff, x, 1);
+}
+
+struct Softmax {
+  // Exponentials are of scores below 2^8 above the base: it need not follow the maximum there, and nothing be rescaled.
+  static constexpr float kSlack = 8.f;
+
+  float scale_log2;
+  float base[2] = {-INFINITY, -INFINITY};  // what is taken off the scores, before the scale
+  float row_sum[2] = {0.f, 0.f};           // of this thread's columns
+  float alpha[2];                          // what the sums so far, and the output, have to be multiplied by
+
+  CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) {}
+
+  // Turns (2, columns) scores into exponentials. HIDDEN: a row may see no key so far.
+  template <bool HIDDEN, class Scores>
+  CUTE_DEVICE void absorb(Scores& scores) {
+    using namespace cute;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float top = scores(i, 0);
+#pragma unroll
+      for (int j = 1; j < size<1>(scores); ++j) top = fmaxf(top, scores(i, j));
+      float const before = base[i];
+      top = fmaxf(before, quad_max(top));
+      base[i] = (top - before) * scale_log2 <= kSlack ? before : top;
+      float const safe = HIDDEN && base[i] == -INFINITY ? 0.f : base[i];
+      float const off = safe * scale_log2;
+      alpha[i] = exp2f((before - safe) * scale_log2);  // exactly 1 where the base stays
+      row_sum[i] *= alpha[i];
+#pragma unroll
+      for (int j = 0; j < size<1>(scores); ++j) {
+        scores(i, j) = exp2f(scores(i, j) * scale_log2 - off);
+        row_sum[i] += scores(i, j);
+      }
+    }
+  }
+
+  // Multiplies (2, columns) of the output by `factor`.
+  template <class Rows>
+  CUTE_DEVICE static void multiply(Rows& rows, float const (&factor)[2]) {
+    using namespace cute;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < size<1>(rows); ++j) rows(i, j) *= factor[i];
+  }
+
+  template <class Rows>
+  CUTE_DEVICE void rescale(Rows& rows) const {
+    if (__any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) multiply(rows, alpha);
+  }
+
+  // The natural log-sum-exp of row i; `inverse` of its sum. A row that saw no key has -inf and 0.
+  CUTE_DEVICE float finish(int i, float& inverse) const {
+    float const sum = quad_sum(row_sum[i]);
+    bool const dead = sum == 0.f;
+    inverse = dead ? 0.f : 1.f / sum;
+    return dead ? -INFINITY : base[i] * scale_log2 * 0.693147180559945f + logf(sum);
+  }
+};
+
+}  // namespace sdpa_cuda

@@ -1,0 +1,113 @@
+"""The CUDA library: what the build makes of its list, and the machine code of what is shipped."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+from helpers import ON_GPU
+from sdpa.dispatch.catalog import by_name
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "kernels/cuda/libsdpa_cuda.so"
+LOGS = ROOT / "build/native/cuda"
+MAX_BYTES = 40 << 20
+INSTANCES = re.findall(
+    r"^INSTANCE\((\w+), (\w+), (\d+), (\w+)\)$", (ROOT / "kernels/cuda/instances.def").read_text(), re.M
+)
+
+
+@pytest.fixture
+def setup(monkeypatch):
+    """The names of setup.py, which builds nothing."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.fixture(scope="module")
+def sass():
+    """Machine code by name of the kernel."""
+    triton = pytest.importorskip("triton", reason="no disassembler: Triton has no package for this platform")
+    if not LIBRARY.exists():
+        pytest.skip("the CUDA library was not built: no nvcc, or no CUTLASS")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    said = subprocess.run([tool, "-sass", LIBRARY], capture_output=True, text=True, check=False).stdout
+    return {part.split()[0]: part for part in said.split("Function : ")[1:]}
+
+
+def test_the_list_is_what_the_catalog_promises():
+    kernel = by_name()["cuda_flash"]
+    assert len({name for name, *_ in INSTANCES}) == len(INSTANCES)
+    elements = {"kBFloat16": torch.bfloat16, "kFloat16": torch.float16}
+    assert {elements[element] for _, element, _, _ in INSTANCES} == kernel.dtypes
+    for element, causal in ((e, c) for e in elements for c in ("true", "false")):
+        sizes = [int(size) for _, e, size, c in INSTANCES if (e, c) == (element, causal)]
+        assert sizes == sorted(sizes) and max(sizes) == kernel.max_head_size, "the first that fits is taken"
+
+
+def test_what_ptxas_keeps_in_memory_ends_the_build(setup):
+    faults = setup["faults"]
+    fine = "ptxas info: Function properties for f\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    assert faults(fine) == []
+    assert faults(fine.replace("0 bytes spill loads", "8 bytes spill loads")) == ["8 bytes spill loads"]
+    serial = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
+    assert faults(f"{fine}\n{serial}") == [serial]
+
+
+def test_the_logs_of_what_was_built_have_no_faults(setup):
+    logs = sorted(LOGS.glob("*.log"))
+    if not LIBRARY.exists() or not logs:
+        pytest.skip("the CUDA library was not built here: no nvcc, or no CUTLASS")
+    assert sum(log.read_text().count("Used ") for log in logs) == len(INSTANCES)
+    assert [setup["faults"](log.read_text()) for log in logs] == [[]] * len(logs)
+
+
+def test_every_instance_multiplies_and_copies_by_hoppers_engines(sass):
+    assert len(sass) == len(INSTANCES)
+    for name, code in sass.items():
+        assert "HGMMA" in code and "UTMALDG" in code, name
+        assert not re.findall(r"\b(?:LDL|STL)\b", code), f"{name} keeps registers in memory"
+
+
+def test_softmax_runs_beside_a_product(sass):
+    """The wait for all products comes after the exponentials that follow the wait for all but one."""
+    for name, code in sass.items():
+        found = [[]]
+        for wait, more in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)|(MUFU\.EX2)", code):
+            found[-1].append(more) if more else found.append([wait])
+        beside = [len(after) - 1 for after in found if after and after[0] == "1"]
+        assert beside and min(beside) >= 16, (name, beside)
+
+
+def test_size_and_what_it_needs():
+    if not LIBRARY.exists():
+        pytest.skip("the CUDA library was not built: no nvcc, or no CUTLASS")
+    assert LIBRARY.stat().st_size < MAX_BYTES
+    assert re.findall(rb"\bPy[A-Z_]\w+", LIBRARY.read_bytes()) == [], "no Python's own interface"
+    needed = subprocess.run([shutil.which("readelf"), "-d", LIBRARY], capture_output=True, text=True, check=True).stdout
+    names = set(re.findall(r"NEEDED.*\[(.*?)\]", needed))
+    assert not any("cudart" in name or "libcuda.so" in name for name in names), "both are found when it is loaded"
+
+
+def test_strides_of_no_sixteen_bytes_are_a_reason():
+    kernel = by_name()["cuda_flash"]
+    problem = ON_GPU._replace(bulk_strides=False)
+    assert any("16 bytes" in reason for reason in kernel.why_not(problem))
+    assert not any("16 bytes" in reason for reason in kernel.why_not(ON_GPU))
+
+
+def test_without_a_device_there_is_one_sentence(monkeypatch):
+    from sdpa.kernels.cuda import library
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(library, "LIBRARY", Path("nowhere/libsdpa_cuda.so"))
+    library.load_error.cache_clear()
+    assert "was not built" in library.load_error() and "nvcc" in library.load_error()
+    library.load_error.cache_clear()
