@@ -169,10 +169,11 @@ def faults(said: str) -> list[str]:
 
 
 def refuse_faults() -> None:
-    """Ends the build, so that the next one compiles it again, where an instance spills."""
+    """Ends the build where an instance spills; neither the library stays nor the object, so that it is made again."""
     for log in sorted((ROOT / OBJECTS / "cuda").glob("*.log")):
         if found := faults(log.read_text()):
-            log.with_suffix("").unlink(missing_ok=True)
+            for made in (log.with_suffix(""), ROOT / CUDA_LIBRARY):
+                made.unlink(missing_ok=True)
             raise SystemExit(f"{log.name.partition('.')[0]} is not shipped so: {'; '.join(found)}")
 
 

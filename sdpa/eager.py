@@ -29,7 +29,7 @@ from sdpa.repeats import (
 
 MAX_PLANS = 4096
 MIN_RANK = 2
-UNSEEN = object()
+UNSEEN = object()  # no plan yet; None is one: the ordinary path
 PLANS: dict[tuple, Plan | None] = {}
 RECENT: Recent = {}
 select.CACHES += (PLANS.clear, RECENT.clear)
@@ -77,9 +77,7 @@ def look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, state
     if seen is None:
         return None
     try:
-        plan = PLANS[seen]
-    except KeyError:
-        plan = UNSEEN  # made below: a complaint about the call is not to be printed as one about this KeyError
+        plan = PLANS.get(seen, UNSEEN)
     except TypeError:
         return None
     if plan is UNSEEN:

@@ -172,7 +172,7 @@ class AttentionProblem(NamedTuple):
             is_row_mask(inputs),
             is_full_bias(inputs),
             is_narrow_mask(inputs),
-            not q.is_cuda or has_bulk_strides(inputs),
+            not q.is_cuda or all(map(has_bulk_strides, inputs[:3])),
         )
 
     @property
@@ -253,11 +253,10 @@ def is_narrow_mask(inputs: AttentionInputs) -> bool:
     return bool(given) and inputs.k.shape[2] > 1 and all(m.shape[3] == 1 or m.stride(3) == 0 for m in given)
 
 
-def has_bulk_strides(inputs: AttentionInputs) -> bool:
+def has_bulk_strides(tensor: Tensor) -> bool:
     """Whether all strides but the last are positive multiples of 16 bytes; a dimension of one needs none."""
-    unit = BULK_BYTES // inputs.q.element_size()
-    pairs = [pair for t in inputs[:3] for pair in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return all(n == 1 or (stride > 0 and stride % unit == 0) for n, stride in pairs)
+    size, strides = tensor.element_size(), zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return all(n == 1 or (stride > 0 and stride * size % BULK_BYTES == 0) for n, stride in strides)
 
 
 def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:

@@ -61,6 +61,21 @@ def test_what_ptxas_keeps_in_memory_ends_the_build(setup):
     assert faults(f"{fine}\n{serial}") == [serial]
 
 
+def test_neither_library_nor_object_stays_of_what_is_refused(setup, tmp_path):
+    made = tmp_path / "build/native/cuda"
+    made.mkdir(parents=True)
+    library = tmp_path / "kernels/cuda/libsdpa_cuda.so"
+    library.parent.mkdir(parents=True)
+    for path in (library, made / "flash_64.o", made / "flash_128.o"):
+        path.touch()
+    (made / "flash_64.o.log").write_text("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads")
+    (made / "flash_128.o.log").write_text("8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads")
+    setup["refuse_faults"].__globals__["ROOT"] = tmp_path
+    with pytest.raises(SystemExit, match="flash_128 is not shipped so: 8 bytes stack frame; 4 bytes spill stores"):
+        setup["refuse_faults"]()
+    assert not library.exists() and not (made / "flash_128.o").exists() and (made / "flash_64.o").exists()
+
+
 def test_the_logs_of_what_was_built_have_no_faults(setup):
     logs = sorted(LOGS.glob("*.log"))
     if not LIBRARY.exists() or not logs:

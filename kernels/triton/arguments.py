@@ -31,10 +31,10 @@ from sdpa.kernels.triton.nouns import (
 from sdpa.kernels.triton.spans import Ids, Spans, find_spans
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import empty_as
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import BULK_BYTES, UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, has_bulk_strides
 
 # The bulk copy engine wants addresses and strides in multiples of 16 bytes.
-DESCRIPTOR_ALIGNMENT = 16
+DESCRIPTOR_ALIGNMENT = BULK_BYTES
 MIN_BLOCK = 16  # the tensor cores' smallest side
 # Share of the L2 cache that the keys and values of one section of heads may fill.
 L2_SHARE = 0.4
@@ -213,9 +213,7 @@ def halves(problem: AttentionProblem) -> int:
 
 
 def describable(tensor: Tensor) -> bool:
-    size = tensor.element_size()
-    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return tensor.numel() > 0 and all(n == 1 or (s > 0 and s * size % DESCRIPTOR_ALIGNMENT == 0) for n, s in strides)
+    return tensor.numel() > 0 and has_bulk_strides(tensor)
 
 
 def descriptor_of(tensor: Tensor, block: int, size: int) -> dict:
