@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 import shutil
@@ -20,7 +21,7 @@ LIBRARY = ROOT / "kernels/cuda/libsdpa_cuda.so"
 LOGS = ROOT / "build/native/cuda"
 MAX_BYTES = 40 << 20
 INSTANCES = re.findall(
-    r"^INSTANCE\((\w+), (\w+), (\d+), (\w+)\)$", (ROOT / "kernels/cuda/instances.def").read_text(), re.M
+    r"^INSTANCE\((\w+), (\w+), (\d+), (\w+), (\d), ([\d.]+)\)$", (ROOT / "kernels/cuda/instances.def").read_text(), re.M
 )
 
 
@@ -46,10 +47,11 @@ def test_the_list_is_what_the_catalog_promises():
     kernel = by_name()["cuda_flash"]
     assert len({name for name, *_ in INSTANCES}) == len(INSTANCES)
     elements = {"kBFloat16": torch.bfloat16, "kFloat16": torch.float16}
-    assert {elements[element] for _, element, _, _ in INSTANCES} == kernel.dtypes
-    for element, causal in ((e, c) for e in elements for c in ("true", "false")):
-        sizes = [int(size) for _, e, size, c in INSTANCES if (e, c) == (element, causal)]
-        assert sizes == sorted(sizes) and max(sizes) == kernel.max_head_size, "the first that fits is taken"
+    assert {elements[element] for _, element, *_ in INSTANCES} == kernel.dtypes
+    for element, mask in itertools.product(elements, ("kNone", "kCausal", "kBand")):
+        sizes = [int(size) for _, e, size, m, *_ in INSTANCES if (e, m) == (element, mask)]
+        assert sizes == sorted(sizes) and set(sizes) == {64, 96, 128, 192, 256}
+        assert sizes[-1] == kernel.max_head_size
 
 
 def test_what_ptxas_keeps_in_memory_ends_the_build(setup):

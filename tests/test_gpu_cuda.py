@@ -30,7 +30,7 @@ def _able():
         pytest.skip(f"cuda_flash: {reasons[0]}")
 
 
-@pytest.mark.parametrize("D", [8, 64, 72, 128, 200, 256])
+@pytest.mark.parametrize("D", [8, 64, 72, 96, 128, 192, 200, 256])
 @pytest.mark.parametrize("mask", CORNERS)
 def test_lengths_that_no_tile_divides(mask, D):
     """Rows that see nothing, one key more than a block, fewer heads than multiprocessors and more of them."""
@@ -44,20 +44,83 @@ def test_lengths_that_no_tile_divides(mask, D):
         right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), (mask, D, M, N, heads, dtype))
 
 
-@pytest.mark.parametrize("mask", ["none", "causal"])
+def bands(N):
+    """Windows on either side and both, with lengths that blocks divide, cut and leave empty."""
+    lengths, queries = torch.tensor([N, N // 3, 0], device="cuda"), torch.tensor([N // 2, 0, N], device="cuda")
+    yield Mask(window=(37, 5))
+    yield Mask(window=(None, 70), lengths=lengths)
+    yield Mask(window=(0, 0), lengths=torch.tensor([1, 128, 65], device="cuda"))
+    yield Mask(lengths=lengths)
+    yield Mask(causal=True, lengths=lengths, query_lengths=queries)
+    yield Mask(causal=True, align="bottom_right", lengths=lengths, query_lengths=queries)
+    yield Mask(window=(200, 0), align="bottom_right", query_lengths=queries)
+
+
+@pytest.mark.parametrize("D", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_bands_lengths_and_sinks(D, sinks):
+    for (M, N), dtype in itertools.product(((70, 70), (513, 300), (300, 1025)), (BFLOAT16, FLOAT16)):
+        draw = Draw(real(dtype=dtype), 14)
+        q, k, v = draw.normal(3, 4, M, D), draw.normal(3, 2, N, D), draw.normal(3, 2, N, D)
+        for mask in bands(N):
+            # one sink far above the scores, one far below
+            extra = torch.tensor([0.5, -40.0, 30.0, -torch.inf], device="cuda", dtype=dtype) if sinks else None
+            inputs = build_inputs(q, k, v, Options(mask, enable_gqa=True, sinks=extra))
+            right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), (mask, D, M, N, dtype))
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
+def test_nothing_behind_the_lengths_or_before_the_window(D):
+    """NaN in every key and value that no row may see: the results are as before, to the bit."""
+    N, lengths = 700, torch.tensor([700, 450, 1, 0], device="cuda", dtype=torch.int32)
+    q, k, v = (torch.randn(4, 2, N, D, device="cuda", dtype=BFLOAT16) for _ in range(3))
+    behind = (torch.arange(N, device="cuda") >= lengths[:, None])[:, None, :, None]
+    kernel = by_name()["cuda_flash"].load()
+    for mask in (Mask(lengths=lengths), Mask(causal=True, lengths=lengths), Mask(window=(100, 9), lengths=lengths)):
+        clean, spoilt = (
+            build_inputs(q, *(t.masked_fill(behind, fill) for t in (k, v)), Options(mask)) for fill in (0.0, torch.nan)
+        )
+        wanted, found = (kernel.forward(inputs, problem_of(inputs, "forward")) for inputs in (clean, spoilt))
+        assert torch.equal(wanted.out, found.out) and torch.equal(wanted.lse, found.lse)
+    # queries behind theirs, of a tile whose first block of keys nobody sees
+    queries = torch.tensor([50, 0, 700, 1], device="cuda")
+    hidden = Mask(window=(50, 0), align="bottom_right", query_lengths=queries)
+    inputs = build_inputs(q, k, v.index_fill(2, torch.arange(64, device="cuda"), torch.nan), Options(hidden))
+    out = kernel.forward(inputs, problem_of(inputs, "forward")).out
+    assert not out[0, :, 50:].any() and not out[1].any() and not out[3, :, 1:].any()
+    rows = q[:, :, 600:]  # of a window of 100 keys, whose blocks begin after the first 256 at the latest
+    far = torch.arange(N, device="cuda")[:, None] < 256
+    kept, spoilt = (
+        build_inputs(
+            rows, *(t.masked_fill(far, fill) for t in (k, v)), Options(Mask(window=(100, 0), align="bottom_right"))
+        )
+        for fill in (0.0, torch.nan)
+    )
+    wanted, found = (kernel.forward(inputs, problem_of(inputs, "forward")) for inputs in (kept, spoilt))
+    assert torch.equal(wanted.out, found.out) and wanted.out.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "lengths", "causal_lengths"])
+@pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 def test_the_same_bits_at_full_size(D, mask):
     """Many waves of tiles, heads in several sections: fifty times, and the last head against float64."""
     torch.manual_seed(13)
     q, k, v = (torch.randn(2, 2048 // D, 4096, D, device="cuda", dtype=BFLOAT16) for _ in range(3))
-    inputs = build_inputs(q, k, v, Options(CORNERS[mask]))
+    mask = {
+        **CORNERS,
+        "window": Mask(window=(1000, 0)),
+        "lengths": Mask(lengths=torch.tensor([4096, 2500], device="cuda")),
+        "causal_lengths": Mask(causal=True, lengths=torch.tensor([4096, 2500], device="cuda")),
+    }[mask]
+    inputs = build_inputs(q, k, v, Options(mask))
     kernel, problem = by_name()["cuda_flash"].load(), problem_of(inputs, "forward")
     first = kernel.forward(inputs, problem)
     for _ in range(50):
         torch.empty_like(q).fill_(torch.nan)  # what the results are written over
         again = kernel.forward(inputs, problem)
         assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
-    last = build_inputs(*(t[-1:, -1:] for t in (q, k, v)), Options(CORNERS[mask]))
+    own = mask if mask.lengths is None else Mask(causal=mask.causal, lengths=mask.lengths[-1:])
+    last = build_inputs(*(t[-1:, -1:] for t in (q, k, v)), Options(own))
     right(check_inputs("cuda_flash", last, torch.randn_like(last.q)), (D, mask))
     assert torch.equal(kernel.forward(last, problem_of(last, "forward")).out, first.out[-1:, -1:])
 

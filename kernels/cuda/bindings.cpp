@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "params.h"
@@ -63,12 +65,6 @@ View view_of(const Tensor& t) {
   return {t.data_ptr(), stride(0), stride(1), stride(2)};
 }
 
-const Instance* find_instance(Element element, int64_t D, bool causal) {
-  const auto fits = [&](const Instance& it) { return it.element == element && it.causal == causal && D <= it.D; };
-  const Instance* found = std::find_if(kInstances, kInstances + kInstanceCount, fits);
-  return found == kInstances + kInstanceCount ? nullptr : found;
-}
-
 void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "cuda_flash: expected q, k and v of 4 dimensions");
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
@@ -80,33 +76,35 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
                   "cuda_flash: expected the heads of q to be a multiple of "
                   "those of k, but got ",
                   q.size(1), " and ", k.size(1));
+  STD_TORCH_CHECK(q.numel() > 0 && k.numel() > 0, "cuda_flash: expected queries and keys, but got none");
+  STD_TORCH_CHECK(q.size(2) < kUnlimited && k.size(2) < kUnlimited, "cuda_flash takes fewer than ", kUnlimited,
+                  " queries and keys, but got ", q.size(2), " and ", k.size(2));
   for (const Tensor& t : {q, k, v})
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
                     "cuda_flash cannot read addresses that are no multiples of 16 bytes");
 }
 
-std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double scale, bool causal, bool bottom_right) {
+// What the two operators share; `p` has what they do not.
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, MaskKind mask, FlashParams p) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
-  const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, q.size(3), causal);
-  STD_TORCH_CHECK(instance, "cuda_flash: no instance for head size ", q.size(3));
+  const int64_t B = q.size(0), H = q.size(1), M = q.size(2), D = q.size(3), Hkv = k.size(1), N = k.size(2);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const Device& device = device_of(q.get_device());
   int32_t dtype;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  const int64_t B = q.size(0), H = q.size(1), M = q.size(2), D = q.size(3), Hkv = k.size(1), N = k.size(2);
   const Tensor out = new_like(q, dtype);
   const Tensor lse = new_tensor({B, H, M}, {H * M, M, 1}, aoti_torch_dtype_float32(), q.get_device());
-  FlashParams p;
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
   p.lse = static_cast<float*>(lse.data_ptr());
   p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N, p.D = D;
-  p.scale = static_cast<float>(scale);
-  p.shift = bottom_right ? N - M : 0;
-  p.cores = device.cores;
+  p.shift = p.bottom_right ? N - M : 0;
+  p.device = q.get_device(), p.cores = device.cores;
   const double resident = kKeysShare * device.cache / (4.0 * N * D);  // heads whose keys and values stay in the cache
   p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, B * H));
+  const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
+  STD_TORCH_CHECK(instance, "cuda_flash: no instance for head size ", D);
   void* stream;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
@@ -115,13 +113,55 @@ std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double sc
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double scale, bool causal, bool bottom_right) {
+  FlashParams p;
+  p.scale = static_cast<float>(scale);
+  p.bottom_right = bottom_right;
+  return forward(q, k, v, causal ? MaskKind::kCausal : MaskKind::kNone, p);
+}
+
+// The address of one number per batch entry or head; null where there are none.
+template <class T>
+const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t count, const Tensor& q) {
+  if (!t.has_value()) return nullptr;
+  constexpr bool kFloats = std::is_same_v<T, float>;
+  STD_TORCH_CHECK(t->scalar_type() == (kFloats ? ScalarType::Float : ScalarType::Int) && t->dim() == 1 &&
+                      t->size(0) == count && t->is_contiguous() && t->get_device() == q.get_device(),
+                  "cuda_flash: expected ", name, " as ", count, kFloats ? " float32" : " int32",
+                  " numbers side by side on the device of q, but got ", t->numel(), " in ", t->dim(),
+                  " dimensions, of another dtype, device or stride perhaps");
+  return static_cast<const T*>(t->data_ptr());
+}
+
+std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, double scale, int64_t left, int64_t right,
+                                              bool bottom_right, std::optional<Tensor> k_lengths,
+                                              std::optional<Tensor> q_lengths, std::optional<Tensor> sinks) {
+  FlashParams p;
+  p.scale = static_cast<float>(scale);
+  const auto side = [](int64_t given) {
+    return given < 0 ? kUnlimited : static_cast<int>(std::min<int64_t>(given, kUnlimited));
+  };
+  p.left = side(left), p.right = side(right);
+  p.bottom_right = bottom_right;
+  p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, q.size(0), q);
+  p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, q.size(0), q);
+  p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
+  return forward(q, k, v, MaskKind::kBand, p);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
   library.def(
       "flash_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool bottom_right) -> (Tensor, Tensor)");
+  library.def(
+      "flash_forward_band(Tensor q, Tensor k, Tensor v, float scale, int left, int right, bool bottom_right, "
+      "Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) { library.impl("flash_forward", TORCH_BOX(&flash_forward)); }
+STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {
+  library.impl("flash_forward", TORCH_BOX(&flash_forward));
+  library.impl("flash_forward_band", TORCH_BOX(&flash_forward_band));
+}
 
 }  // namespace sdpa_cuda

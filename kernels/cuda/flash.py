@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sdpa.kernels.cuda.library import load_error
 from sdpa.layout import empty_as
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
 
+BAND = frozenset({"k_lengths", "q_lengths", "sinks"})  # what instances for bands know beside windows
 TILES: tuple[Tile, ...] = ()  # each head size has one, in the library
 
 
@@ -22,15 +23,24 @@ def unavailable() -> str | None:
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None = None) -> Results:
     if inputs.q.numel() == 0 or problem.N == 0:
         out = empty_as(inputs.q, problem.Dv).zero_()
-        return Results(out, out.new_full(out.shape[:3], -torch.inf, dtype=torch.float32))
-    out, lse = operator()(*inputs[:4], problem.causal, problem.bottom_right)
+        lse = out.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
+        return Results(out, lse if inputs.sinks is None else lse.copy_(inputs.sinks[None, :, None].expand_as(lse)))
+    if problem.features & BAND or not (problem.left == UNLIMITED and problem.right in (UNLIMITED, 0)):
+        out, lse = operators()[1](*inputs[:7], inputs.k_lengths, inputs.q_lengths, sinks_of(inputs))
+    else:
+        out, lse = operators()[0](*inputs[:4], problem.causal, problem.bottom_right)
     return Results(out, lse)
 
 
+def sinks_of(inputs: AttentionInputs) -> Tensor | None:
+    return None if inputs.sinks is None else inputs.sinks.float().contiguous()
+
+
 @cache
-def operator() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The bare operator: a third of the cost of calling it through its packet."""
+def operators() -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
+    """The bare operators, without a band and with one: a third of the cost of calling them through their packets."""
     reason = load_error()
     if reason is not None:
         raise RuntimeError(f"cuda_flash is not available: {reason}")
-    return torch.ops.sdpa_cuda.flash_forward.default._op
+    library = torch.ops.sdpa_cuda
+    return library.flash_forward.default._op, library.flash_forward_band.default._op

@@ -1,13 +1,31 @@
-// The table of instances; the build writes their sources.
+// The table of instances, out of instances.def, and the choice of one.
 #include "params.h"
 
 namespace sdpa_cuda {
+namespace {
 
 const Instance kInstances[] = {
-#define INSTANCE(name, element, D, causal) {Element::element, D, causal, &launch_##name},
+#define INSTANCE(name, element, D, mask, groups, speed) \
+  {Element::element, D, MaskKind::mask, kGroupRows * groups, speed, &launch_##name},
 #include "instances.def"
 #undef INSTANCE
 };
-const int kInstanceCount = sizeof(kInstances) / sizeof(kInstances[0]);
+
+// Rounds of the multiprocessors, full or not, by what one takes.
+float time_of(const Instance& it, const FlashParams& p) {
+  const Shares shares(p, it.rows, grows(it.mask, p));
+  return static_cast<float>((shares.all + p.cores - 1) / p.cores * (shares.pairs ? 2 : 1) * it.rows) / it.speed;
+}
+
+}  // namespace
+
+const Instance* find_instance(Element element, MaskKind mask, const FlashParams& p) {
+  const Instance* found = nullptr;
+  for (const Instance& it : kInstances) {
+    if (it.element != element || it.mask != mask || p.D > it.D || (found && it.D > found->D)) continue;
+    if (!found || time_of(it, p) < time_of(*found, p)) found = &it;
+  }
+  return found;
+}
 
 }  // namespace sdpa_cuda

@@ -1,5 +1,4 @@
-// Masks as policies: how many blocks of keys some row sees, how many of those every row sees whole, and hiding the
-// rest.
+// Masks as policies: which blocks of keys a block of queries visits, which of them are seen whole, and hiding the rest.
 #pragma once
 #include <cute/tensor.hpp>
 
@@ -7,37 +6,73 @@
 
 namespace sdpa_cuda {
 
-// Keys up to the last one; where causal, up to the diagonal.
-template <bool CAUSAL>
-struct Band {
-  int N, shift;
+// Blocks of keys from begin to end - 1: at least one, which is hidden where none is seen.
+struct Blocks {
+  int begin, end;
+};
 
-  CUTE_DEVICE int keys_before(int row) const { return CAUSAL ? cute::min(N, row + shift) : N; }
+// What rows of one batch entry see: every key, those up to the diagonal, or a band of those before the entry's length.
+// BN keys are a block, and blocks end with the last key that there is; so the first one begins `pad` keys before the
+// first key, where the copy engine reads zeros. What lies behind the length is not even loaded.
+template <MaskKind KIND, int BN, int ROWS>
+struct Mask {
+  static constexpr bool CAUSAL = KIND == MaskKind::kCausal, BAND = KIND == MaskKind::kBand;
+  int N, shift;                                // the last block's end; row i is beside key i + shift
+  int pad = 0, left = 0, right = 0, rows = 0;  // of a band; rows that see anything
 
-  // Blocks 0 .. end - 1 are seen by some of the rows before `row_end`; one is taken, and hidden, where none is seen.
-  template <int BN>
-  CUTE_DEVICE int end(int row_end) const {
-    return cute::max(1, (keys_before(row_end) + BN - 1) / BN);
+  CUTE_DEVICE Mask(FlashParams const& p, int batch) : N(p.N), shift(p.shift) {
+    if constexpr (BAND) {
+      int const keys = p.k_lengths ? cute::max(0, cute::min(N, p.k_lengths[batch])) : N;
+      rows = p.q_lengths ? p.q_lengths[batch] : kUnlimited;
+      N = cute::max(1, (keys + BN - 1) / BN) * BN;
+      pad = N - keys;
+      left = p.left, right = p.right;
+      shift = pad + (p.bottom_right ? keys - cute::min(p.M, rows) : 0);
+    }
   }
 
-  // Blocks 0 .. whole - 1 are seen whole by `row` and those after it.
-  template <int BN>
-  CUTE_DEVICE int whole(int row) const {
-    return cute::max(0, keys_before(row + 1)) / BN;
+  // The first key that a row sees, and the key after its last.
+  CUTE_DEVICE int first(int row) const { return BAND ? cute::max(pad, row + shift - left) : 0; }
+  CUTE_DEVICE int limit(int row) const {
+    return CAUSAL || BAND ? cute::min(N, row + shift + (BAND ? right : 0) + 1) : N;
   }
+
+  CUTE_DEVICE bool sees_any(int row) const {
+    return !(CAUSAL || BAND) || (limit(row) > first(row) && (!BAND || row < rows));
+  }
+
+  // Some of the rows row0 .. row_end - 1 see a key of these.
+  CUTE_DEVICE Blocks blocks(int row0, int row_end) const {
+    if (BAND && row0 >= rows) return {0, 1};
+    int const last = (BAND ? cute::min(row_end, rows) : row_end) - 1;
+    int const end = cute::max(1, (limit(last) + BN - 1) / BN);
+    return {BAND ? cute::min(first(row0) / BN, end - 1) : 0, end};
+  }
+
+  // Of these, those that the group of ROWS from row0 needs; one where it has no row that sees anything.
+  CUTE_DEVICE Blocks blocks_of_group(Blocks all, int row0, int M) const {
+    if (row0 >= (BAND ? cute::min(M, rows) : M)) return {all.end - 1, all.end};
+    return CAUSAL || BAND ? blocks(row0, cute::min(M, row0 + ROWS)) : all;
+  }
+
+  // No row of the ROWS from row0 has its limit in a block before this one, nor its first key in one from `reached` on.
+  CUTE_DEVICE int whole(int row0) const { return BAND && row0 + ROWS > rows ? 0 : cute::max(0, limit(row0)) / BN; }
+  CUTE_DEVICE int reached(int row0) const { return BAND ? (first(row0 + ROWS - 1) + BN - 1) / BN : 0; }
 
   // `scores` of a thread are (2, columns) and `place` their (row, column) in the tile at (row0, key0).
   template <class Scores, class Place>
   CUTE_DEVICE void hide(Scores& scores, Place const& place, int row0, int key0) const {
     using namespace cute;
-    int const first = get<1>(place(0, 0));
+    int const column = get<1>(place(0, 0));
 #pragma unroll
     for (int i = 0; i < size<0>(scores); ++i) {
-      int const limit = keys_before(row0 + int(get<0>(place(i, 0))) + 1) - key0 - first;
+      int const row = row0 + int(get<0>(place(i, 0)));
+      int const to = (BAND && row >= rows ? 0 : limit(row)) - key0 - column, from = first(row) - key0 - column;
 #pragma unroll
-      for (int j = 0; j < size<1>(scores); ++j)
-        // The distance of two columns of a thread is known when compiling.
-        if (int(get<1>(place(0, j))) - first >= limit) scores(i, j) = -INFINITY;
+      for (int j = 0; j < size<1>(scores); ++j) {
+        int const distance = int(get<1>(place(0, j))) - column;  // of two columns of a thread: known when compiling
+        if (distance >= to || (BAND && distance < from)) scores(i, j) = -INFINITY;
+      }
     }
   }
 };

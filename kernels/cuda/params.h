@@ -11,30 +11,65 @@ struct View {
   int64_t batch = 0, head = 0, row = 0;
 };
 
+constexpr int kGroupRows = 64;       // of queries that a warpgroup multiplies
+constexpr int kUnlimited = 1 << 29;  // a side of the band that has no limit; two may be added
+
 struct FlashParams {
   View q, k, v, out;
   float* lse = nullptr;  // (B, H, M), contiguous
   int B = 0, H = 0, Hkv = 0, M = 0, N = 0, D = 0;
   float scale = 1.f;
+  bool bottom_right = false;
   int shift = 0;    // where causal, row i sees the keys up to i + shift
   int section = 1;  // heads (of all B * H) that run side by side, so that their keys and values stay in the L2 cache
-  int cores = 1;    // multiprocessors: one block runs on each
+  int device = 0;   // its index
+  int cores = 1;    // multiprocessors of the device
+
+  // Of instances of MaskKind::kBand: row i sees the keys from i + shift - left to i + shift + right, where `shift` is 0
+  // or, with `bottom_right`, each batch entry's key length minus its query length.
+  int left = kUnlimited, right = kUnlimited;
+  const int32_t *k_lengths = nullptr, *q_lengths = nullptr;  // (B,)
+  const float* sinks = nullptr;                              // (H,): one more key's score, without a value
 };
 
 enum class Element { kBFloat16, kFloat16 };
 
+enum class MaskKind { kNone, kCausal, kBand };
+
 struct Instance {
   Element element;
   int D;  // the largest head size; smaller ones are filled up with zeros on their way into shared memory
-  bool causal;
+  MaskKind mask;
+  int rows;                                         // of queries that a thread block takes at a time
+  float speed;                                      // beside the other instances of that size and mask
   int (*launch)(const FlashParams&, void* stream);  // a cudaError_t
 };
 
-#define INSTANCE(name, element, D, causal) int launch_##name(const FlashParams&, void* stream);
+#define INSTANCE(name, element, D, mask, groups, speed) int launch_##name(const FlashParams&, void* stream);
 #include "instances.def"
 #undef INSTANCE
 
-extern const Instance kInstances[];
-extern const int kInstanceCount;
+// Rows further down see more keys.
+inline bool grows(MaskKind mask, const FlashParams& p) {
+  return mask == MaskKind::kCausal || (mask == MaskKind::kBand && p.left == kUnlimited && p.right < kUnlimited);
+}
+
+// How blocks of queries are dealt out to the multiprocessors. A share is a block or, where rows further down see more
+// keys, a long one and a short one, so that all shares are equally long.
+struct Shares {
+  static constexpr int kFewest = 4;  // blocks of queries per multiprocessor for which pairs are worth it
+
+  int blocks, of_head, all;  // blocks of queries of a head, its shares, those of all heads
+  bool pairs;
+
+  Shares(const FlashParams& p, int rows, bool grows)
+      : blocks((p.M + rows - 1) / rows), pairs(grows && int64_t{blocks} * p.B * p.H >= kFewest * p.cores) {
+    of_head = pairs ? (blocks + 1) / 2 : blocks;
+    all = of_head * p.B * p.H;
+  }
+};
+
+// The fastest instance for `p`, or null where no head size is large enough.
+const Instance* find_instance(Element element, MaskKind mask, const FlashParams& p);
 
 }  // namespace sdpa_cuda

@@ -1,7 +1,8 @@
 // Which blocks of queries of which heads a thread block takes, one after the other.
 #pragma once
+#include <cutlass/fast_math.h>
+
 #include <algorithm>
-#include <cute/config.hpp>
 
 #include "params.h"
 
@@ -11,29 +12,28 @@ struct Work {
   int block, head, batch, kv_head;
 };
 
-// A persistent thread block takes every gridDim.x-th share. A share is a block of queries or, where causal, a long one
-// and a short one, so that all are equally long; where there are too few of those, each thread block has one block of
-// queries, the longest first.
+// A persistent thread block takes every gridDim.x-th share, one after the other; where there are too few for pairs,
+// each thread block has one block of queries, the longest first.
 struct Scheduler {
-  static constexpr int kFewest = 4;  // blocks of queries per multiprocessor for which pairs are worth it
+  static constexpr int kShort = 1024;  // keys up to which neighbours do best with blocks of one head, if all are alike
 
-  int blocks, shares, entries, section, H, group, grid;
+  int blocks, shares, section, last, grid;  // `last`: the first head of the last section, which may be a narrow one
   bool pairs, longest_last;
+  // Each division by the hardware's sequence would take a group more than a hundred cycles, twice per block of queries.
+  cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
 
-  Scheduler(FlashParams const& p, int rows, bool causal)
-      : blocks((p.M + rows - 1) / rows),
-        entries(p.B * p.H),
-        section(p.section),
-        H(p.H),
-        group(p.H / p.Hkv),
-        pairs(causal && blocks * entries >= kFewest * p.cores),
-        longest_last(causal) {
-    shares = pairs ? (blocks + 1) / 2 : blocks;
-    grid = causal && !pairs ? shares * entries : std::min(shares * entries, p.cores);
+  Scheduler(FlashParams const& p, int rows, bool grows) : longest_last(grows), by_head(p.H), by_group(p.H / p.Hkv) {
+    Shares const all(p, rows, grows);
+    blocks = all.blocks, shares = all.all, pairs = all.pairs;
+    grid = grows && !pairs ? all.all : std::min(all.all, p.cores);
+    section = !grows && p.N <= kShort && p.M % rows == 0 ? 1 : p.section;
+    int const entries = p.B * p.H;
+    last = (entries - 1) / section * section;
+    by_section = section * all.of_head, by_width = section, by_last_width = entries - last;
   }
 
   // Whether a thread block has a step of that number; that one may be empty: the second half of the middle block.
-  CUTE_DEVICE bool has(int step) const { return share_of(step) < shares * entries; }
+  CUTE_DEVICE bool has(int step) const { return share_of(step) < shares; }
 
   CUTE_DEVICE int share_of(int step) const { return (pairs ? step / 2 : step) * int(gridDim.x) + int(blockIdx.x); }
 
@@ -46,13 +46,13 @@ struct Scheduler {
 
   // Heads come in sections whose keys and values fit the L2 cache; equal shares of all of them run side by side.
   CUTE_DEVICE Work locate(int step) const {
-    int const share = share_of(step);
-    int const first = share / (section * shares) * section;
-    int const inside = share - first * shares, width = min(section, entries - first);
-    int const place = inside / width, entry = first + inside % width;
-    int const head = entry % H;
+    int number, inside, place, entry, batch, head;
+    by_section(number, inside, share_of(step));
+    int const first = number * section;
+    (first == last ? by_last_width : by_width)(place, entry, inside);
+    by_head(batch, head, first + entry);
     bool const from_end = longest_last && !(pairs && step % 2);
-    return {from_end ? blocks - 1 - place : place, head, entry / H, head / group};
+    return {from_end ? blocks - 1 - place : place, head, batch, by_group.div(head)};
   }
 };
 

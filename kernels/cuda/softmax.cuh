@@ -25,6 +25,12 @@ struct Softmax {
 
   CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) {}
 
+  // One more key of that score, without a value; one thread of the quad counts it.
+  CUTE_DEVICE void begin_with(float score, bool counts) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) base[i] = score, row_sum[i] = counts ? 1.f : 0.f;
+  }
+
   // Turns (2, columns) scores into exponentials. HIDDEN: a row may see no key so far.
   template <bool HIDDEN, class Scores>
   CUTE_DEVICE void absorb(Scores& scores) {

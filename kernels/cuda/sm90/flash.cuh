@@ -1,5 +1,5 @@
-// Flash attention forward for sm_90a. A warp loads by TMA; groups of four warps multiply by wgmma, each 64 rows of
-// queries.
+// Flash attention forward for sm_90a. A warp loads by TMA; two to four groups of four warps multiply by wgmma, each 64
+// rows of queries.
 //
 // The design is FlashAttention-3's (Shah et al., arXiv 2407.08608): scores stay in registers, exponentials are the
 // register operand of the second product, the scores of a block of keys are under way while the block before is
@@ -19,6 +19,7 @@
 #include <cutlass/numeric_types.h>
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 // clang-format on
+#include <atomic>
 #include <type_traits>
 
 #include "../mask.cuh"
@@ -31,7 +32,7 @@ namespace sdpa_cuda {
 
 using namespace cute;
 
-constexpr int kRows = 64;        // of a group's products
+constexpr int kRows = kGroupRows;
 constexpr int kThreads = 128;    // of a group
 constexpr int kWarps = 4;        // of a group
 constexpr int kTurnBarrier = 1;  // and those after it, one per group
@@ -41,16 +42,20 @@ constexpr int kSwizzleBytes = 1024;  // alignment of a tile in shared memory
 template <Element ELEMENT>
 using ElementOf = std::conditional_t<ELEMENT == Element::kBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
 
-template <class E_, int D_, bool CAUSAL_>
+template <class E_, int D_, MaskKind MASK_, int GROUPS_>
 struct Config {
   using E = E_;
-  static constexpr int D = D_;
-  static constexpr bool CAUSAL = CAUSAL_;
-  static constexpr Tile TILE = tile_of<D, CAUSAL>();
-  static constexpr int BN = TILE.keys, GROUPS = TILE.groups, STAGES = TILE.stages, BM = kRows * GROUPS;
+  static constexpr MaskKind MASK = MASK_;
+  static constexpr int D = D_, GROUPS = GROUPS_, BM = kRows * GROUPS;
+  static constexpr Tile TILE = tile_of<D, MASK, GROUPS>();
+  static constexpr int BN = TILE.keys, STAGES = TILE.stages;
+  static constexpr bool CUT = MASK != MaskKind::kNone, BAND = MASK == MaskKind::kBand;
+  using Seen = Mask<MASK, BN, kRows>;
   static constexpr int THREADS = kThreads * (GROUPS + 1);
-  // Registers per thread, of as many as the launch had: 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128.
-  static constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 40, GROUP_REGISTERS = GROUPS == 3 ? 160 : 232;
+  // Registers per thread, of as many as the launch had: 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128,
+  // 32 + 4 x 112 = 5 x 96.
+  static constexpr int LOADER_REGISTERS = GROUPS >= 3 ? 32 : 40;
+  static constexpr int GROUP_REGISTERS = GROUPS == 4 ? 112 : GROUPS == 3 ? 160 : 232;
 
   template <GMMA::Major MAJOR, int ROWS, int COLUMNS>
   using Atom = decltype(cutlass::gemm::collective::detail::ss_smem_selector<MAJOR, E, Int<ROWS>, Int<COLUMNS>>());
@@ -72,12 +77,14 @@ struct Shared {
   alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutQ>> q;
   alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutK>> k;
   alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutV>> v;
-  uint64_t q_full, q_empty;
+  uint64_t q_full[C::GROUPS], q_empty[C::GROUPS];
   uint64_t k_full[C::STAGES], k_empty[C::STAGES], v_full[C::STAGES], v_empty[C::STAGES];
 
   CUTE_DEVICE void init_barriers() {
-    Full::init(&q_full, 1);
-    Empty::init(&q_empty, C::GROUPS * kWarps);
+    for (int i = 0; i < C::GROUPS; ++i) {
+      Full::init(&q_full[i], 1);
+      Empty::init(&q_empty[i], kWarps);
+    }
     for (int i = 0; i < C::STAGES; ++i) {
       Full::init(&k_full[i], 1);
       Full::init(&v_full[i], 1);
@@ -88,17 +95,14 @@ struct Shared {
   }
 };
 
-// A place in a ring of stages.
+// A place in a ring of stages, in one register.
 template <int STAGES>
 struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  CUTE_DEVICE void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  static_assert((STAGES & (STAGES - 1)) == 0, "a power of two");
+  uint32_t count = 0;
+  CUTE_DEVICE int stage() const { return count % STAGES; }
+  CUTE_DEVICE uint32_t phase() const { return count / STAGES & 1; }
+  CUTE_DEVICE void next() { ++count; }
 };
 
 template <class C, class TmaQ, class TmaK, class TmaV>
@@ -110,19 +114,18 @@ struct Loader {
   FlashParams const& p;
   Shared<C>& s;
   Ring<C::STAGES> k_ring, v_ring;
-  uint32_t q_phase = 1;
+  Ring<1> q_ring;
 
   template <class Tma, class Source, class Target>
-  CUTE_DEVICE static void load(Tma const& tma, TMA::CacheHintSm90 hint, uint64_t& full, uint64_t& empty,
-                               Ring<C::STAGES>& ring, Source const& source, Target&& target) {
-    constexpr uint32_t kBytes = C::BN * C::D * sizeof(E);
-    Empty::wait(&empty, ring.phase ^ 1);
+  CUTE_DEVICE static void load(Tma const& tma, TMA::CacheHintSm90 hint, uint64_t& full, uint64_t& empty, uint32_t phase,
+                               Source const& source, Target&& target) {
+    constexpr uint32_t kBytes = decltype(size(target.layout()))::value * sizeof(E);
+    Empty::wait(&empty, phase ^ 1);
     Full::arrive_and_expect_tx(&full, kBytes);
     copy(tma.with(full, 0, hint), source, target);
-    ring.next();
   }
 
-  CUTE_DEVICE void run(Scheduler const& scheduler, Band<C::CAUSAL> const& mask) {
+  CUTE_DEVICE void run(Scheduler const& scheduler) {
     Tensor mQ = tma_q.get_tma_tensor(make_shape(p.M, p.D, p.H, p.B));
     Tensor mK = tma_k.get_tma_tensor(make_shape(p.N, p.D, p.Hkv, p.B));
     Tensor mV = tma_v.get_tma_tensor(make_shape(p.D, p.N, p.Hkv, p.B));
@@ -134,38 +137,42 @@ struct Loader {
     Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
     for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
       Work const w = scheduler.locate(step);
-      int const end = mask.template end<C::BN>(cute::min(p.M, (w.block + 1) * C::BM));
+      typename C::Seen const mask(p, w.batch);
+      Blocks const blocks = mask.blocks(w.block * C::BM, cute::min(p.M, (w.block + 1) * C::BM));
       Tensor gQ = local_tile(mQ(_, _, w.head, w.batch), Shape<Int<kRows>, Int<C::D>>{}, make_coord(_, _0{}));
-      Tensor gK = local_tile(mK(_, _, w.kv_head, w.batch), Shape<Int<C::BN>, Int<C::D>>{}, make_coord(_, _0{}));
-      Tensor gV = local_tile(mV(_, _, w.kv_head, w.batch), Shape<Int<C::D>, Int<C::BN>>{}, make_coord(_0{}, _));
+      Tensor gK = local_tile(domain_offset(make_coord(-mask.pad, _0{}), mK(_, _, w.kv_head, w.batch)),
+                             Shape<Int<C::BN>, Int<C::D>>{}, make_coord(_, _0{}));
+      Tensor gV = local_tile(domain_offset(make_coord(_0{}, -mask.pad), mV(_, _, w.kv_head, w.batch)),
+                             Shape<Int<C::D>, Int<C::BN>>{}, make_coord(_0{}, _));
       Tensor tQ = slice_q.partition_S(gQ);
       Tensor tK = slice_k.partition_S(gK);
       Tensor tV = slice_v.partition_S(gV);
       // Keys and values are read again by other tiles of the head.
       auto const keep = TMA::CacheHintSm90::EVICT_LAST;
       auto load_k = [&](int n) {
-        int const i = k_ring.stage;
-        load(tma_k, keep, s.k_full[i], s.k_empty[i], k_ring, tK(_, _, _, n), sK(_, _, _, i));
+        int const i = k_ring.stage();
+        load(tma_k, keep, s.k_full[i], s.k_empty[i], k_ring.phase(), tK(_, _, _, n), sK(_, _, _, i));
+        k_ring.next();
       };
       auto load_v = [&](int n) {
-        int const i = v_ring.stage;
-        load(tma_v, keep, s.v_full[i], s.v_empty[i], v_ring, tV(_, _, _, n), sV(_, _, _, i));
+        int const i = v_ring.stage();
+        load(tma_v, keep, s.v_full[i], s.v_empty[i], v_ring.phase(), tV(_, _, _, n), sV(_, _, _, i));
+        v_ring.next();
       };
-      load_k(end - 1);
-      Empty::wait(&s.q_empty, q_phase);
-      q_phase ^= 1;
-      Full::arrive_and_expect_tx(&s.q_full, C::BM * C::D * sizeof(E));
-#pragma unroll
-      for (int g = 0; g < C::GROUPS; ++g)
-        copy(tma_q.with(s.q_full, 0, TMA::CacheHintSm90::EVICT_FIRST), tQ(_, _, _, w.block * C::GROUPS + g),
-             sQ(_, _, _, g));
+      load_k(blocks.end - 1);
+#pragma unroll 1
+      for (int g = 0; g < C::GROUPS; ++g) {
+        load(tma_q, TMA::CacheHintSm90::EVICT_FIRST, s.q_full[g], s.q_empty[g], q_ring.phase(),
+             tQ(_, _, _, w.block * C::GROUPS + g), sQ(_, _, _, g));
+      }
+      q_ring.next();
       // four loads at once take more than the loader's registers
 #pragma unroll 1
-      for (int n = end - 2; n >= 0; --n) {
+      for (int n = blocks.end - 2; n >= blocks.begin; --n) {
         load_k(n);
         load_v(n + 1);
       }
-      load_v(0);
+      load_v(blocks.begin);
     }
   }
 };
@@ -269,8 +276,7 @@ CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int r
 }
 
 template <class C>
-CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& scheduler, Band<C::CAUSAL> const& mask,
-                        int group) {
+CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& scheduler, int group) {
   using E = typename C::E;
   int const thread = threadIdx.x % kThreads;
   bool const signals = thread % 32 == 0;
@@ -293,30 +299,47 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
   Tensor place = make_tensor(place_of.data(), rows_of(place_of.layout()));
 
   Ring<C::STAGES> k_ring, v_ring;
-  uint32_t q_phase = 0;
+  Ring<1> q_ring;
   Turns<C> const turns{group};
   turns.begin();
   for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
-    int const block = scheduler.locate(step).block, row0 = block * C::BM + group * kRows;
-    int n = mask.template end<C::BN>(cute::min(p.M, (block + 1) * C::BM)) - 1;
+    Work const at = scheduler.locate(step);
+    int const row0 = at.block * C::BM + group * kRows;
+    typename C::Seen const mask(p, at.batch);
+    Blocks const all = mask.blocks(at.block * C::BM, cute::min(p.M, (at.block + 1) * C::BM));
+    Blocks const own = mask.blocks_of_group(all, row0, p.M);
+    int n = all.end - 1;
     Softmax softmax(p.scale * float(M_LOG2E));
+    if (C::BAND && p.sinks) softmax.begin_with(p.sinks[at.head] / p.scale, thread % 4 == 0);
     clear(out);
     auto free_keys = [&] {
-      if (signals) Empty::arrive(&s.k_empty[k_ring.stage]);
-      if (signals && n == 0) Empty::arrive(&s.q_empty);  // the next tile's queries may come
+      if (signals) Empty::arrive(&s.k_empty[k_ring.stage()]);
+      if (signals && n == own.begin) Empty::arrive(&s.q_empty[group]);  // the next tile's queries may come
       k_ring.next();
     };
     auto free_values = [&] {
-      if (signals) Empty::arrive(&s.v_empty[v_ring.stage]);
+      if (signals) Empty::arrive(&s.v_empty[v_ring.stage()]);
       v_ring.next();
     };
+    // Blocks that other groups need, and this one not.
+    auto pass_over = [&](int begin) {
+#pragma unroll 1
+      for (; n >= begin; --n) {
+        Full::wait(&s.k_full[k_ring.stage()], k_ring.phase());
+        turns.take();
+        turns.pass();
+        free_keys();
+        Full::wait(&s.v_full[v_ring.stage()], v_ring.phase());
+        free_values();
+      }
+    };
     // The scores of block n beside the product of block n + 1 with its values.
-    auto absorb = [&](auto cut) {
-      Full::wait(&s.k_full[k_ring.stage], k_ring.phase);
+    auto absorb = [&](auto cut) __attribute__((always_inline)) {
+      Full::wait(&s.k_full[k_ring.stage()], k_ring.phase());
       turns.take();
-      issue<true>(mma_s, q, k(_, _, _, k_ring.stage), scores);
-      Full::wait(&s.v_full[v_ring.stage], v_ring.phase);
-      issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage), out);
+      issue<true>(mma_s, q, k(_, _, _, k_ring.stage()), scores);
+      Full::wait(&s.v_full[v_ring.stage()], v_ring.phase());
+      issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage()), out);
       turns.pass();
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
@@ -330,11 +353,12 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       softmax.rescale(out_rows);
       convert(scores, exponentials);
     };
-    Full::wait(&s.q_full, q_phase);
-    q_phase ^= 1;
-    Full::wait(&s.k_full[k_ring.stage], k_ring.phase);
+    if (C::CUT) pass_over(own.end);
+    Full::wait(&s.q_full[group], q_ring.phase());
+    q_ring.next();
+    Full::wait(&s.k_full[k_ring.stage()], k_ring.phase());
     turns.take();
-    issue<true>(mma_s, q, k(_, _, _, k_ring.stage), scores);
+    issue<true>(mma_s, q, k(_, _, _, k_ring.stage()), scores);
     turns.pass();
     warpgroup_wait<0>();
     warpgroup_fence_operand(scores);
@@ -343,18 +367,24 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     softmax.absorb<true>(score_rows);
     convert(scores, exponentials);
     --n;
-    if (C::CAUSAL) {
-      int const whole = mask.template whole<C::BN>(row0);
+    if (C::CUT) {
+      int const whole = cute::max(own.begin, mask.whole(row0));
 #pragma unroll 1
       for (; n >= whole; --n) absorb(true_type{});
     }
+    int const reached = cute::max(own.begin, mask.reached(row0));
 #pragma unroll 1
-    for (; n >= 0; --n) absorb(false_type{});
-    Full::wait(&s.v_full[v_ring.stage], v_ring.phase);
-    issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage), out);
+    for (; n >= reached; --n) absorb(false_type{});
+    if (C::BAND) {
+#pragma unroll 1
+      for (; n >= own.begin; --n) absorb(true_type{});
+    }
+    Full::wait(&s.v_full[v_ring.stage()], v_ring.phase());
+    issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage()), out);
     warpgroup_wait<0>();
     warpgroup_fence_operand(out);
     free_values();
+    pass_over(all.begin);
     Work const w = scheduler.locate(anew(step));
     int const row = w.block * C::BM + group * kRows + int(get<0>(place(0, 0)));
     float inverse[2];
@@ -364,6 +394,13 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       if (thread % 4 == 0 && row + 8 * i < p.M) p.lse[(int64_t(w.batch) * p.H + w.head) * p.M + row + 8 * i] = lse;
     }
     Softmax::multiply(out_rows, inverse);
+    typename C::Seen const seen(p, w.batch);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)  // a hidden value may be NaN, and NaN times an exponential of 0 is none
+      if (!seen.sees_any(row + 8 * i)) {
+#pragma unroll
+        for (int j = 0; j < size<1>(out_rows); ++j) out_rows(i, j) = 0.f;
+      }
     Tensor rounded = make_tensor<E>(out.layout());
     convert(out, rounded);
     E* target = static_cast<E*>(p.out.data) + w.batch * p.out.batch + w.head * p.out.head;
@@ -388,14 +425,13 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     prefetch_tma_descriptor(tma_v.get_tma_descriptor());
   }
   __syncthreads();
-  Band<C::CAUSAL> const mask{p.N, p.shift};
   if (role == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::LOADER_REGISTERS>();
     if (threadIdx.x / 32 == 0 && elect_one_sync())
-      Loader<C, TmaQ, TmaK, TmaV>{tma_q, tma_k, tma_v, p, s}.run(scheduler, mask);
+      Loader<C, TmaQ, TmaK, TmaV>{tma_q, tma_k, tma_v, p, s}.run(scheduler);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::GROUP_REGISTERS>();
-    attend<C>(p, s, scheduler, mask, role - 1);
+    attend<C>(p, s, scheduler, role - 1);
   }
 }
 
@@ -422,9 +458,14 @@ int launch(FlashParams const& p, cudaStream_t stream) {
                              take<0, 2>(typename C::LayoutV{}), Shape<Int<C::D>, Int<C::BN>>{}, _1{});
   auto kernel = flash_forward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v)>;
   int const bytes = sizeof(Shared<C>) + kSwizzleBytes;
-  cudaError_t const refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (refused != cudaSuccess) return refused;
-  Scheduler const scheduler(p, C::BM, C::CAUSAL);
+  static std::atomic<uint64_t> allowed{0};  // a bit for each device that was told how much memory the kernel takes
+  uint64_t const bit = p.device < 64 ? uint64_t{1} << p.device : 0;
+  if (!(allowed.load(std::memory_order_relaxed) & bit)) {
+    cudaError_t const refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (refused != cudaSuccess) return refused;
+    allowed.fetch_or(bit, std::memory_order_relaxed);
+  }
+  Scheduler const scheduler(p, C::BM, grows(C::MASK, p));
   kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, p, scheduler);
   return cudaGetLastError();
 }
