@@ -44,7 +44,7 @@ ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": f"{AVX512} -mavx51
 # On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
 LINK_FLAGS = "-ltorch_cpu -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
 
-INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), .*\))$", re.M)  # a line of instances.def: all of it, the head size
+INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # of instances.def: a line, its head sizes
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
 # What ptxas reports of every kernel; of a shipped one all of these are 0.
 IN_MEMORY = re.compile(r"(\d+) bytes (stack frame|spill stores|spill loads)")
@@ -146,10 +146,10 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
     objects = [f"{made}/{source.stem}.o" for source in sorted((ROOT / folder).glob("*.cpp"))]
     lines += [f"build {name}: compile_bindings {folder}/{Path(name).stem}.cpp" for name in objects]
     by_head_size: dict[str, list[str]] = {}  # reading CuTe's headers takes half of the time
-    for line, size in INSTANCE.findall((ROOT / folder / "instances.def").read_text()):
-        by_head_size.setdefault(size, []).append(line)
-    for size, instances in by_head_size.items():
-        source = made / f"flash_{size}.cu"
+    for line, *sizes in INSTANCE.findall((ROOT / folder / "instances.def").read_text()):
+        by_head_size.setdefault("_".join(dict.fromkeys(sizes)), []).append(line)
+    for sizes, instances in by_head_size.items():
+        source = made / f"flash_{sizes}.cu"
         write_if_new(ROOT / source, "\n".join(['#include "instance.cuh"', *instances, ""]))
         objects.append(f"{source.with_suffix('.o')}")
         lines.append(f"build {objects[-1]}: compile_cuda {source}")

@@ -38,7 +38,7 @@ class Cell(Problem):
 def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
     cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name]]
-    cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN)]
+    cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
     first: dict[tuple, Cell] = {}
     for cell in cells:
         first.setdefault(measurement(cell), cell)
@@ -75,6 +75,13 @@ def masks() -> list[Cell]:
     """Every kind of mask at both head sizes, the bias that learns in the backward alone."""
     cells = full(HEAD_SIZES, USUAL, OTHERS)
     return cells + [c for c in full(HEAD_SIZES, USUAL, ("bias_grad",)) if c.direction == "backward"]
+
+
+def latent() -> list[Cell]:
+    """Keys wider than values, as multi-head latent attention has them (DeepSeek-V2)."""
+    options = {"Dv": 128, "dtype": "bfloat16"}
+    sizes = (TOKENS // USUAL, WIDTH // 128, USUAL, USUAL, 192)
+    return [Cell(*sizes, mask=mask, direction=direction, **options) for direction, mask in product(DIRECTIONS, PLAIN)]
 
 
 def around_decode() -> list[Cell]:

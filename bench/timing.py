@@ -97,16 +97,16 @@ def calibrate(call: Call, stopwatch: Stopwatch, min_sample: float = MIN_SAMPLE) 
 
 def interleave(
     calls: Sequence[Call], stopwatch: Stopwatch = host_stopwatch, rounds: int | None = None, time_limit: float = 1.0,
-    flush: bool = False,
+    flush: bool = False, min_sample: float = MIN_SAMPLE,
 ) -> list[Timing]:  # fmt: skip
     """One Timing per call. Rounds go through the calls, each time in another order, so that none is always behind one
     that leaves the machine hot or its caches full, until `rounds` are done or the time is up.
 
     Without `rounds`, at least MIN_ROUNDS are run and at most MAX_ROUNDS, however short `time_limit` seconds are; then
     up to PATIENCE times as many, until the least time of each call was met twice. With `flush` every sample is a single
-    call on cold caches.
+    call on cold caches, else it is of `min_sample` seconds at least.
     """
-    repeats = [1 if flush else calibrate(call, stopwatch) for call in calls]
+    repeats = [1 if flush else calibrate(call, stopwatch, min_sample) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8) if flush else None
     spent, done, most = 0.0, 0, rounds or 0

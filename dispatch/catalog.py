@@ -77,13 +77,15 @@ KERNELS: tuple[Kernel, ...] = (
         module="sdpa.kernels.cuda.flash",
         devices=("cuda",),
         dtypes=HALF,
-        features=frozenset({"band", "bottom_right", "k_lengths", "q_lengths", "sinks", "gqa", "lse"}),
+        features=frozenset(
+            {"band", "bottom_right", "k_lengths", "q_lengths", "sinks", "softcap", "packed", "gqa", "lse"}
+        ),
         summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap",
         directions=("forward",),
         max_head_size=256,
         efficiency=0.75,
         overhead=15e-6,
-        rules=(same_head_sizes, eighths, any_unit_stride, bulk_strides, hopper_only),
+        rules=(eighths, any_unit_stride, bulk_strides, hopper_only),
     ),
     Kernel(
         name="triton_hopper",

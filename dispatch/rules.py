@@ -151,9 +151,9 @@ def hopper_only(problem: AttentionProblem) -> str | None:
 
 
 def eighths(problem: AttentionProblem) -> str | None:
-    if problem.D % HALF_ALIGNMENT == 0:
+    if problem.D % HALF_ALIGNMENT == 0 and problem.Dv % HALF_ALIGNMENT == 0:
         return None
-    return f"needs a head size that is a multiple of {HALF_ALIGNMENT}, got D = {problem.D}"
+    return f"needs head sizes that are multiples of {HALF_ALIGNMENT}, got D = {problem.D}, Dv = {problem.Dv}"
 
 
 def capability(device: str) -> tuple[int, int]:

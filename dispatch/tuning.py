@@ -160,7 +160,6 @@ def band_kind(problem: AttentionProblem) -> str:
 
 
 STRUCTURED = frozenset({"k_lengths", "q_lengths", "segments", "prefix", "packed", "paged"})
-BY_DOCUMENT = frozenset({"segments", "packed"})
 
 
 def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
@@ -168,7 +167,8 @@ def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
 
     "rows" is a dense mask with one row for all queries (padding), which moves next to nothing; "dense" one of M rows,
     boolean; "bias" one of numbers; "bias_grad" one that learns. Lengths and segments fall back to the band alone: which
-    kernels take them at all is `why_not`'s business, and tiles change little.
+    kernels take them at all is `why_not`'s business, and tiles change little. Packed sequences are lengths: a loop ends
+    with the sequence, wherever that lies.
     """
     features = problem.features
     if features & {"bias", "allowed"}:
@@ -177,7 +177,7 @@ def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
             return ("bias_grad", *bias)
         return ("rows", *bias) if problem.row_mask else bias
     if features & STRUCTURED:
-        kind = "segments" if features & BY_DOCUMENT else "lengths"
+        kind = "segments" if "segments" in features else "lengths"
         return (kind, "structured", band_kind(problem))
     return (band_kind(problem),)
 

@@ -5,8 +5,11 @@ The autograd.Function stands outside of the operator: in eager mode that is chea
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 from sdpa import flops
 from sdpa.batching import map_backward, map_forward
@@ -16,7 +19,15 @@ from sdpa.layout import like_layout
 from sdpa.ops import BACKWARD, FIELDS, FORWARD, WEIGHTS, no_tensor
 from sdpa.problem import AttentionInputs, Results
 
-__all__ = ["Attention", "AttentionBackward", "AttentionEager", "AttentionOutput", "Weights", "composite_weights"]
+__all__ = [
+    "Attention",
+    "AttentionBackward",
+    "AttentionEager",
+    "AttentionOutput",
+    "Weights",
+    "apply",
+    "composite_weights",
+]
 
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
 DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
@@ -61,7 +72,7 @@ class AttentionEager(Attention):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        return gradients(ctx, grad_out, grad_lse, AttentionBackward.apply)
+        return gradients(ctx, grad_out, grad_lse, partial(apply, AttentionBackward))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -150,6 +161,14 @@ class Weights(torch.autograd.Function):
         bias_grad = bool(ctx.needs_input_grad[BIAS])
         grads = weights_gradients(rebuild(ctx, tensors), lse, grad, ctx.average, bias_grad)
         return (*scatter(ctx, (grads.q, grads.k, None, grads.bias, None)), grads.lse, None)
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """`function.apply` without binding the arguments to its signature, which has no defaults to fill in; functorch asks
+    for the ordinary way."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
 
 
 def remember(ctx, args, results) -> None:

@@ -15,7 +15,8 @@ from sdpa import repeats
 from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
-from sdpa.plans import Plan, select_by_modes
+from sdpa.ops import is_empty
+from sdpa.plans import PackedPlan, Plan, select_by_modes
 from sdpa.repeats import (
     Recent,
     check_of,
@@ -26,6 +27,7 @@ from sdpa.repeats import (
     math_on,
     precision,
 )  # fmt: skip
+from sdpa.sequences import Documents, build_packed, served_form
 
 MAX_PLANS = 4096
 MIN_RANK = 2
@@ -87,7 +89,36 @@ def look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, state
         return None
     if state is not None:
         remember_recent(state, (query, key, value), plan)
-    return plan.attend(query, key, value, mask)
+    return plan.attend(query, key, value) if mask is None else plan.attend(query, key, value, mask)
+
+
+def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel) -> Tensor | None:
+    """The same of a call of `varlen_attention` without a mask, whose cumulative lengths are contiguous."""
+    if is_dynamo_compiling() or transformed() or dispatch_modes() > 0 or type(is_causal) is not bool:
+        return None
+    cu_q, cu_k, max_q, max_k = documents
+    tensors = (query, key, value, cu_q, cu_k)
+    if not all(type(tensor) is Tensor for tensor in tensors) or any(map(is_wrapped, tensors)):
+        return None
+    if not (type(max_q) is int and type(max_k) is int and (scale is None or type(scale) is float)):
+        return None
+    learns = grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    alike = cu_k is cu_q
+    packed = (cu_q.shape, cu_q.dtype, cu_q.device, max_q, max_k)
+    packed += (True,) if alike else (cu_k.shape, cu_k.dtype, cu_k.device)
+    seen = plan_key(query, key, value, None, is_causal, scale, enable_gqa, kernel, learns, packed)
+    try:
+        plan = UNSEEN if seen is None else PLANS.get(seen, UNSEEN)
+    except TypeError:
+        return None
+    if seen is None or not (cu_q.is_contiguous() and cu_k.is_contiguous()):
+        return None
+    if plan is UNSEEN:
+        options = Options(None, 0.0, is_causal, scale, enable_gqa)
+        plan = remember(seen, make_packed_plan(query, key, value, documents, options, kernel, learns))
+    if plan is None:
+        return None
+    return plan.attend(query, key, value, cu_q) if alike else plan.attend(query, key, value, cu_q, cu_k)
 
 
 def plan_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *arguments: object) -> tuple | None:
@@ -144,6 +175,22 @@ def make_plan(
     if not as_given or not (query.numel() and key.numel() and value.numel()):
         return None
     return Plan(inputs, learns, effective(request_text(kernel)))
+
+
+def make_packed_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    options: Options,
+    kernel: str | None,
+    learns: bool,
+) -> PackedPlan | None:
+    """The plan of a checked call; None where the device's kernels take packed sequences in another form."""
+    inputs = build_packed(query, key, value, documents, options)
+    if is_empty(inputs) or served_form(inputs) is not inputs:
+        return None
+    return PackedPlan(inputs, learns, effective(request_text(kernel)))
 
 
 def left_to_torch(query: Tensor, key: Tensor, value: Tensor, options: Options, kernel: str | None) -> str | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import eager, flops, ops
-from sdpa.autograd import Attention, AttentionEager, AttentionOutput
+from sdpa.autograd import Attention, AttentionEager, AttentionOutput, apply
 from sdpa.dispatch.context import request_text
 from sdpa.inputs import Options, build_inputs, restore_rank
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, nested_attention
@@ -130,7 +130,7 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
     if select_by_modes():
         flops.announce()
     if needs_grad(inputs) or is_transformed():
-        return Results(*AttentionEager.apply(*inputs, request))
+        return Results(*apply(AttentionEager, *inputs, request))
     return plain(inputs, needs_lse, request)
 
 

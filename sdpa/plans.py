@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sdpa import autograd
 from sdpa.autograd import AttentionBackward
 from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.context import Setting, torch_toggles
 from sdpa.dispatch.select import LAST
 from sdpa.ops import NO_EXTRA, WITH_LSE
-from sdpa.problem import AttentionInputs, Gradients, Results
+from sdpa.problem import AttentionInputs, Gradients, Results, read_of
 from sdpa.repeats import Check, Forward
 
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -61,23 +62,23 @@ class Plan(Forward):
             return choice.kernel is self.choice.kernel
         return learning.stays(self.choice.kernel, select.followers(self.problem, self.setting, torch_toggles()))
 
-    def by_function(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return apply(query, key, value, mask, self)
+    def by_function(self, *given: Tensor) -> Tensor:
+        return apply(self, *given)
 
-    def by_differentiable_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
+    def by_differentiable_operator(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if saving_hooks(False) is not None:  # checkpointing hands out what was saved once: see after_backward
-            return apply(query, key, value, None, self)
+            return apply(self, query, key, value)
         LAST.choice = self.choice
         try:
             out = self.native(query, key, value)
         except Exception as error:
             if failure.kind_of(error) is None:  # checkpointing ends a forward so
                 raise
-            return apply(query, key, value, None, self)
+            return apply(self, query, key, value)
         out.grad_fn._register_hook_dict(self.watch)
         return out
 
-    def run_backward(self, given: list[Tensor | None], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
+    def run_backward(self, given: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
         state = (torch_toggles(), torch._C._get_deterministic_algorithms())
         if state != self.backward_state:
             problem = self.backward_problem = self.backward_problem._replace(deterministic=state[1])
@@ -86,16 +87,23 @@ class Plan(Forward):
         choice = LAST.choice = self.backward_choice
         tensors = (self.inputs(*given), Results(out, lse), Results(grad_out, None))
         try:
-            if choice.record is None:
+            if choice.record is None or self.is_passing:
                 return choice.call(*tensors)
-            again, read = self.again_backward, given if given[3] is not None else given[:3]
-            gradients = None if again is None else again(*read, out, lse, grad_out)
+            again = self.again_backward
+            gradients = None if again is None else again(*read_of(tensors[0]), out, lse, grad_out)
             if gradients is None:
                 gradients, again = choice.record(tensors, choice.problem, choice.tile)
                 self.again_backward = again or self.again_backward
             return gradients
         except Exception as error:
             return select.recover(choice, error, *tensors)
+
+    def differentiable_backward(
+        self, given: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of query, key and value the ordinary way."""
+        inputs = self.inputs(*given)
+        return autograd.apply(AttentionBackward, grad_out, None, out, lse, *inputs, False, self.setting)[:3]
 
     def make_watch(self) -> Tensor:
         """A tensor whose hooks nodes can share: `Tensor.register_hook` would make new ones for each call."""
@@ -114,33 +122,73 @@ class Plan(Forward):
         if not torch.is_grad_enabled() or upstream[0] is None:
             return None
         node = torch._C._current_autograd_node()
-        inputs = self.inputs(node._saved_query, node._saved_key, node._saved_value, None)
+        inputs = self.inputs(node._saved_query, node._saved_key, node._saved_value)
         lse = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
         lse = lse.detach().reshape(*inputs.q.shape[:2], -1)[:, :, : inputs.q.shape[2]]  # its rows may be padded
         out = node._saved_output.detach()
-        found = AttentionBackward.apply(upstream[0], None, out, lse, *inputs, False, self.setting)
+        found = autograd.apply(AttentionBackward, upstream[0], None, out, lse, *inputs, False, self.setting)
         return (*(None if g is None else f for g, f in zip(grads[:3], found, strict=False)), *grads[3:])
+
+
+class PackedPlan(Plan):
+    """The same of packed sequences: of rows (T, H, D) as they are given, and cumulative lengths, once where they are
+    the same for queries and keys. A batch with as many rows may never come again but for the layers of a stack, so
+    launches are recorded when the second call does."""
+
+    __slots__ = ("came", "template")
+
+    def __init__(self, inputs: AttentionInputs, learns: bool, setting: str) -> None:
+        super().__init__(inputs, learns, setting)
+        self.template = inputs._replace(q=None, k=None, v=None, cu_q=None, cu_k=None)
+        self.came = False
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor | None = None
+    ) -> AttentionInputs:
+        q, k, v = map(as_batch, (query, key, value))
+        return self.template._replace(q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_q if cu_k is None else cu_k)
+
+    def run(self, *given: Tensor) -> Results:
+        self.is_passing, self.came = not self.came, True
+        out, lse = super().run(*given)
+        return Results(as_rows(out).data, lse)  # a tensor and no view, which nobody could change in place
+
+    def run_backward(self, given: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
+        return Gradients(*map(as_rows, super().run_backward(given, as_batch(out), lse, as_batch(grad_out))[:3]))
+
+    def differentiable_backward(
+        self, given: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(map(as_rows, super().differentiable_backward(given, as_batch(out), lse, as_batch(grad_out))))
+
+
+def as_batch(rows: Tensor) -> Tensor:
+    """(1, H, T, D) of (T, H, D)."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def as_rows(batch: Tensor) -> Tensor:
+    """(T, H, D) of (1, H, T, D)."""
+    return batch.squeeze(0).transpose(0, 1)
 
 
 class PlannedAttention(torch.autograd.Function):
     """Training through a plan; a second derivative goes the ordinary way."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, plan):
-        out, lse = plan.run(query, key, value, mask)
+    def forward(ctx, plan, *given):
+        out, lse = plan.run(*given)
         ctx.plan = plan
-        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.save_for_backward(*given, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         *given, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled() or select_by_modes():
-            inputs = ctx.plan.inputs(*given)
-            grads = AttentionBackward.apply(grad_out, None, out, lse, *inputs, False, ctx.plan.setting)
-        else:
-            grads = ctx.plan.run_backward(given, out, lse, grad_out)
-        return (*grads[:3], None, None)
+        differentiable = torch.is_grad_enabled() or select_by_modes()
+        backward = ctx.plan.differentiable_backward if differentiable else ctx.plan.run_backward
+        grads = backward(given, out, lse, grad_out)
+        return (None, *grads[:3], *(None,) * (len(given) - 3))
 
 
 # Function.apply without its questions about functorch, which were answered before a plan is taken: 2 us.

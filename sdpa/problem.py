@@ -87,8 +87,10 @@ class AttentionInputs(NamedTuple):
 
 
 def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    """q, k, v and the dense masks there are."""
-    return (*inputs[:3], *(mask for mask in (inputs.bias, inputs.allowed) if mask is not None))
+    """q, k, v, the dense masks there are, and cumulative lengths, once where they are the same for both."""
+    cu_k = None if inputs.cu_k is inputs.cu_q else inputs.cu_k
+    others = (inputs.bias, inputs.allowed, inputs.cu_q, cu_k)
+    return (*inputs[:3], *(tensor for tensor in others if tensor is not None))
 
 
 class Results(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, torch_toggles
 from sdpa.dispatch.select import LAST
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, float32_precision
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, float32_precision, read_of
 
 try:  # types, dispatch keys, dtypes, devices, sizes, strides and requires_grad
     from torch._C._dynamo.guards import TensorGuards
@@ -60,7 +60,19 @@ def remember(recent: Recent, state: tuple, check: Check, known: object) -> None:
 class Forward:
     """A forward of given sizes, strides, dtype, device and settings: its kernel is chosen, its launches run again."""
 
-    __slots__ = ("again", "attend", "choice", "forward", "is_bias", "native", "numbers", "problem", "record", "setting")
+    __slots__ = (
+        "again",
+        "attend",
+        "choice",
+        "forward",
+        "is_bias",
+        "is_passing",
+        "native",
+        "numbers",
+        "problem",
+        "record",
+        "setting",
+    )
 
     def __init__(self, inputs: AttentionInputs, extra: frozenset[str], setting: str, learns: bool = False) -> None:
         self.numbers = inputs[3:7]  # scale, left, right, bottom_right
@@ -69,19 +81,20 @@ class Forward:
         self.problem = AttentionProblem.of(inputs, extra=extra)
         self.choice = select.choose(self.problem, setting, torch_toggles(), learns)
         self.forward, self.record = self.choice.forward, self.choice.record
+        self.is_passing = False  # not expected to come again: launches are not recorded
         self.again: Callable | None = None
         self.native: Callable | None = self.native_of(inputs)
-        # (query, key, value, mask or None) -> the result
+        # (query, key, value, and a mask where there is one) -> the result
         self.attend: Callable[..., Tensor] = self.by_forward if self.native is None else self.by_operator
 
     def native_of(self, inputs: AttentionInputs, learns: bool = False) -> Callable[..., Tensor] | None:
         """torch's own operator of (query, key, value), where the chosen kernel is one."""
         make = getattr(self.choice.kernel.load(), "native", None)
-        if make is None or inputs.bias is not None or inputs.allowed is not None:
+        if make is None or len(read_of(inputs)) > len(inputs[:3]):
             return None
         return make(inputs, learns)
 
-    def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionInputs:
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> AttentionInputs:
         if mask is None:
             return AttentionInputs(query, key, value, *self.numbers)
         if mask.dim() < FULL_RANK:
@@ -89,28 +102,25 @@ class Forward:
         bias, allowed = (mask, None) if self.is_bias else (None, mask)
         return AttentionInputs(query, key, value, *self.numbers, bias, allowed)
 
-    def by_forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.run(query, key, value, mask).out
+    def by_forward(self, *given: Tensor) -> Tensor:
+        return self.run(*given).out
 
-    def by_operator(self, query: Tensor, key: Tensor, value: Tensor, mask: None = None) -> Tensor:
+    def by_operator(self, *given: Tensor) -> Tensor:
         LAST.choice = self.choice
         try:
-            return self.native(query, key, value)
+            return self.native(*given)
         except Exception as error:
-            return select.recover(self.choice, error, self.inputs(query, key, value, None)).out
+            return select.recover(self.choice, error, self.inputs(*given)).out
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Results:
+    def run(self, *given: Tensor) -> Results:
         LAST.choice = self.choice
         try:
-            if self.record is None:
-                return self.forward(self.inputs(query, key, value, mask), self.problem, self.choice.tile)
-            results = None
-            if self.again is not None:
-                results = self.again(query, key, value) if mask is None else self.again(query, key, value, mask)
+            if self.record is None or self.is_passing:
+                return self.forward(self.inputs(*given), self.problem, self.choice.tile)
+            results = None if self.again is None else self.again(*given)
             if results is None:
-                inputs = self.inputs(query, key, value, mask)
-                results, again = self.record((inputs,), self.problem, self.choice.tile)
+                results, again = self.record((self.inputs(*given),), self.problem, self.choice.tile)
                 self.again = again or self.again  # these tensors may be the exception: not aligned
             return results
         except Exception as error:
-            return select.recover(self.choice, error, self.inputs(query, key, value, mask))
+            return select.recover(self.choice, error, self.inputs(*given))

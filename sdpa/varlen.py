@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from sdpa import eager
 from sdpa.dispatch.context import request_text
 from sdpa.functional import dropped, run
 from sdpa.inputs import Options
@@ -80,6 +81,10 @@ def varlen_attention(
             shape, dtype or device; their values are not looked at.
     """
     documents = Documents(cu_q, cu_k, max_q, max_k)
+    if attn_mask is None and dropout_p == 0.0 and softcap is None and sinks is None and not return_lse:
+        out = eager.attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel)
+        if out is not None:
+            return out
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     request = request_text(kernel)
 

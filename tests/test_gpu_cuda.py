@@ -14,6 +14,7 @@ from sdpa import Mask
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.failure import LaunchError
 from sdpa.inputs import Options, build_inputs
+from sdpa.sequences import Documents, build_packed
 from sdpa.testing import Draw, check_inputs, problem_of
 
 pytestmark = pytest.mark.gpu
@@ -98,6 +99,117 @@ def test_nothing_behind_the_lengths_or_before_the_window(D):
     )
     wanted, found = (kernel.forward(inputs, problem_of(inputs, "forward")) for inputs in (kept, spoilt))
     assert torch.equal(wanted.out, found.out) and wanted.out.isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (40, 128), (128, 40), (96, 200), (256, 64), (176, 120)])
+def test_values_of_another_head_size(sizes):
+    D, Dv = sizes
+    for (M, N), mask in itertools.product(
+        ((70, 70), (513, 300), (300, 1025)), (*CORNERS.values(), Mask(window=(90, 3)))
+    ):
+        draw = Draw(real(), 15)
+        q, k, v = draw.normal(2, 4, M, D), draw.normal(2, 2, N, D), draw.normal(2, 2, N, Dv)
+        inputs = build_inputs(q, k, v, Options(mask, enable_gqa=True))
+        right(check_inputs("cuda_flash", inputs, torch.randn(2, 4, M, Dv, device="cuda", dtype=BFLOAT16)), (M, N, mask))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [0.7, 30.0])
+def test_softcap(D, softcap):
+    """Scores far beyond the cap, and far below it; with a sink, and in windows of hidden scores."""
+    draw = Draw(real(), 16)
+    q, k, v = draw.normal(2, 4, 300, D) * 4, draw.normal(2, 2, 400, D), draw.normal(2, 2, 400, D)
+    sinks = torch.tensor([0.5, -40.0, 3.0, -torch.inf], device="cuda", dtype=BFLOAT16)
+    for mask, extra in itertools.product((*CORNERS.values(), Mask(window=(90, 3))), (None, sinks)):
+        inputs = build_inputs(q, k, v, Options(mask, enable_gqa=True, softcap=softcap, sinks=extra))
+        right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), (D, softcap, mask))
+
+
+@pytest.mark.parametrize("M", [1, 5, 63])
+def test_few_queries_of_grouped_heads_share_a_block(M):
+    """In both memory orders, of which only one allows it with several rows; with lengths; not where a mask tells rows
+    apart."""
+    kernel, lengths = by_name()["cuda_flash"].load(), torch.tensor([700, 1], device="cuda")
+    draw = Draw(real(), 18)
+    q, k, v = draw.normal(2, 8, M, 64), draw.normal(2, 2, 700, 64), draw.normal(2, 2, 700, 64)
+    for mask in (Mask(), Mask(lengths=lengths), Mask(causal=True, align="bottom_right")):
+        for queries in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+            inputs = build_inputs(queries, k, v, Options(mask, enable_gqa=True))
+            problem = problem_of(inputs, "forward")
+            in_order = M == 1 or queries is q
+            assert kernel.heads_are_rows(queries, problem) == (in_order and not mask.causal)
+            right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), (M, mask))
+
+
+def packed(query_lengths, key_lengths, D, mask, dtype=BFLOAT16, behind=0, **options):
+    """AttentionInputs of sequences of those lengths, with `behind` rows that belong to none."""
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
+        for lengths in (query_lengths, key_lengths)
+    )
+    draw = Draw(real(dtype=dtype), 17)
+    q = draw.normal(sum(query_lengths) + behind, 4, D)
+    k, v = (draw.normal(sum(key_lengths) + behind, 2, D) for _ in range(2))
+    documents = Documents(cu_q, cu_q if query_lengths is key_lengths else cu_k, max(query_lengths), max(key_lengths))
+    return build_packed(q, k, v, documents, Options(mask, enable_gqa=True, **options))
+
+
+LENGTHS = [513, 1, 0, 64, 300, 7, 128, 1025]
+
+
+@pytest.mark.parametrize("D", [40, 64, 96, 128, 192, 256])
+def test_packed_sequences(D):
+    """Sequences that tiles cut, fill and leave empty, rows behind all of them, keys of other lengths than queries."""
+    others = [300, 0, 70, 1, 1025, 128, 7, 64]
+    lengths = torch.tensor([400, 1, 9, 0, 300, 5, 128, 1000], device="cuda")
+    masks = (
+        *CORNERS.values(),
+        Mask(window=(37, 5)),
+        Mask(window=(100, 0), align="bottom_right"),
+        Mask(lengths=lengths),
+        Mask(causal=True, align="bottom_right", lengths=lengths, query_lengths=lengths.flip(0)),
+    )
+    for mask, keys, dtype in itertools.product(masks, (LENGTHS, others), (BFLOAT16, FLOAT16)):
+        inputs = packed(LENGTHS, keys, D, mask, dtype, behind=130)
+        right(check_inputs("cuda_flash", inputs, torch.randn_like(inputs.q)), (D, mask, dtype))
+    sinks = torch.tensor([0.5, -40.0, 30.0, -torch.inf], device="cuda", dtype=BFLOAT16)
+    inputs = packed(LENGTHS, others, D, Mask(causal=True), behind=3, softcap=2.0, sinks=sinks)
+    right(check_inputs("cuda_flash", inputs, torch.randn_like(inputs.q)), D)
+
+
+@pytest.mark.parametrize("D", [40, 64, 96, 128, 192, 256])
+def test_a_sequence_does_not_see_its_neighbours(D):
+    """NaN in every other sequence's queries, keys and values, and behind the last: the results are as before, to the
+    bit, and the same as of each sequence alone."""
+    kernel = by_name()["cuda_flash"].load()
+    for mask in (Mask(), Mask(causal=True), Mask(window=(50, 9))):
+        clean = packed(LENGTHS, LENGTHS, D, mask, behind=65)
+        wanted = kernel.forward(clean, problem_of(clean, "forward"))
+        ends = clean.cu_q.tolist()
+        assert not wanted.out[:, :, ends[-1] :].any() and (wanted.lse[:, :, ends[-1] :] == -torch.inf).all()
+        rows = torch.arange(clean.q.shape[2], device="cuda")[:, None]
+        for begin, end in itertools.pairwise(ends):
+            if begin == end:
+                continue
+            away = (rows < begin) | (rows >= end)
+            spoilt = clean._replace(**{name: getattr(clean, name).masked_fill(away, torch.nan) for name in "qkv"})
+            found = kernel.forward(spoilt, problem_of(spoilt, "forward"))
+            assert torch.equal(found.out[:, :, begin:end], wanted.out[:, :, begin:end])
+            assert torch.equal(found.lse[:, :, begin:end], wanted.lse[:, :, begin:end])
+
+
+def test_packed_sequences_in_training():
+    """Through the front door, as the default; the plan's second call is the first one's result."""
+    cu = torch.tensor([0, 513, 514, 1500], device="cuda", dtype=torch.int32)
+    q, k, v = (torch.randn(1500, 4, 64, device="cuda", dtype=BFLOAT16, requires_grad=True) for _ in range(3))
+    found = []
+    for kernel in ("cuda_flash", "cuda_flash", "triton_flash", "triton_flash", None, None):
+        out = sdpa.varlen_attention(q, k, v, cu, cu, 986, 986, is_causal=True, kernel=kernel)
+        found.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    for first, second in (found[:2], found[2:4], found[4:]):
+        assert all(map(torch.equal, first, second))
+    for one, other in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "lengths", "causal_lengths"])

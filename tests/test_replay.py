@@ -228,6 +228,35 @@ def test_backward_with_a_mask_again(device):
     same_launches(called, ordinary[first:], given, found[:3])
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_packed_sequences_again(alike, device):
+    """Forward and backward, with the cumulative lengths of another batch."""
+    ordinary, called = device
+
+    def draw():
+        q, k, v = (torch.empty(80, 4, 64, dtype=torch.bfloat16).transpose(0, 1).unsqueeze(0) for _ in range(3))
+        cu_q = torch.tensor([0, 40, 80], dtype=torch.int32)
+        cu_k = cu_q if alike else torch.tensor([0, 30, 80], dtype=torch.int32)
+        inputs = AttentionInputs(q, k, v, 0.125, cu_q=cu_q, cu_k=cu_k, max_q=40, max_k=50)
+        results = Results(torch.empty_like(q), torch.empty(q.shape[:3]))
+        return inputs, results, Results(torch.empty_like(q), None)
+
+    for direction in ("forward", "backward"):
+        tensors, others = ((all_of[:1] if direction == "forward" else all_of) for all_of in (draw(), draw()))
+        problem = AttentionProblem.of(tensors[0], direction)._replace(device="cuda:0")
+        tile = tiles.tiles(problem)[0]
+        ordinary.clear(), called.clear()
+        _, again = flash.record(tensors, problem, tile)
+        first = len(ordinary)
+        given = read_of(others[0])
+        assert len(given) == (4 if alike else 5)
+        if direction == "backward":
+            given = (*given, *others[1], others[2].out)
+        found = again(*given)
+        flash.record(others, problem, tile)
+        same_launches(called, ordinary[first:], given, found[:3] if direction == "backward" else found[:1])
+
+
 def same_launches(called, wanted, given, found):
     """What launchers were called with is what ordinary launches of `wanted` have, but for memory that was made."""
     assert len(called) == len(wanted)

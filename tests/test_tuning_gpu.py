@@ -42,7 +42,7 @@ KINDS = {
     "dense": (features("allowed"), ["dense", "bias"]),
     "lengths": (features("k_lengths"), ["lengths", "structured", "none"]),
     "lengths_causal": (features("k_lengths", "band", right=0), ["lengths", "structured", "causal"]),
-    "packed_causal": (features("packed", "band", right=0), ["segments", "structured", "causal"]),
+    "packed_causal": (features("packed", "band", right=0), ["lengths", "structured", "causal"]),
     "a_few_new_queries": (features("band", "bottom_right", right=0, bottom_right=True, M=8, N=4096), ["none"]),
 }
 

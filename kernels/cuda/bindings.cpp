@@ -51,8 +51,8 @@ Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>&
 }
 
 // (B, H, M, D), in the memory order (B, M, H, D) when `like` has it.
-Tensor new_like(const Tensor& like, int32_t dtype) {
-  const int64_t B = like.size(0), H = like.size(1), M = like.size(2), D = like.size(3);
+Tensor new_like(const Tensor& like, int64_t D, int32_t dtype) {
+  const int64_t B = like.size(0), H = like.size(1), M = like.size(2);
   const bool rows_outside = H > 1 && M > 1 && 0 < like.stride(1) && like.stride(1) < like.stride(2);
   const std::vector<int64_t> strides =
       rows_outside ? std::vector<int64_t>{M * H * D, D, H * D, 1} : std::vector<int64_t>{H * M * D, M * D, D, 1};
@@ -69,9 +69,10 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "cuda_flash: expected q, k and v of 4 dimensions");
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
                   "cuda_flash: expected q, k and v of one dtype");
-  STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == k.size(1) &&
-                      v.size(2) == k.size(2) && k.size(3) == q.size(3) && v.size(3) == q.size(3),
-                  "cuda_flash: expected k and v of one shape, and the batch and head size of q");
+  STD_TORCH_CHECK(
+      k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == k.size(1) && v.size(2) == k.size(2) &&
+          k.size(3) == q.size(3),
+      "cuda_flash: expected k and v of as many rows and heads, and the batch of q and head size of q and k");
   STD_TORCH_CHECK(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
                   "cuda_flash: expected the heads of q to be a multiple of "
                   "those of k, but got ",
@@ -89,27 +90,31 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
-  const int64_t B = q.size(0), H = q.size(1), M = q.size(2), D = q.size(3), Hkv = k.size(1), N = k.size(2);
+  const int64_t H = q.size(1), D = q.size(3), Dv = v.size(3), Hkv = k.size(1);
+  if (!p.cu_q) p.B = q.size(0), p.M = q.size(2), p.N = k.size(2);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const Device& device = device_of(q.get_device());
   int32_t dtype;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  const Tensor out = new_like(q, dtype);
-  const Tensor lse = new_tensor({B, H, M}, {H * M, M, 1}, aoti_torch_dtype_float32(), q.get_device());
+  const Tensor out = new_like(q, Dv, dtype);
+  const Tensor lse =
+      new_tensor({q.size(0), H, q.size(2)}, {H * q.size(2), q.size(2), 1}, aoti_torch_dtype_float32(), q.get_device());
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
   p.lse = static_cast<float*>(lse.data_ptr());
-  p.B = B, p.H = H, p.Hkv = Hkv, p.M = M, p.N = N, p.D = D;
-  p.shift = p.bottom_right ? N - M : 0;
+  p.H = H, p.Hkv = Hkv, p.D = D, p.Dv = Dv;
+  p.query_rows = q.size(2), p.key_rows = k.size(2);
+  p.shift = p.bottom_right ? p.N - p.M : 0;
   p.device = q.get_device(), p.cores = device.cores;
-  const double resident = kKeysShare * device.cache / (4.0 * N * D);  // heads whose keys and values stay in the cache
-  p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, B * H));
+  const double resident =
+      kKeysShare * device.cache / (2.0 * p.N * (D + Dv));  // heads whose keys and values stay in the cache
+  p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, p.B * H));
   const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
-  STD_TORCH_CHECK(instance, "cuda_flash: no instance for head size ", D);
+  STD_TORCH_CHECK(instance, "cuda_flash: no instance for head sizes ", D, " and ", Dv);
   void* stream;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
-  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", B, ", H = ", H,
-                  ", M = ", M, ", N = ", N, ", D = ", D);
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", p.B, ", H = ", H,
+                  ", M = ", p.M, ", N = ", p.N, ", D = ", D, ", Dv = ", Dv);
   return {out, lse};
 }
 
@@ -135,7 +140,9 @@ const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t co
 
 std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, double scale, int64_t left, int64_t right,
                                               bool bottom_right, std::optional<Tensor> k_lengths,
-                                              std::optional<Tensor> q_lengths, std::optional<Tensor> sinks) {
+                                              std::optional<Tensor> q_lengths, std::optional<Tensor> sinks,
+                                              double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k,
+                                              int64_t max_q, int64_t max_k) {
   FlashParams p;
   p.scale = static_cast<float>(scale);
   const auto side = [](int64_t given) {
@@ -143,8 +150,19 @@ std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, doub
   };
   p.left = side(left), p.right = side(right);
   p.bottom_right = bottom_right;
-  p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, q.size(0), q);
-  p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, q.size(0), q);
+  p.softcap = static_cast<float>(softcap);
+  STD_TORCH_CHECK(cu_q.has_value() == cu_k.has_value(), "cuda_flash: expected cu_q and cu_k, or neither");
+  int64_t entries = q.size(0);
+  if (cu_q.has_value()) {
+    STD_TORCH_CHECK(entries == 1 && cu_q->numel() > 1, "cuda_flash: expected packed sequences in one batch entry");
+    entries = cu_q->numel() - 1;
+    p.cu_q = numbers_of<int32_t>("cu_q", cu_q, entries + 1, q);
+    p.cu_k = numbers_of<int32_t>("cu_k", cu_k, entries + 1, q);
+    p.B = entries, p.M = std::min(max_q, q.size(2)), p.N = std::min(max_k, k.size(2));
+    STD_TORCH_CHECK(p.M > 0 && p.N > 0, "cuda_flash: expected sequences of at least one query and one key");
+  }
+  p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, entries, q);
+  p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, entries, q);
   p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
   return forward(q, k, v, MaskKind::kBand, p);
 }
@@ -156,7 +174,8 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "flash_forward(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool bottom_right) -> (Tensor, Tensor)");
   library.def(
       "flash_forward_band(Tensor q, Tensor k, Tensor v, float scale, int left, int right, bool bottom_right, "
-      "Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks) -> (Tensor, Tensor)");
+      "Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks, float softcap, Tensor? cu_q, Tensor? cu_k, int max_q, "
+      "int max_k) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {

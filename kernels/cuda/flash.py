@@ -12,7 +12,9 @@ from sdpa.kernels.cuda.library import load_error
 from sdpa.layout import empty_as
 from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
 
-BAND = frozenset({"k_lengths", "q_lengths", "sinks"})  # what instances for bands know beside windows
+# What instances for bands know beside windows.
+BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed"})
+GROUP_ROWS = 64  # of queries that four warps multiply
 TILES: tuple[Tile, ...] = ()  # each head size has one, in the library
 
 
@@ -21,15 +23,69 @@ def unavailable() -> str | None:
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None = None) -> Results:
-    if inputs.q.numel() == 0 or problem.N == 0:
-        out = empty_as(inputs.q, problem.Dv).zero_()
-        lse = out.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
-        return Results(out, lse if inputs.sinks is None else lse.copy_(inputs.sinks[None, :, None].expand_as(lse)))
-    if problem.features & BAND or not (problem.left == UNLIMITED and problem.right in (UNLIMITED, 0)):
-        out, lse = operators()[1](*inputs[:7], inputs.k_lengths, inputs.q_lengths, sinks_of(inputs))
-    else:
-        out, lse = operators()[0](*inputs[:4], problem.causal, problem.bottom_right)
+    if is_empty(inputs, problem):
+        return nothing_seen(inputs, problem)
+    if heads_are_rows(inputs.q, problem):
+        few = inputs._replace(q=as_rows(inputs.q, problem.G))
+        found = forward(few, problem._replace(H=problem.Hkv, M=few.q.shape[2]), tile)
+        return Results(*(t.reshape(*inputs.q.shape[:3], *t.shape[3:]) for t in found))
+    if is_banded(problem):
+        lengths = (inputs.k_lengths, inputs.q_lengths)
+        packed = (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
+        return Results(*operators()[1](*inputs[:7], *lengths, sinks_of(inputs), inputs.softcap, *packed))
+    return Results(*operators()[0](*inputs[:4], problem.causal, problem.bottom_right))
+
+
+def record(
+    tensors: tuple, problem: AttentionProblem, tile: Tile | None
+) -> tuple[Results, Callable[..., Results] | None]:
+    """Like `forward`, and what does it again for tensors of the same form, past all questions."""
+    (inputs,) = tensors
+    results = forward(inputs, problem, tile)
+    if problem.features & BAND or is_empty(inputs, problem) or heads_are_rows(inputs.q, problem):
+        return results, None
+    plain, banded = operators()
+    scale, left, right, bottom_right = inputs[3:7]
+    if is_banded(problem):
+        rest = (scale, left, right, bottom_right, None, None, None, 0.0, None, None, 0, 0)
+        return results, lambda q, k, v: Results(*banded(q, k, v, *rest))
+    causal, bottom_right = problem.causal, problem.bottom_right
+    return results, lambda q, k, v: Results(*plain(q, k, v, scale, causal, bottom_right))
+
+
+def heads_are_rows(q: Tensor, problem: AttentionProblem) -> bool:
+    """Whether the few queries of all heads of a group can stand in one block, which a group of 64 rows would else take
+    for each: where no row's mask depends on its place, and one stride leads through the heads and their rows."""
+    if problem.G == 1 or problem.M >= GROUP_ROWS or problem.features - {"gqa", "k_lengths", "lse"}:
+        return False
+    return problem.M == 1 or q.stride(1) == problem.M * q.stride(2)
+
+
+def as_rows(q: Tensor, G: int) -> Tensor:
+    """A view (B, Hkv, G * M, D) of (B, H, M, D)."""
+    B, H, M, D = q.shape
+    row = q.stride(1) if M == 1 else q.stride(2)
+    return q.as_strided((B, H // G, G * M, D), (q.stride(0), G * q.stride(1), row, 1))
+
+
+def is_empty(inputs: AttentionInputs, problem: AttentionProblem) -> bool:
+    return not (problem.M and problem.N and inputs.q.numel() and inputs.k.numel())
+
+
+def nothing_seen(inputs: AttentionInputs, problem: AttentionProblem) -> Results:
+    """Zeros, and the sink as log-sum-exp where there is one, but in rows of no packed sequence."""
+    out = empty_as(inputs.q, problem.Dv).zero_()
+    lse = out.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
+    if inputs.sinks is not None:
+        lse.copy_(inputs.sinks[None, :, None].expand_as(lse))
+        if inputs.cu_q is not None:
+            lse.masked_fill_(torch.arange(lse.shape[2], device=lse.device) >= inputs.cu_q[-1], -torch.inf)
     return Results(out, lse)
+
+
+def is_banded(problem: AttentionProblem) -> bool:
+    """Whether it takes instances for bands."""
+    return bool(problem.features & BAND) or problem.left != UNLIMITED or problem.right not in (UNLIMITED, 0)
 
 
 def sinks_of(inputs: AttentionInputs) -> Tensor | None:

@@ -2,8 +2,8 @@
 #pragma once
 #include "sm90/flash.cuh"
 
-#define INSTANCE(name, element, D, mask, groups, speed)                                                               \
-  int sdpa_cuda::launch_##name(const FlashParams& params, void* stream) {                                             \
-    return launch<Config<ElementOf<Element::element>, D, MaskKind::mask, groups>>(params,                             \
-                                                                                  static_cast<cudaStream_t>(stream)); \
+#define INSTANCE(name, element, D, Dv, mask, groups, speed)                            \
+  int sdpa_cuda::launch_##name(const FlashParams& params, void* stream) {              \
+    return launch<Config<ElementOf<Element::element>, D, Dv, MaskKind::mask, groups>>( \
+        params, static_cast<cudaStream_t>(stream));                                    \
   }

@@ -5,8 +5,8 @@ namespace sdpa_cuda {
 namespace {
 
 const Instance kInstances[] = {
-#define INSTANCE(name, element, D, mask, groups, speed) \
-  {Element::element, D, MaskKind::mask, kGroupRows * groups, speed, &launch_##name},
+#define INSTANCE(name, element, D, Dv, mask, groups, speed) \
+  {Element::element, D, Dv, MaskKind::mask, kGroupRows * groups, speed, &launch_##name},
 #include "instances.def"
 #undef INSTANCE
 };
@@ -22,8 +22,9 @@ float time_of(const Instance& it, const FlashParams& p) {
 const Instance* find_instance(Element element, MaskKind mask, const FlashParams& p) {
   const Instance* found = nullptr;
   for (const Instance& it : kInstances) {
-    if (it.element != element || it.mask != mask || p.D > it.D || (found && it.D > found->D)) continue;
-    if (!found || time_of(it, p) < time_of(*found, p)) found = &it;
+    if (it.element != element || it.mask != mask || p.D > it.D || p.Dv > it.Dv) continue;
+    const int more = found ? it.D + it.Dv - (found->D + found->Dv) : -1;
+    if (more < 0 || (more == 0 && time_of(it, p) < time_of(*found, p))) found = &it;
   }
   return found;
 }

@@ -11,23 +11,43 @@ struct Blocks {
   int begin, end;
 };
 
+// Rows in memory: what a batch entry has. Packed sequences share one entry of the tensors.
+struct Rows {
+  int batch, first, count;
+};
+
+CUTE_DEVICE Rows rows_between(int32_t const* cu, int batch, int most) {
+  if (!cu) return {batch, 0, most};
+  int const first = cu[batch];
+  return {0, first, cute::min(cu[batch + 1] - first, most)};
+}
+
 // What rows of one batch entry see: every key, those up to the diagonal, or a band of those before the entry's length.
 // BN keys are a block, and blocks end with the last key that there is; so the first one begins `pad` keys before the
-// first key, where the copy engine reads zeros. What lies behind the length is not even loaded.
+// first key, where the copy engine reads zeros, or the sequence before. What lies behind the length is not even loaded.
 template <MaskKind KIND, int BN, int ROWS>
 struct Mask {
   static constexpr bool CAUSAL = KIND == MaskKind::kCausal, BAND = KIND == MaskKind::kBand;
+  static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
+    return rows_between(BAND ? p.cu_q : nullptr, batch, p.M);
+  }
+  static CUTE_DEVICE Rows keys(FlashParams const& p, int batch) {
+    return rows_between(BAND ? p.cu_k : nullptr, batch, p.N);
+  }
+
   int N, shift;                                // the last block's end; row i is beside key i + shift
   int pad = 0, left = 0, right = 0, rows = 0;  // of a band; rows that see anything
 
   CUTE_DEVICE Mask(FlashParams const& p, int batch) : N(p.N), shift(p.shift) {
     if constexpr (BAND) {
-      int const keys = p.k_lengths ? cute::max(0, cute::min(N, p.k_lengths[batch])) : N;
+      int const there = keys(p, batch).count;
+      int const seen = p.k_lengths ? cute::max(0, cute::min(there, p.k_lengths[batch])) : there;
       rows = p.q_lengths ? p.q_lengths[batch] : kUnlimited;
-      N = cute::max(1, (keys + BN - 1) / BN) * BN;
-      pad = N - keys;
+      if (p.cu_q) rows = cute::min(rows, queries(p, batch).count);
+      N = cute::max(1, (seen + BN - 1) / BN) * BN;
+      pad = N - seen;
       left = p.left, right = p.right;
-      shift = pad + (p.bottom_right ? keys - cute::min(p.M, rows) : 0);
+      shift = pad + (p.bottom_right ? seen - cute::min(p.M, rows) : 0);
     }
   }
 

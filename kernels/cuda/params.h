@@ -17,7 +17,7 @@ constexpr int kUnlimited = 1 << 29;  // a side of the band that has no limit; tw
 struct FlashParams {
   View q, k, v, out;
   float* lse = nullptr;  // (B, H, M), contiguous
-  int B = 0, H = 0, Hkv = 0, M = 0, N = 0, D = 0;
+  int B = 0, H = 0, Hkv = 0, M = 0, N = 0, D = 0, Dv = 0;
   float scale = 1.f;
   bool bottom_right = false;
   int shift = 0;    // where causal, row i sees the keys up to i + shift
@@ -30,6 +30,11 @@ struct FlashParams {
   int left = kUnlimited, right = kUnlimited;
   const int32_t *k_lengths = nullptr, *q_lengths = nullptr;  // (B,)
   const float* sinks = nullptr;                              // (H,): one more key's score, without a value
+  float softcap = 0.f;                                       // scores become softcap * tanh(score / softcap); 0: none
+  // (B + 1,) where sequences are packed: (1, heads, rows, D) in memory, of which entry b has rows cu[b] .. cu[b + 1] -
+  // 1, at most M queries and N keys. The log-sum-exp is (H, query_rows).
+  const int32_t *cu_q = nullptr, *cu_k = nullptr;
+  int query_rows = 0, key_rows = 0;  // in memory of one head
 };
 
 enum class Element { kBFloat16, kFloat16 };
@@ -38,14 +43,14 @@ enum class MaskKind { kNone, kCausal, kBand };
 
 struct Instance {
   Element element;
-  int D;  // the largest head size; smaller ones are filled up with zeros on their way into shared memory
+  int D, Dv;  // the largest head sizes; smaller ones are filled up with zeros on their way into shared memory
   MaskKind mask;
   int rows;                                         // of queries that a thread block takes at a time
   float speed;                                      // beside the other instances of that size and mask
   int (*launch)(const FlashParams&, void* stream);  // a cudaError_t
 };
 
-#define INSTANCE(name, element, D, mask, groups, speed) int launch_##name(const FlashParams&, void* stream);
+#define INSTANCE(name, element, D, Dv, mask, groups, speed) int launch_##name(const FlashParams&, void* stream);
 #include "instances.def"
 #undef INSTANCE
 

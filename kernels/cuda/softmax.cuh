@@ -15,13 +15,13 @@ CUTE_DEVICE float quad_sum(float x) {
 }
 
 struct Softmax {
-  // Exponentials are of scores below 2^8 above the base: it need not follow the maximum there, and nothing be rescaled.
-  static constexpr float kSlack = 8.f;
-
   float scale_log2;
-  float base[2] = {-INFINITY, -INFINITY};  // what is taken off the scores, before the scale
-  float row_sum[2] = {0.f, 0.f};           // of this thread's columns
-  float alpha[2];                          // what the sums so far, and the output, have to be multiplied by
+  // The maximum so far, which is taken off the scores before the scale: the largest exponential of a row is 1, which
+  // rounding leaves as it is. FlashAttention-4 lets it stay behind by up to 2^8; the largest error of a result was then
+  // up to 1.5 times as large.
+  float base[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.f, 0.f};  // of this thread's columns
+  float alpha[2];                 // what the sums so far, and the output, have to be multiplied by
 
   CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) {}
 
@@ -41,8 +41,7 @@ struct Softmax {
 #pragma unroll
       for (int j = 1; j < size<1>(scores); ++j) top = fmaxf(top, scores(i, j));
       float const before = base[i];
-      top = fmaxf(before, quad_max(top));
-      base[i] = (top - before) * scale_log2 <= kSlack ? before : top;
+      base[i] = fmaxf(before, quad_max(top));
       float const safe = HIDDEN && base[i] == -INFINITY ? 0.f : base[i];
       float const off = safe * scale_log2;
       alpha[i] = exp2f((before - safe) * scale_log2);  // exactly 1 where the base stays
@@ -65,9 +64,16 @@ struct Softmax {
       for (int j = 0; j < size<1>(rows); ++j) rows(i, j) *= factor[i];
   }
 
+  // Where the maximum of no row of the warp has grown, nothing changes.
   template <class Rows>
   CUTE_DEVICE void rescale(Rows& rows) const {
-    if (__any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) multiply(rows, alpha);
+    using namespace cute;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!__any_sync(0xffffffff, alpha[i] != 1.f)) continue;
+#pragma unroll
+      for (int j = 0; j < size<1>(rows); ++j) rows(i, j) *= alpha[i];
+    }
   }
 
   // The natural log-sum-exp of row i; `inverse` of its sum. A row that saw no key has -inf and 0.

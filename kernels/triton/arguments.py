@@ -146,7 +146,7 @@ def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, sid
         blocks, entries = -(-p.M // tile.BLOCK_M), p.B * p.H
     else:
         blocks, entries = -(-p.N // tile.BLOCK_N), p.B * p.Hkv
-    return Sizes(p.M, p.N, p.H, p.G, inputs.q.shape[2], blocks, entries, section_of(p, entries))
+    return Sizes(p.M, p.N, p.H, p.G, inputs.q.shape[2], inputs.k.shape[2], blocks, entries, section_of(p, entries))
 
 
 def section_of(problem: AttentionProblem, entries: int) -> int:

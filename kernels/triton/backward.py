@@ -32,6 +32,7 @@ from sdpa.kernels.triton.primitives import (
     LOG2E,
     Operands,
     Stretch,
+    clear_behind,
     keep_tile,
     load_lse,
     load_rows,
@@ -164,6 +165,13 @@ def keys_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, d
     place = place_of(mask, sizes, batch, kv_head * sizes.G, kv_head)
     limit = sizes.N
     if BUILD.PACKED:
+        if mask.k_lengths is None:
+            if batch == sizes.entries // kv_heads - 1:
+                first, total = tl.load(mask.cu_k + batch + 1) + column, sizes.key_rows
+                if BUILD.KEYS:
+                    clear_behind(dk, dk_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_D, BUILD.D)
+                if BUILD.VALUES:
+                    clear_behind(dv, dv_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_DV, BUILD.DV)
         limit = place.k_length
         if column >= limit:
             return
@@ -241,6 +249,10 @@ def queries_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq
     row = block * BLOCK_M
     limit = sizes.M
     if BUILD.PACKED:
+        if mask.q_lengths is None:
+            if batch == sizes.entries // sizes.H - 1:
+                first = tl.load(mask.cu_q + batch + 1) + row
+                clear_behind(dq, dq_strides, head, first, sizes.rows, sizes.blocks, BLOCK_M, BLOCK_D, BUILD.D)
         limit = place.q_length
         if row >= limit:
             return
@@ -311,12 +323,16 @@ def backward_launches(
 
 
 def empty_gradients(inputs: AttentionInputs) -> Gradients:
-    """Gradients in the layouts of their tensors; rows that belong to no packed sequence are 0 already."""
-    grads = [empty_as(t, t.shape[3]) for t in inputs[:3]]
+    """Gradients in the layouts of their tensors. Rows behind the last packed sequence are the kernels' to clear; those
+    behind a sequence's own length are 0 already."""
+    grads = Gradients(*(empty_as(t, t.shape[3]) for t in inputs[:3]))
     if inputs.cu_q is not None:
-        for grad in grads:
-            grad.zero_()
-    return Gradients(*grads)
+        if inputs.q_lengths is not None:
+            grads.q.zero_()
+        if inputs.k_lengths is not None or not inputs.max_k:  # no keys, no programs
+            grads.k.zero_()
+            grads.v.zero_()
+    return grads
 
 
 def delta_launch(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Launch]:

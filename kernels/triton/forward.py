@@ -18,6 +18,7 @@ from sdpa.kernels.triton.primitives import (
     Softmax,
     Stretch,
     begin_softmax,
+    clear_behind,
     finish_softmax,
     keep_tile,
     load_keys,
@@ -123,7 +124,7 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
     row = block * BLOCK_M
     if BUILD.PACKED:
         if mask.q_lengths is None:
-            clear_behind(out, lse, strides.other, sizes, mask, block, batch, head, BUILD)
+            clear_results(out, lse, strides.other, sizes, mask, block, batch, head, BUILD)
         if row >= place.q_length:
             return
     if doubts is not None:
@@ -157,16 +158,14 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
 
 
 @triton.jit
-def clear_behind(out, lse, strides, sizes, mask, block, batch, head, BUILD: tl.constexpr):
+def clear_results(out, lse, strides, sizes, mask, block, batch, head, BUILD: tl.constexpr):
     """0, and a log-sum-exp of -inf, in rows behind the last packed sequence: its programs share them."""
     BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_DV: tl.constexpr = BUILD.BLOCK_DV
     if batch == sizes.entries // sizes.H - 1:
-        nothing = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
         first = tl.load(mask.cu_q + batch + 1) + block * BLOCK_M
-        for start in tl.range(first, sizes.rows, sizes.blocks * BLOCK_M):
-            store_rows(out, strides, Stretch(0, head, start, sizes.rows), nothing, BUILD.DV)
-            if lse is not None:
+        clear_behind(out, strides, head, first, sizes.rows, sizes.blocks, BLOCK_M, BUILD.BLOCK_DV, BUILD.DV)
+        if lse is not None:
+            for start in tl.range(first, sizes.rows, sizes.blocks * BLOCK_M):
                 offsets = start + tl.arange(0, BLOCK_M)
                 origin = lse + tl.cast(head, tl.int64) * sizes.rows
                 tl.store(origin + offsets, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offsets < sizes.rows)

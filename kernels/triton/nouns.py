@@ -47,6 +47,7 @@ class Sizes(NamedTuple):
     H: int
     G: int
     rows: int  # of one head in lse: M, or all packed rows
+    key_rows: int  # of one head in k: N, or all packed rows
     blocks: int  # of a head, along the side that the grid runs over
     entries: int  # batch * heads of the grid
     section: int  # heads side by side in the grid

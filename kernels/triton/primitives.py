@@ -138,6 +138,15 @@ def store_rows(target, strides, at, tile, SIZE: tl.constexpr):
 
 
 @triton.jit
+def clear_behind(target, strides, head, first, limit, blocks, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                 SIZE: tl.constexpr):  # fmt: skip
+    """0 in every blocks-th block of packed rows from `first` to `limit`: what lies behind the last sequence, which as
+    many programs share."""
+    for start in tl.range(first, limit, blocks * BLOCK):
+        store_rows(target, strides, Stretch(0, head, start, limit), tl.zeros([BLOCK, BLOCK_SIZE], tl.float32), SIZE)
+
+
+@triton.jit
 def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, LIFT: tl.constexpr):
     """The state before the first key; a sink is a key without a value. Scores are `unit` times what state holds,
     probabilities and their sums 2^-LIFT times."""

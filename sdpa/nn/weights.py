@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdpa.autograd import Weights, composite_weights
+from sdpa.autograd import Weights, apply, composite_weights
 from sdpa.dispatch.context import request_text
 from sdpa.functional import distinct, dropped, is_transformed, run
 from sdpa.inputs import Options, build_inputs
@@ -53,5 +53,6 @@ def weights_of(inputs: AttentionInputs, lse: Tensor, average: bool, request: str
     elif is_transformed():
         return composite_weights(inputs, lse, average)
     if torch.is_grad_enabled() and lse.requires_grad:
-        return Weights.apply(*inputs, request, lse, average)
+        args = (*inputs, request, lse, average)
+        return Weights.apply(*args) if torch.compiler.is_compiling() else apply(Weights, *args)
     return WEIGHTS(lse, *inputs, average, request)

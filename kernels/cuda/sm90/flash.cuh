@@ -3,8 +3,8 @@
 //
 // The design is FlashAttention-3's (Shah et al., arXiv 2407.08608): scores stay in registers, exponentials are the
 // register operand of the second product, the scores of a block of keys are under way while the block before is
-// multiplied by its values. Rescaling only where the maximum has grown by 2^8 is FlashAttention-4's. Heads in sections,
-// causal blocks in pairs and the output by transposing quads, which leaves shared memory to the next tile, are ours.
+// multiplied by its values. Heads in sections, causal blocks in pairs and the output by transposing quads, which leaves
+// shared memory to the next tile, are ours.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -33,21 +33,22 @@ namespace sdpa_cuda {
 using namespace cute;
 
 constexpr int kRows = kGroupRows;
-constexpr int kThreads = 128;    // of a group
-constexpr int kWarps = 4;        // of a group
-constexpr int kTurnBarrier = 1;  // and those after it, one per group
+constexpr int kThreads = 128;     // of a group
+constexpr int kWarps = 4;         // of a group
+constexpr int kTurnBarrier = 1;   // and those after it, one per group
+constexpr int kClearBarrier = 5;  // likewise
 constexpr int kNeverBarrier = 15;
 constexpr int kSwizzleBytes = 1024;  // alignment of a tile in shared memory
 
 template <Element ELEMENT>
 using ElementOf = std::conditional_t<ELEMENT == Element::kBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
 
-template <class E_, int D_, MaskKind MASK_, int GROUPS_>
+template <class E_, int D_, int DV_, MaskKind MASK_, int GROUPS_>
 struct Config {
   using E = E_;
   static constexpr MaskKind MASK = MASK_;
-  static constexpr int D = D_, GROUPS = GROUPS_, BM = kRows * GROUPS;
-  static constexpr Tile TILE = tile_of<D, MASK, GROUPS>();
+  static constexpr int D = D_, DV = DV_, GROUPS = GROUPS_, BM = kRows * GROUPS;
+  static constexpr Tile TILE = tile_of<D, DV, MASK, GROUPS>();
   static constexpr int BN = TILE.keys, STAGES = TILE.stages;
   static constexpr bool CUT = MASK != MaskKind::kNone, BAND = MASK == MaskKind::kBand;
   using Seen = Mask<MASK, BN, kRows>;
@@ -61,12 +62,12 @@ struct Config {
   using Atom = decltype(cutlass::gemm::collective::detail::ss_smem_selector<MAJOR, E, Int<ROWS>, Int<COLUMNS>>());
   using LayoutQ = decltype(tile_to_shape(Atom<GMMA::Major::K, kRows, D>{}, Shape<Int<kRows>, Int<D>, Int<GROUPS>>{}));
   using LayoutK = decltype(tile_to_shape(Atom<GMMA::Major::K, BN, D>{}, Shape<Int<BN>, Int<D>, Int<STAGES>>{}));
-  // Values as (D, keys): in memory they are (keys, D), which the product can read so.
-  using LayoutV = decltype(tile_to_shape(Atom<GMMA::Major::MN, D, BN>{}, Shape<Int<D>, Int<BN>, Int<STAGES>>{},
+  // Values as (DV, keys): in memory they are (keys, DV), which the product can read so.
+  using LayoutV = decltype(tile_to_shape(Atom<GMMA::Major::MN, DV, BN>{}, Shape<Int<DV>, Int<BN>, Int<STAGES>>{},
                                          Step<_2, _1, _3>{}));
   using MmaS = decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<BN>, Int<D>>>()));
   using MmaO = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<D>, Int<BN>>, GMMA::Major::K, GMMA::Major::MN>()));
+      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<DV>, Int<BN>>, GMMA::Major::K, GMMA::Major::MN>()));
 };
 
 using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -126,9 +127,9 @@ struct Loader {
   }
 
   CUTE_DEVICE void run(Scheduler const& scheduler) {
-    Tensor mQ = tma_q.get_tma_tensor(make_shape(p.M, p.D, p.H, p.B));
-    Tensor mK = tma_k.get_tma_tensor(make_shape(p.N, p.D, p.Hkv, p.B));
-    Tensor mV = tma_v.get_tma_tensor(make_shape(p.D, p.N, p.Hkv, p.B));
+    Tensor mQ = tma_q.get_tma_tensor(make_shape(p.query_rows, p.D, p.H, p.B));
+    Tensor mK = tma_k.get_tma_tensor(make_shape(p.key_rows, p.D, p.Hkv, p.B));
+    Tensor mV = tma_v.get_tma_tensor(make_shape(p.Dv, p.key_rows, p.Hkv, p.B));
     auto slice_q = tma_q.get_slice(_0{});
     auto slice_k = tma_k.get_slice(_0{});
     auto slice_v = tma_v.get_slice(_0{});
@@ -137,13 +138,17 @@ struct Loader {
     Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
     for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
       Work const w = scheduler.locate(step);
+      Rows const queries = C::Seen::queries(p, w.batch), keys = C::Seen::keys(p, w.batch);
+      if (C::BAND && w.block * C::BM >= queries.count) continue;
       typename C::Seen const mask(p, w.batch);
       Blocks const blocks = mask.blocks(w.block * C::BM, cute::min(p.M, (w.block + 1) * C::BM));
-      Tensor gQ = local_tile(mQ(_, _, w.head, w.batch), Shape<Int<kRows>, Int<C::D>>{}, make_coord(_, _0{}));
-      Tensor gK = local_tile(domain_offset(make_coord(-mask.pad, _0{}), mK(_, _, w.kv_head, w.batch)),
+      int const first = keys.first - mask.pad;
+      Tensor gQ = local_tile(domain_offset(make_coord(queries.first, _0{}), mQ(_, _, w.head, queries.batch)),
+                             Shape<Int<kRows>, Int<C::D>>{}, make_coord(_, _0{}));
+      Tensor gK = local_tile(domain_offset(make_coord(first, _0{}), mK(_, _, w.kv_head, keys.batch)),
                              Shape<Int<C::BN>, Int<C::D>>{}, make_coord(_, _0{}));
-      Tensor gV = local_tile(domain_offset(make_coord(_0{}, -mask.pad), mV(_, _, w.kv_head, w.batch)),
-                             Shape<Int<C::D>, Int<C::BN>>{}, make_coord(_0{}, _));
+      Tensor gV = local_tile(domain_offset(make_coord(_0{}, first), mV(_, _, w.kv_head, keys.batch)),
+                             Shape<Int<C::DV>, Int<C::BN>>{}, make_coord(_0{}, _));
       Tensor tQ = slice_q.partition_S(gQ);
       Tensor tK = slice_k.partition_S(gK);
       Tensor tV = slice_v.partition_S(gV);
@@ -275,6 +280,41 @@ CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int r
   }
 }
 
+// scores / scale become softcap * tanh(score / softcap) / scale.
+template <class Scores>
+CUTE_DEVICE void cap(Scores& scores, FlashParams const& p) {
+  float const inside = 2.f * float(M_LOG2E) * p.scale / p.softcap, outside = p.softcap / p.scale;
+#pragma unroll
+  for (int i = 0; i < size(scores); ++i)
+    scores(i) = outside - __fdividef(2.f * outside, 1.f + exp2f(scores(i) * inside));
+}
+
+// 0, and a log-sum-exp of -inf, in rows behind the last packed sequence, which the tiles of that one share.
+template <class C>
+CUTE_DEVICE void clear_behind(FlashParams const& p, Work const& at, int group, int thread) {
+  int const step = (p.M + C::BM - 1) / C::BM * C::BM, chunks = p.Dv / 8;
+  auto* const out = static_cast<typename C::E*>(p.out.data) + at.head * p.out.head;
+  for (int first = p.cu_q[p.B] + at.block * C::BM + group * kRows; first < p.query_rows; first += step) {
+    int const rows = cute::min(int(kRows), p.query_rows - first);
+    for (int i = thread; i < rows * chunks; i += kThreads)
+      *reinterpret_cast<uint4*>(out + int64_t(first + i / chunks) * p.out.row + i % chunks * 8) =
+          make_uint4(0, 0, 0, 0);
+    if (thread < rows) p.lse[int64_t(at.head) * p.query_rows + first + thread] = -INFINITY;
+  }
+}
+
+// 0 in the values before a packed sequence's first, which are another's: NaN times an exponential of 0 would be NaN.
+// Every group writes these zeros for itself.
+template <class C>
+CUTE_DEVICE void clear_values(Shared<C>& s, int stage, int count, int group, int thread) {
+  Tensor values = make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{});
+  constexpr int kChunks = C::DV / 8;  // of 16 bytes, which the swizzle leaves together
+  for (int i = thread; i < count * kChunks; i += kThreads)
+    *reinterpret_cast<uint4*>(&values(i % kChunks * 8, i / kChunks, stage)) = make_uint4(0, 0, 0, 0);
+  cutlass::arch::fence_view_async_shared();
+  cutlass::arch::NamedBarrier::sync(kThreads, kClearBarrier + group);
+}
+
 template <class C>
 CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& scheduler, int group) {
   using E = typename C::E;
@@ -291,7 +331,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
   Tensor v =
       slice_o.make_fragment_B(slice_o.partition_B(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{})));
   Tensor scores = partition_fragment_C(mma_s, Shape<Int<kRows>, Int<C::BN>>{});
-  Tensor out = partition_fragment_C(mma_o, Shape<Int<kRows>, Int<C::D>>{});
+  Tensor out = partition_fragment_C(mma_o, Shape<Int<kRows>, Int<C::DV>>{});
   Tensor exponentials = make_tensor<E>(operand_of(scores.layout()));
   Tensor score_rows = make_tensor(scores.data(), rows_of(scores.layout()));
   Tensor out_rows = make_tensor(out.data(), rows_of(out.layout()));
@@ -304,6 +344,10 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
   turns.begin();
   for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
     Work const at = scheduler.locate(step);
+    if (C::BAND && p.cu_q) {
+      if (at.batch == p.B - 1) clear_behind<C>(p, at, group, thread);
+      if (at.block * C::BM >= C::Seen::queries(p, at.batch).count) continue;
+    }
     int const row0 = at.block * C::BM + group * kRows;
     typename C::Seen const mask(p, at.batch);
     Blocks const all = mask.blocks(at.block * C::BM, cute::min(p.M, (at.block + 1) * C::BM));
@@ -344,6 +388,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       warpgroup_wait<1>();
       warpgroup_fence_operand(scores);
       free_keys();
+      if (C::BAND && p.softcap > 0.f) cap(scores, p);
       if (cut.value) mask.hide(score_rows, place, row0, n * C::BN);
       softmax.absorb<decltype(cut)::value>(score_rows);
       hold_until(softmax.row_sum[0] + softmax.row_sum[1]);
@@ -363,6 +408,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     warpgroup_wait<0>();
     warpgroup_fence_operand(scores);
     free_keys();
+    if (C::BAND && p.softcap > 0.f) cap(scores, p);
     mask.hide(score_rows, place, row0, n * C::BN);
     softmax.absorb<true>(score_rows);
     convert(scores, exponentials);
@@ -380,18 +426,21 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       for (; n >= own.begin; --n) absorb(true_type{});
     }
     Full::wait(&s.v_full[v_ring.stage()], v_ring.phase());
+    if (C::BAND && p.cu_k && own.begin == 0) clear_values<C>(s, v_ring.stage(), mask.pad, group, thread);
     issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage()), out);
     warpgroup_wait<0>();
     warpgroup_fence_operand(out);
     free_values();
     pass_over(all.begin);
     Work const w = scheduler.locate(anew(step));
+    Rows const own_rows = C::Seen::queries(p, w.batch);
     int const row = w.block * C::BM + group * kRows + int(get<0>(place(0, 0)));
+    float* const lse = p.lse + (int64_t(own_rows.batch) * p.H + w.head) * p.query_rows + own_rows.first;
     float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const lse = softmax.finish(i, inverse[i]);
-      if (thread % 4 == 0 && row + 8 * i < p.M) p.lse[(int64_t(w.batch) * p.H + w.head) * p.M + row + 8 * i] = lse;
+      float const total = softmax.finish(i, inverse[i]);
+      if (thread % 4 == 0 && row + 8 * i < own_rows.count) lse[row + 8 * i] = total;
     }
     Softmax::multiply(out_rows, inverse);
     typename C::Seen const seen(p, w.batch);
@@ -403,8 +452,10 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       }
     Tensor rounded = make_tensor<E>(out.layout());
     convert(out, rounded);
-    E* target = static_cast<E*>(p.out.data) + w.batch * p.out.batch + w.head * p.out.head;
-    store_rows<C::D>(reinterpret_cast<uint32_t const*>(rounded.data()), target, p.out.row, row, p.M, p.D, thread % 4);
+    E* const target = static_cast<E*>(p.out.data) + own_rows.batch * p.out.batch + w.head * p.out.head +
+                      int64_t(own_rows.first) * p.out.row;
+    store_rows<C::DV>(reinterpret_cast<uint32_t const*>(rounded.data()), target, p.out.row, row, own_rows.count, p.Dv,
+                      thread % 4);
   }
   turns.end();
 }
@@ -450,12 +501,13 @@ auto columns_tensor(View const& t, int rows, int D, int heads, int batch) {
 template <class C>
 int launch(FlashParams const& p, cudaStream_t stream) {
   using E = typename C::E;
-  auto tma_q = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.q, p.M, p.D, p.H, p.B),
+  int const batch = p.cu_q ? 1 : p.B;  // entries in memory
+  auto tma_q = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.q, p.query_rows, p.D, p.H, batch),
                              take<0, 2>(typename C::LayoutQ{}), Shape<Int<kRows>, Int<C::D>>{}, _1{});
-  auto tma_k = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.k, p.N, p.D, p.Hkv, p.B),
+  auto tma_k = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.k, p.key_rows, p.D, p.Hkv, batch),
                              take<0, 2>(typename C::LayoutK{}), Shape<Int<C::BN>, Int<C::D>>{}, _1{});
-  auto tma_v = make_tma_copy(SM90_TMA_LOAD{}, columns_tensor<E>(p.v, p.N, p.D, p.Hkv, p.B),
-                             take<0, 2>(typename C::LayoutV{}), Shape<Int<C::D>, Int<C::BN>>{}, _1{});
+  auto tma_v = make_tma_copy(SM90_TMA_LOAD{}, columns_tensor<E>(p.v, p.key_rows, p.Dv, p.Hkv, batch),
+                             take<0, 2>(typename C::LayoutV{}), Shape<Int<C::DV>, Int<C::BN>>{}, _1{});
   auto kernel = flash_forward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v)>;
   int const bytes = sizeof(Shared<C>) + kSwizzleBytes;
   static std::atomic<uint64_t> allowed{0};  // a bit for each device that was told how much memory the kernel takes

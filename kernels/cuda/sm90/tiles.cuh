@@ -11,17 +11,20 @@ struct Tile {
 };
 
 // GROUPS are warpgroups, each with 64 rows of queries; stages are powers of two.
-template <int D, MaskKind MASK, int GROUPS>
+template <int D, int DV, MaskKind MASK, int GROUPS>
 constexpr Tile tile_of() {
   constexpr bool CUT = MASK != MaskKind::kNone;
   // Four groups of 112 registers: 32 of output, 32 of scores, 16 of exponentials. Three have room for 128 keys, fewer
   // pauses in a long row.
   if (D <= 64) return GROUPS == 4 ? Tile{64, 4, false} : Tile{128, 2, false};
   // Three groups of 160 registers: 64 of output, 40 of scores, 20 of exponentials; 208 KB of shared memory at D = 128.
+  // A band's limits do not fit beside them: 4 bytes spilled, with 64 keys as well.
   if (D <= 128 && GROUPS == 3) return {80, 4, false};
   // 208 KB at D = 128 and 196 registers of scores, exponentials and output; where cut by a mask, wide blocks hide too
   // much of the diagonal.
   if (D <= 128) return {CUT ? 128 : 176, 2, true};
+  // 208 KB of shared memory; 64 registers of output, 64 of scores, 32 of exponentials.
+  if (D <= 192 && DV <= 128) return {128, 2, true};
   // 216 and 192 KB of shared memory.
   if (D <= 192) return {CUT ? 96 : 112, 2, false};
   // 224 KB of shared memory; 64 keys where cut, whose mask takes registers.
