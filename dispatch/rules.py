@@ -151,9 +151,10 @@ def hopper_only(problem: AttentionProblem) -> str | None:
 
 
 def eighths(problem: AttentionProblem) -> str | None:
-    if problem.D % HALF_ALIGNMENT == 0 and problem.Dv % HALF_ALIGNMENT == 0:
+    sizes = (problem.D, problem.Dv)
+    if all(size > 0 and size % HALF_ALIGNMENT == 0 for size in sizes):
         return None
-    return f"needs head sizes that are multiples of {HALF_ALIGNMENT}, got D = {problem.D}, Dv = {problem.Dv}"
+    return f"needs head sizes that are positive multiples of {HALF_ALIGNMENT}, got D = {problem.D}, Dv = {problem.Dv}"
 
 
 def capability(device: str) -> tuple[int, int]:

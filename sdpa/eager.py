@@ -46,7 +46,9 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
     """The result of a plain call by its plan, or None where it has to go the ordinary way; nothing is checked yet."""
     if is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0:
         return None
-    if type(is_causal) is not bool or (scale is not None and type(scale) is not float):
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return None
+    if scale is not None and type(scale) is not float:
         return None
     if mask is not None:
         return look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, None)
@@ -101,6 +103,8 @@ def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, ke
     if not all(type(tensor) is Tensor for tensor in tensors) or any(map(is_wrapped, tensors)):
         return None
     if not (type(max_q) is int and type(max_k) is int and (scale is None or type(scale) is float)):
+        return None
+    if type(enable_gqa) is not bool or cu_q.layout is not torch.strided or cu_k.layout is not torch.strided:
         return None
     learns = grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     alike = cu_k is cu_q
@@ -186,9 +190,11 @@ def make_packed_plan(
     kernel: str | None,
     learns: bool,
 ) -> PackedPlan | None:
-    """The plan of a checked call; None where the device's kernels take packed sequences in another form."""
+    """The plan of a checked call; None where the device's kernels take packed sequences in another form, or heads have
+    to be repeated."""
     inputs = build_packed(query, key, value, documents, options)
-    if is_empty(inputs) or served_form(inputs) is not inputs:
+    as_given = all(t.shape[1] == rows.shape[1] for t, rows in zip(inputs[:3], (query, key, value), strict=True))
+    if not as_given or is_empty(inputs) or served_form(inputs) is not inputs:
         return None
     return PackedPlan(inputs, learns, effective(request_text(kernel)))
 

@@ -101,6 +101,18 @@ def shorter(lengths: Tensor | None, cu: Tensor, size: int) -> Tensor:
     return whole if lengths is None else torch.minimum(lengths, whole)
 
 
+def unseen_lse(inputs: AttentionInputs) -> Tensor:
+    """(B, H, rows) of rows that see no key: a sink's score where there is one, but -inf in rows of no sequence."""
+    B, H, rows = inputs.q.shape[:3]
+    lse = torch.full((B, H, rows), -torch.inf, dtype=torch.float32, device=inputs.q.device)
+    if inputs.sinks is None:
+        return lse
+    lse.copy_(inputs.sinks[None, :, None].expand_as(lse))
+    if inputs.cu_q is not None:
+        lse.masked_fill_(torch.arange(rows, device=lse.device) >= inputs.cu_q[-1], -torch.inf)
+    return lse
+
+
 def gathered(inputs: AttentionInputs) -> AttentionInputs:
     """Each sequence's pages one after the other; what the table says beyond the lengths is read and hidden by them."""
     k, v = (page_rows(cache, inputs.block_table) for cache in (inputs.k, inputs.v))

@@ -14,6 +14,8 @@ from torch import Tensor
 UNLIMITED = -1
 BULK_BYTES = 16  # of whose multiples a bulk copy engine wants addresses and strides
 
+# From here on what a kernel's tanh may lose near 0, 1e-7 of the softcap, is felt beside bfloat16's rounding of weights.
+LARGE_SOFTCAP = 1000.0
 # Every optional thing a call can ask for, and how a refusal names it. A kernel's row in the catalog lists
 # the ones it honours; `why_not` is the difference of two sets.
 FEATURES = {
@@ -29,6 +31,7 @@ FEATURES = {
     "prefix": "a bidirectional prefix",
     "alibi": "ALiBi slopes",
     "softcap": "softcap",
+    "large_softcap": "a softcap above 1000",
     "sinks": "attention sinks",
     "dropout": "dropout",
     "nonpositive_scale": "a scale of zero or less",
@@ -283,6 +286,7 @@ def features_of(inputs: AttentionInputs, gqa: bool) -> frozenset[str]:
         (inputs.prefix is not None, "prefix"),
         (inputs.alibi is not None, "alibi"),
         (inputs.softcap != 0.0, "softcap"),
+        (inputs.softcap > LARGE_SOFTCAP, "large_softcap"),
         (inputs.sinks is not None, "sinks"),
         (inputs.dropout_p != 0.0, "dropout"),
         (inputs.scale <= 0, "nonpositive_scale"),

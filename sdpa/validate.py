@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
@@ -97,8 +98,8 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
     if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type(scale).__name__}")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and softcap >= 0):
-        raise RuntimeError(f"softcap must be None or a number >= 0 (0 means none), but got {softcap!r}")
+    if softcap is not None and not (number and 0 <= softcap < math.inf):
+        raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {softcap!r}")
 
 
 def check_flag(name: str, value: object, function: str) -> None:

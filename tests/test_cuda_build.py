@@ -123,6 +123,12 @@ def test_strides_of_no_sixteen_bytes_are_a_reason():
     assert not any("16 bytes" in reason for reason in kernel.why_not(ON_GPU))
 
 
+def test_head_sizes_of_zero_are_a_reason():
+    kernel = by_name()["cuda_flash"]
+    for sizes in ({"D": 0}, {"Dv": 0}, {"D": 20}, {"Dv": 20}):
+        assert any("positive multiples of 8" in reason for reason in kernel.why_not(ON_GPU._replace(**sizes)))
+
+
 def test_without_a_device_there_is_one_sentence(monkeypatch):
     from sdpa.kernels.cuda import library
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 
@@ -158,6 +159,7 @@ OWN_TEXTS = {
     "scale_vector": (lambda: (qkv(), {"scale": t(3)}), TypeError, r"0-dimensional tensor.*shape \(3,\)"),
     "scale_text": (lambda: (qkv(), {"scale": "big"}), TypeError, r"scale must be a number.*got str"),
     "softcap": (lambda: (qkv(), {"softcap": -1.0}), RuntimeError, r"softcap must be.*got -1.0"),
+    "softcap_inf": (lambda: (qkv(), {"softcap": math.inf}), RuntimeError, r"softcap must be.*finite.*got inf"),
     "softcap_text": (lambda: (qkv(), {"softcap": "no"}), RuntimeError, r"softcap must be.*'no'"),
     "sinks_shape": (lambda: (qkv(), {"sinks": t(4)}), RuntimeError, r"sinks to have shape \(3,\), but got \(4,\)"),
     "sinks_dtype": (lambda: (qkv(), {"sinks": t(3, dtype=torch.float64)}), RuntimeError, r"sinks.*got torch.float64"),

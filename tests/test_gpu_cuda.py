@@ -114,15 +114,24 @@ def test_values_of_another_head_size(sizes):
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("softcap", [0.7, 30.0])
+@pytest.mark.parametrize("softcap", [0.7, 30.0, 1000.0])
 def test_softcap(D, softcap):
-    """Scores far beyond the cap, and far below it; with a sink, and in windows of hidden scores."""
+    """Scores far beyond the cap and far below it; with a sink, and in windows."""
     draw = Draw(real(), 16)
     q, k, v = draw.normal(2, 4, 300, D) * 4, draw.normal(2, 2, 400, D), draw.normal(2, 2, 400, D)
     sinks = torch.tensor([0.5, -40.0, 3.0, -torch.inf], device="cuda", dtype=BFLOAT16)
     for mask, extra in itertools.product((*CORNERS.values(), Mask(window=(90, 3))), (None, sinks)):
         inputs = build_inputs(q, k, v, Options(mask, enable_gqa=True, softcap=softcap, sinks=extra))
         right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), (D, softcap, mask))
+
+
+def test_large_softcaps_are_a_reason():
+    q = torch.empty(1, 1, 8, 64, device="cuda", dtype=BFLOAT16)
+    reasons = [
+        by_name()["cuda_flash"].why_not(problem_of(build_inputs(q, q, q, Options(None, softcap=cap)), "forward"))
+        for cap in (1000.0, 1001.0)
+    ]
+    assert reasons[0] == [] and "softcap above 1000" in reasons[1][0]
 
 
 @pytest.mark.parametrize("M", [1, 5, 63])
@@ -173,8 +182,9 @@ def test_packed_sequences(D):
         inputs = packed(LENGTHS, keys, D, mask, dtype, behind=130)
         right(check_inputs("cuda_flash", inputs, torch.randn_like(inputs.q)), (D, mask, dtype))
     sinks = torch.tensor([0.5, -40.0, 30.0, -torch.inf], device="cuda", dtype=BFLOAT16)
-    inputs = packed(LENGTHS, others, D, Mask(causal=True), behind=3, softcap=2.0, sinks=sinks)
-    right(check_inputs("cuda_flash", inputs, torch.randn_like(inputs.q)), D)
+    for name, mask in itertools.product(("cuda_flash", "triton_flash"), (Mask(causal=True), masks[-1])):
+        inputs = packed(LENGTHS, others, D, mask, behind=3, softcap=2.0, sinks=sinks)
+        right(check_inputs(name, inputs, torch.randn_like(inputs.q)), (name, D, mask))
 
 
 @pytest.mark.parametrize("D", [40, 64, 96, 128, 192, 256])

@@ -85,6 +85,18 @@ def test_a_plan_is_for_its_sizes_lengths_and_settings():
         assert len(eager.PLANS) == number
 
 
+@pytest.mark.parametrize("heads", [(4, 1, 4), (4, 4, 1), (4, 2, 1), (6, 3, 2)])
+def test_heads_that_are_repeated_go_the_ordinary_way(heads):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(T, n, 8, generator=generator, dtype=torch.float64).requires_grad_() for n in heads]
+    for _ in range(2):
+        found, wanted = planned(tensors, lengths()), ordinary(tensors, lengths())
+        torch.testing.assert_close(found, wanted)
+        upstream = torch.randn_like(found)
+        torch.testing.assert_close(*(torch.autograd.grad(out, tensors, upstream) for out in (found, wanted)))
+    assert not any(eager.PLANS.values())
+
+
 def test_lengths_are_read_at_every_call():
     tensors = rows()
     for cu in (lengths()[0], torch.tensor([0, 2, 8], dtype=torch.int32)):
@@ -119,6 +131,8 @@ def test_wrong_arguments_are_refused_with_and_without_a_plan():
             planned(tensors, (cu.long(), cu))
         with pytest.raises(RuntimeError, match="equally many documents"):
             planned(tensors, (cu, cu[:2]))
+        with pytest.raises((RuntimeError, TypeError), match="enable_gqa"):
+            varlen_attention(*tensors, cu, cu, LONGEST, LONGEST, enable_gqa=1)
         with pytest.raises(RuntimeError, match="T, H, D"):
             planned([t.unsqueeze(0) for t in tensors], (cu, cu))
         planned(tensors, (cu, cu))

@@ -105,6 +105,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   p.query_rows = q.size(2), p.key_rows = k.size(2);
   p.shift = p.bottom_right ? p.N - p.M : 0;
   p.device = q.get_device(), p.cores = device.cores;
+  STD_TORCH_CHECK((int64_t{p.M} / kGroupRows + 1) * p.B * H < INT32_MAX, "cuda_flash: ", p.B, " sequences of up to ",
+                  p.M, " queries in ", H, " heads are more blocks than it counts");
   const double resident =
       kKeysShare * device.cache / (2.0 * p.N * (D + Dv));  // heads whose keys and values stay in the cache
   p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, p.B * H));

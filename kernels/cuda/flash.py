@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sdpa.kernels.cuda.library import load_error
 from sdpa.layout import empty_as
+from sdpa.packing import unseen_lse
 from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
 
 # What instances for bands know beside windows.
@@ -24,7 +25,7 @@ def unavailable() -> str | None:
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None = None) -> Results:
     if is_empty(inputs, problem):
-        return nothing_seen(inputs, problem)
+        return Results(empty_as(inputs.q, problem.Dv).zero_(), unseen_lse(inputs))
     if heads_are_rows(inputs.q, problem):
         few = inputs._replace(q=as_rows(inputs.q, problem.G))
         found = forward(few, problem._replace(H=problem.Hkv, M=few.q.shape[2]), tile)
@@ -70,17 +71,6 @@ def as_rows(q: Tensor, G: int) -> Tensor:
 
 def is_empty(inputs: AttentionInputs, problem: AttentionProblem) -> bool:
     return not (problem.M and problem.N and inputs.q.numel() and inputs.k.numel())
-
-
-def nothing_seen(inputs: AttentionInputs, problem: AttentionProblem) -> Results:
-    """Zeros, and the sink as log-sum-exp where there is one, but in rows of no packed sequence."""
-    out = empty_as(inputs.q, problem.Dv).zero_()
-    lse = out.new_full(out.shape[:3], -torch.inf, dtype=torch.float32)
-    if inputs.sinks is not None:
-        lse.copy_(inputs.sinks[None, :, None].expand_as(lse))
-        if inputs.cu_q is not None:
-            lse.masked_fill_(torch.arange(lse.shape[2], device=lse.device) >= inputs.cu_q[-1], -torch.inf)
-    return Results(out, lse)
 
 
 def is_banded(problem: AttentionProblem) -> bool:

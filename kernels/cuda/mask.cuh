@@ -23,11 +23,12 @@ CUTE_DEVICE Rows rows_between(int32_t const* cu, int batch, int most) {
 }
 
 // What rows of one batch entry see: every key, those up to the diagonal, or a band of those before the entry's length.
-// BN keys are a block, and blocks end with the last key that there is; so the first one begins `pad` keys before the
-// first key, where the copy engine reads zeros, or the sequence before. What lies behind the length is not even loaded.
+// BN keys are a block. Where not causal, blocks end with the last key that there is; so the first one begins `pad` keys
+// before the first key, where the copy engine reads zeros, or the sequence before. What lies behind the length is not
+// even loaded.
 template <MaskKind KIND, int BN, int ROWS>
 struct Mask {
-  static constexpr bool CAUSAL = KIND == MaskKind::kCausal, BAND = KIND == MaskKind::kBand;
+  static constexpr bool CAUSAL = KIND == MaskKind::kCausal, BAND = KIND == MaskKind::kBand, ALL = !CAUSAL && !BAND;
   static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
     return rows_between(BAND ? p.cu_q : nullptr, batch, p.M);
   }
@@ -35,10 +36,15 @@ struct Mask {
     return rows_between(BAND ? p.cu_k : nullptr, batch, p.N);
   }
 
-  int N, shift;                                // the last block's end; row i is beside key i + shift
-  int pad = 0, left = 0, right = 0, rows = 0;  // of a band; rows that see anything
+  int N, shift;  // the last block's end; row i is beside key i + shift
+  int pad = 0;
+  int left = 0, right = 0, rows = 0;  // of a band; rows that see anything
 
   CUTE_DEVICE Mask(FlashParams const& p, int batch) : N(p.N), shift(p.shift) {
+    if constexpr (ALL) {
+      N = (p.N + BN - 1) / BN * BN;
+      pad = N - p.N;
+    }
     if constexpr (BAND) {
       int const there = keys(p, batch).count;
       int const seen = p.k_lengths ? cute::max(0, cute::min(there, p.k_lengths[batch])) : there;
@@ -52,7 +58,7 @@ struct Mask {
   }
 
   // The first key that a row sees, and the key after its last.
-  CUTE_DEVICE int first(int row) const { return BAND ? cute::max(pad, row + shift - left) : 0; }
+  CUTE_DEVICE int first(int row) const { return BAND ? cute::max(pad, row + shift - left) : pad; }
   CUTE_DEVICE int limit(int row) const {
     return CAUSAL || BAND ? cute::min(N, row + shift + (BAND ? right : 0) + 1) : N;
   }
@@ -79,6 +85,12 @@ struct Mask {
   CUTE_DEVICE int whole(int row0) const { return BAND && row0 + ROWS > rows ? 0 : cute::max(0, limit(row0)) / BN; }
   CUTE_DEVICE int reached(int row0) const { return BAND ? (first(row0 + ROWS - 1) + BN - 1) / BN : 0; }
 
+  // Blocks that a diagonal cuts come first, so that the others follow without a mask. Where every key is seen, that is
+  // the block with the pad, and keys are met in their order: exponentials are then rounded as cuDNN rounds them.
+  static constexpr bool ASCENDS = ALL;
+  // The first key of what is the n-th block before the last to come, if it may have to be masked.
+  CUTE_DEVICE int key_of(int n) const { return ASCENDS ? 0 : n * BN; }
+
   // `scores` of a thread are (2, columns) and `place` their (row, column) in the tile at (row0, key0).
   template <class Scores, class Place>
   CUTE_DEVICE void hide(Scores& scores, Place const& place, int row0, int key0) const {
@@ -91,7 +103,7 @@ struct Mask {
 #pragma unroll
       for (int j = 0; j < size<1>(scores); ++j) {
         int const distance = int(get<1>(place(0, j))) - column;  // of two columns of a thread: known when compiling
-        if (distance >= to || (BAND && distance < from)) scores(i, j) = -INFINITY;
+        if ((!ALL && distance >= to) || (!CAUSAL && distance < from)) scores(i, j) = -INFINITY;
       }
     }
   }

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sdpa import packing
 from sdpa.kernels.triton.halves import LIFT
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.nouns import (
@@ -123,15 +124,13 @@ def dense_build(mask: Tensor, described: bool) -> DenseBuild:
 
 def empty_results(inputs: AttentionInputs, problem: AttentionProblem) -> Results:
     """Results to be filled, with a log-sum-exp where it is asked for. Rows behind the last packed sequence are the
-    forward kernel's to clear; those behind a sequence's own length are 0 and -inf already."""
+    forward kernel's to clear; those behind a sequence's own length are what a row gets that sees no key."""
     q = inputs.q
     out = empty_as(q, inputs.v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if "lse" in problem.features else None
+    wanted = "lse" in problem.features
     if inputs.cu_q is not None and (inputs.q_lengths is not None or inputs.cu_q.shape[0] == 1):
-        out.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
-    return Results(out, lse)
+        return Results(out.zero_(), packing.unseen_lse(inputs) if wanted else None)
+    return Results(out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wanted else None)
 
 
 def strides_of(tensor: Tensor) -> Strides:

@@ -33,11 +33,12 @@ namespace sdpa_cuda {
 using namespace cute;
 
 constexpr int kRows = kGroupRows;
-constexpr int kThreads = 128;     // of a group
-constexpr int kWarps = 4;         // of a group
-constexpr int kTurnBarrier = 1;   // and those after it, one per group
-constexpr int kClearBarrier = 5;  // likewise
-constexpr int kNeverBarrier = 15;
+constexpr int kThreads = 128;  // of a group
+constexpr int kWarps = 4;      // of a group
+// Named barriers, behind those that CUTLASS keeps for itself: of turns, which two groups take at most, then one for
+// each of four groups. The last of the hardware's 16 nobody meets.
+constexpr int kTurnBarrier = 0, kClearBarrier = 2, kMostGroups = 4, kNeverBarrier = 15;
+static_assert(cutlass::arch::NamedBarrier::ReservedNamedBarrierCount + kClearBarrier + kMostGroups <= kNeverBarrier);
 constexpr int kSwizzleBytes = 1024;  // alignment of a tile in shared memory
 
 template <Element ELEMENT>
@@ -48,6 +49,7 @@ struct Config {
   using E = E_;
   static constexpr MaskKind MASK = MASK_;
   static constexpr int D = D_, DV = DV_, GROUPS = GROUPS_, BM = kRows * GROUPS;
+  static_assert(GROUPS <= kMostGroups);
   static constexpr Tile TILE = tile_of<D, DV, MASK, GROUPS>();
   static constexpr int BN = TILE.keys, STAGES = TILE.stages;
   static constexpr bool CUT = MASK != MaskKind::kNone, BAND = MASK == MaskKind::kBand;
@@ -164,7 +166,10 @@ struct Loader {
         load(tma_v, keep, s.v_full[i], s.v_empty[i], v_ring.phase(), tV(_, _, _, n), sV(_, _, _, i));
         v_ring.next();
       };
-      load_k(blocks.end - 1);
+      constexpr int kStep = C::Seen::ASCENDS ? 1 : -1;
+      int n = C::Seen::ASCENDS ? blocks.begin : blocks.end - 1;
+      int const last = C::Seen::ASCENDS ? blocks.end - 1 : blocks.begin;
+      load_k(n);
 #pragma unroll 1
       for (int g = 0; g < C::GROUPS; ++g) {
         load(tma_q, TMA::CacheHintSm90::EVICT_FIRST, s.q_full[g], s.q_empty[g], q_ring.phase(),
@@ -173,11 +178,11 @@ struct Loader {
       q_ring.next();
       // four loads at once take more than the loader's registers
 #pragma unroll 1
-      for (int n = blocks.end - 2; n >= blocks.begin; --n) {
-        load_k(n);
-        load_v(n + 1);
+      for (; n != last; n += kStep) {
+        load_k(n + kStep);
+        load_v(n);
       }
-      load_v(blocks.begin);
+      load_v(n);
     }
   }
 };
@@ -237,6 +242,7 @@ template <class C>
 struct Turns {
   int group;
   static constexpr bool ON = C::TILE.turns;
+  static_assert(!ON || C::GROUPS == 2);
   CUTE_DEVICE void begin() const {
     if (ON && group == C::GROUPS - 1) cutlass::arch::NamedBarrier::arrive(2 * kThreads, kTurnBarrier);
   }
@@ -280,7 +286,8 @@ CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int r
   }
 }
 
-// scores / scale become softcap * tanh(score / softcap) / scale.
+// scores / scale become softcap * tanh(score / softcap) / scale. What cancels near 0 is 1e-7 of the softcap: of large
+// ones the catalog knows that this kernel does not take them.
 template <class Scores>
 CUTE_DEVICE void cap(Scores& scores, FlashParams const& p) {
   float const inside = 2.f * float(M_LOG2E) * p.scale / p.softcap, outside = p.softcap / p.scale;
@@ -389,7 +396,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       warpgroup_fence_operand(scores);
       free_keys();
       if (C::BAND && p.softcap > 0.f) cap(scores, p);
-      if (cut.value) mask.hide(score_rows, place, row0, n * C::BN);
+      if (cut.value) mask.hide(score_rows, place, row0, mask.key_of(n));
       softmax.absorb<decltype(cut)::value>(score_rows);
       hold_until(softmax.row_sum[0] + softmax.row_sum[1]);
       warpgroup_wait<0>();
@@ -409,8 +416,8 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     warpgroup_fence_operand(scores);
     free_keys();
     if (C::BAND && p.softcap > 0.f) cap(scores, p);
-    mask.hide(score_rows, place, row0, n * C::BN);
-    softmax.absorb<true>(score_rows);
+    mask.hide(score_rows, place, row0, mask.key_of(n));
+    softmax.absorb<C::CUT>(score_rows);
     convert(scores, exponentials);
     --n;
     if (C::CUT) {
