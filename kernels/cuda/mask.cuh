@@ -86,7 +86,8 @@ struct Mask {
   CUTE_DEVICE int reached(int row0) const { return BAND ? (first(row0 + ROWS - 1) + BN - 1) / BN : 0; }
 
   // Blocks that a diagonal cuts come first, so that the others follow without a mask. Where every key is seen, that is
-  // the block with the pad, and keys are met in their order: exponentials are then rounded as cuDNN rounds them.
+  // the block with the pad, and keys are met in their order: the largest error was then above cuDNN's in 4 of 36 cells
+  // of the suite, and last keys first in 10.
   static constexpr bool ASCENDS = ALL;
   // The first key of what is the n-th block before the last to come, if it may have to be masked.
   CUTE_DEVICE int key_of(int n) const { return ASCENDS ? 0 : n * BN; }
