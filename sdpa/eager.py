@@ -96,7 +96,7 @@ def look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, state
 
 def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel) -> Tensor | None:
     """The same of a call of `varlen_attention` without a mask, whose cumulative lengths are contiguous."""
-    if is_dynamo_compiling() or transformed() or dispatch_modes() > 0 or type(is_causal) is not bool:
+    if transformed() or type(is_causal) is not bool:
         return None
     cu_q, cu_k, max_q, max_k = documents
     tensors = (query, key, value, cu_q, cu_k)

@@ -14,6 +14,7 @@ from sdpa.interop import as_mask, cast_for_autocast, is_nested, nested_attention
 from sdpa.mask import Mask
 from sdpa.plans import select_by_modes
 from sdpa.problem import AttentionInputs, Results
+from sdpa.validate import check_flag
 
 
 def scaled_dot_product_attention(
@@ -66,10 +67,11 @@ def scaled_dot_product_attention(
 
     Method: online softmax over tiles (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022).
     """
-    if dropout_p == 0.0 and softcap is None and sinks is None and not return_lse:
+    if dropout_p == 0.0 and softcap is None and sinks is None and return_lse is False:
         out = eager.attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
         if out is not None:
             return out
+    check_flag("return_lse", return_lse, "scaled_dot_product_attention")
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     tensors = (query, key, value, attn_mask, sinks)
     if has_torch_function(tensors):

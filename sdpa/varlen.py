@@ -17,6 +17,7 @@ from sdpa.interop import cast_for_autocast, under_autocast
 from sdpa.mask import Mask
 from sdpa.problem import AttentionInputs, Results
 from sdpa.sequences import Documents, Pages, build_packed, build_paged, results_of, served_form
+from sdpa.validate import check_flag
 
 
 def overridable(function: Callable) -> Callable:
@@ -81,10 +82,11 @@ def varlen_attention(
             shape, dtype or device; their values are not looked at.
     """
     documents = Documents(cu_q, cu_k, max_q, max_k)
-    if attn_mask is None and dropout_p == 0.0 and softcap is None and sinks is None and not return_lse:
+    if attn_mask is None and dropout_p == 0.0 and softcap is None and sinks is None and return_lse is False:
         out = eager.attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel)
         if out is not None:
             return out
+    check_flag("return_lse", return_lse, "varlen_attention")
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     request = request_text(kernel)
 
@@ -143,6 +145,7 @@ def paged_attention(
     Method: pages and block tables (Kwon et al., PagedAttention, 2023).
     """
     pages = Pages(block_table, lengths)
+    check_flag("return_lse", return_lse, "paged_attention")
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     request = request_text(kernel)
 

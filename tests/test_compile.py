@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdpa
-from sdpa import Mask, ops, repeats
+from sdpa import Mask, inductor, ops, repeats
 from sdpa.dispatch import select
 from sdpa.ops import BACKWARD, FORWARD, PLAIN
 from sdpa.problem import AttentionInputs, Results
@@ -227,6 +229,34 @@ def test_inductor_infers(options):
         for seed in (0, 1, 2):
             x = qkv(seed=seed)[0][:, 0]
             assert torch.allclose(compiled(x), model(x), atol=1e-6)
+
+
+@pytest.mark.skipif(find_spec(inductor.HOOKS) is None, reason="this torch has no hook for an operator's code")
+def test_generated_code_calls_the_function_past_the_dispatcher():
+    """And obeys who turns kernels off around it."""
+
+    def model(q, k, v):
+        return attention(q, k, v, is_causal=True)
+
+    compiled, tensors = torch.compile(model, fullgraph=True), qkv()
+    with torch.no_grad():
+        out, (code,) = run_and_get_code(compiled, *tensors)
+        assert f" = torch.ops.sdpa.{inductor.NAME}(" in code and "attention_forward.plain(" not in code
+        assert torch.allclose(out, model(*tensors), atol=1e-6)
+        with sdpa.sdpa_kernel("math"):
+            compiled(*tensors)
+        assert sdpa.last_choice().kernel.name == "vendor_math"
+
+
+def test_a_dispatch_mode_sees_what_was_compiled():
+    compiled, tensors = torch.compile(attention), qkv()
+    with torch.no_grad():
+        compiled(*tensors)
+        with FlopCounterMode(display=False) as eager:
+            attention(*tensors)
+        with FlopCounterMode(display=False) as counter:
+            compiled(*tensors)
+    assert counter.get_total_flops() == eager.get_total_flops() > 0
 
 
 def test_inductor_trains():

@@ -156,6 +156,8 @@ OWN_TEXTS = {
     "dropout_text": (lambda: (qkv(), {"dropout_p": "0.1"}), TypeError, r"dropout_p must be a number.*'0.1'"),
     "is_causal_tensor": (lambda: (qkv(), {"is_causal": torch.tensor(True)}), TypeError, r"must be bool, not Tensor"),
     "is_causal_int": (lambda: (qkv(), {"is_causal": 1}), TypeError, r"'is_causal' must be bool, not int"),
+    "return_lse_text": (lambda: (qkv(), {"return_lse": "no"}), TypeError, r"'return_lse' must be bool, not str"),
+    "return_lse_none": (lambda: (qkv(), {"return_lse": None}), TypeError, r"'return_lse' must be bool, not NoneType"),
     "scale_vector": (lambda: (qkv(), {"scale": t(3)}), TypeError, r"0-dimensional tensor.*shape \(3,\)"),
     "scale_text": (lambda: (qkv(), {"scale": "big"}), TypeError, r"scale must be a number.*got str"),
     "softcap": (lambda: (qkv(), {"softcap": -1.0}), RuntimeError, r"softcap must be.*got -1.0"),

@@ -96,6 +96,7 @@ VARLEN_ERRORS = {
         "Expected lengths to have shape (4,) or (1,) or (), but got (2,) instead.",
     ),
     "is_causal": ({"is_causal": 1}, TypeError, "varlen_attention(): argument 'is_causal' must be bool, not int"),
+    "return_lse": ({"return_lse": 1}, TypeError, "varlen_attention(): argument 'return_lse' must be bool, not int"),
     "dropout": ({"dropout_p": 2.0}, RuntimeError, "dropout probability has to be between 0 and 1, but got 2.0"),
     "sinks": ({"sinks": draw(3)}, RuntimeError, "Expected sinks to have shape (4,), but got (3,) instead."),
     "kernel": ({"kernel": "fastest"}, ValueError, "unknown kernel or backend 'fastest'"),

@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "counters.h"
 #include "params.h"
 
 namespace sdpa_cuda {
@@ -20,7 +21,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kMaxDevices = 64;
 // Of the L2 cache: the rest is for queries and outputs that pass through.
 constexpr double kKeysShare = 0.4;
 
@@ -105,8 +105,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   p.query_rows = q.size(2), p.key_rows = k.size(2);
   p.shift = p.bottom_right ? p.N - p.M : 0;
   p.device = q.get_device(), p.cores = device.cores;
-  STD_TORCH_CHECK((int64_t{p.M} / kGroupRows + 1) * p.B * H < INT32_MAX, "cuda_flash: ", p.B, " sequences of up to ",
-                  p.M, " queries in ", H, " heads are more blocks than it counts");
+  STD_TORCH_CHECK((int64_t{p.M} / kGroupRows + 1) * p.B * H < INT32_MAX - p.cores, "cuda_flash: ", p.B,
+                  " sequences of up to ", p.M, " queries in ", H, " heads are more blocks than it counts");
   const double resident =
       kKeysShare * device.cache / (2.0 * p.N * (D + Dv));  // heads whose keys and values stay in the cache
   p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, p.B * H));
@@ -114,6 +114,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   STD_TORCH_CHECK(instance, "cuda_flash: no instance for head sizes ", D, " and ", Dv);
   void* stream;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
+  if (int64_t{blocks_of(p, instance->rows)} * p.B * p.H > p.cores) p.counter = take_counter(p.device, stream);
   const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
   STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", p.B, ", H = ", H,
                   ", M = ", p.M, ", N = ", p.N, ", D = ", D, ", Dv = ", Dv);

@@ -1,6 +1,7 @@
 // Masks as policies: which blocks of keys a block of queries visits, which of them are seen whole, and hiding the rest.
 #pragma once
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "params.h"
 
@@ -21,6 +22,11 @@ CUTE_DEVICE Rows rows_between(int32_t const* cu, int batch, int most) {
   int const first = cu[batch];
   return {0, first, cute::min(cu[batch + 1] - first, most)};
 }
+
+// Which side of what a row sees ends inside a block.
+enum class Cut { kNone, kLeft, kBoth };
+template <Cut CUT>
+using CutBy = std::integral_constant<Cut, CUT>;
 
 // What rows of one batch entry see: every key, those up to the diagonal, or a band of those before the entry's length.
 // BN keys are a block. Where not causal, blocks end with the last key that there is; so the first one begins `pad` keys
@@ -93,7 +99,7 @@ struct Mask {
   CUTE_DEVICE int key_of(int n) const { return ASCENDS ? 0 : n * BN; }
 
   // `scores` of a thread are (2, columns) and `place` their (row, column) in the tile at (row0, key0).
-  template <class Scores, class Place>
+  template <Cut CUT, class Scores, class Place>
   CUTE_DEVICE void hide(Scores& scores, Place const& place, int row0, int key0) const {
     using namespace cute;
     int const column = get<1>(place(0, 0));
@@ -104,7 +110,7 @@ struct Mask {
 #pragma unroll
       for (int j = 0; j < size<1>(scores); ++j) {
         int const distance = int(get<1>(place(0, j))) - column;  // of two columns of a thread: known when compiling
-        if ((!ALL && distance >= to) || (!CAUSAL && distance < from)) scores(i, j) = -INFINITY;
+        if ((!ALL && CUT == Cut::kBoth && distance >= to) || (!CAUSAL && distance < from)) scores(i, j) = -INFINITY;
       }
     }
   }

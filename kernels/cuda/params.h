@@ -24,6 +24,9 @@ struct FlashParams {
   int section = 1;  // heads (of all B * H) that run side by side, so that their keys and values stay in the L2 cache
   int device = 0;   // its index
   int cores = 1;    // multiprocessors of the device
+  // From which thread blocks draw what they take next; 0 before a launch, and again after it. Without one each takes
+  // every gridDim.x-th block of queries.
+  int32_t* counter = nullptr;
 
   // Of instances of MaskKind::kBand: row i sees the keys from i + shift - left to i + shift + right, where `shift` is 0
   // or, with `bottom_right`, each batch entry's key length minus its query length.
@@ -59,20 +62,7 @@ inline bool grows(MaskKind mask, const FlashParams& p) {
   return mask == MaskKind::kCausal || (mask == MaskKind::kBand && p.left == kUnlimited && p.right < kUnlimited);
 }
 
-// How blocks of queries are dealt out to the multiprocessors. A share is a block or, where rows further down see more
-// keys, a long one and a short one, so that all shares are equally long.
-struct Shares {
-  static constexpr int kFewest = 4;  // blocks of queries per multiprocessor for which pairs are worth it
-
-  int blocks, of_head, all;  // blocks of queries of a head, its shares, those of all heads
-  bool pairs;
-
-  Shares(const FlashParams& p, int rows, bool grows)
-      : blocks((p.M + rows - 1) / rows), pairs(grows && int64_t{blocks} * p.B * p.H >= kFewest * p.cores) {
-    of_head = pairs ? (blocks + 1) / 2 : blocks;
-    all = of_head * p.B * p.H;
-  }
-};
+inline int blocks_of(const FlashParams& p, int rows) { return (p.M + rows - 1) / rows; }
 
 // The fastest instance for `p`, or null where no head size is large enough.
 const Instance* find_instance(Element element, MaskKind mask, const FlashParams& p);

@@ -12,47 +12,48 @@ struct Work {
   int block, head, batch, kv_head;
 };
 
-// A persistent thread block takes every gridDim.x-th share, one after the other; where there are too few for pairs,
-// each thread block has one block of queries, the longest first.
+// Blocks of queries have numbers, in whose order they are begun. A thread block begins with its own number, then draws
+// from a counter. Heads come in sections, whose keys and values the L2 cache holds. Where rows further down see more
+// keys, a section's longest blocks come first, so that what is under way at the end is short; that wants many of them.
 struct Scheduler {
   static constexpr int kShort = 1024;  // keys up to which neighbours do best with blocks of one head, if all are alike
+  static constexpr int kSharers = 8;   // thread blocks that read keys of one head side by side: enough for the memory
 
-  int blocks, shares, section, last, grid;  // `last`: the first head of the last section, which may be a narrow one
-  bool pairs, longest_last;
+  int blocks, all, section, last, grid;  // `last`: the first head of the last section, which may be a narrow one
+  bool longest_last;
   // Each division by the hardware's sequence would take a group more than a hundred cycles, twice per block of queries.
   cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
 
-  Scheduler(FlashParams const& p, int rows, bool grows) : longest_last(grows), by_head(p.H), by_group(p.H / p.Hkv) {
-    Shares const all(p, rows, grows);
-    blocks = all.blocks, shares = all.all, pairs = all.pairs;
-    grid = grows && !pairs ? all.all : std::min(all.all, p.cores);
-    section = !grows && p.N <= kShort && p.M % rows == 0 ? 1 : p.section;
+  Scheduler(FlashParams const& p, int rows, bool grows)
+      : blocks(blocks_of(p, rows)), longest_last(grows), by_head(p.H), by_group(p.H / p.Hkv) {
     int const entries = p.B * p.H;
+    all = blocks * entries;
+    grid = std::min(all, p.cores);
+    section = !grows && p.N <= kShort && p.M % rows == 0 ? 1 : p.section;
+    if (grows) {  // no narrow one at the end
+      int const most = std::max(section, p.cores / kSharers), sections = std::max(1, (entries + most / 2) / most);
+      section = (entries + sections - 1) / sections;
+    }
     last = (entries - 1) / section * section;
-    by_section = section * all.of_head, by_width = section, by_last_width = entries - last;
+    by_section = section * blocks, by_width = section, by_last_width = entries - last;
   }
 
-  // Whether a thread block has a step of that number; that one may be empty: the second half of the middle block.
-  CUTE_DEVICE bool has(int step) const { return share_of(step) < shares; }
-
-  CUTE_DEVICE int share_of(int step) const { return (pairs ? step / 2 : step) * int(gridDim.x) + int(blockIdx.x); }
-
-  // The step after this one. The middle block of an odd number is a share by itself, whose second half is left out.
-  CUTE_DEVICE int next(int step) const {
-    ++step;
-    bool const odd = pairs && step % 2 && blocks % 2;
-    return odd && has(step) && 2 * locate(step).block == blocks - 1 ? step + 1 : step;
+  // The number after this one. Who draws the last is the last to draw.
+  CUTE_DEVICE int next(int number, int32_t* counter) const {
+    if (!counter) return number + int(gridDim.x);
+    int const drawn = atomicAdd(counter, 1);
+    if (drawn == all - 1) *counter = 0;
+    return drawn + int(gridDim.x);
   }
 
-  // Heads come in sections whose keys and values fit the L2 cache; equal shares of all of them run side by side.
-  CUTE_DEVICE Work locate(int step) const {
-    int number, inside, place, entry, batch, head;
-    by_section(number, inside, share_of(step));
-    int const first = number * section;
+  // Equal blocks of all heads of a section run side by side.
+  CUTE_DEVICE Work locate(int number) const {
+    int part, inside, place, entry, batch, head;
+    by_section(part, inside, number);
+    int const first = part * section;
     (first == last ? by_last_width : by_width)(place, entry, inside);
     by_head(batch, head, first + entry);
-    bool const from_end = longest_last && !(pairs && step % 2);
-    return {from_end ? blocks - 1 - place : place, head, batch, by_group.div(head)};
+    return {longest_last ? blocks - 1 - place : place, head, batch, by_group.div(head)};
   }
 };
 

@@ -15,24 +15,32 @@ CUTE_DEVICE float quad_sum(float x) {
 }
 
 struct Softmax {
+  static constexpr float kHuge = 3e38f;
   float scale_log2;
   // The maximum so far, which is taken off the scores before the scale: the largest exponential of a row is 1, which
   // rounding leaves as it is. FlashAttention-4 lets it stay behind by up to 2^8; the largest error of a result was then
   // up to 1.5 times as large.
-  float base[2] = {-INFINITY, -INFINITY};
+  float base[2];
   float row_sum[2] = {0.f, 0.f};  // of this thread's columns
   float alpha[2];                 // what the sums so far, and the output, have to be multiplied by
 
-  CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) {}
+  // Before a row has seen a key, or while all scores are -inf, the base is finite: exponentials are 0 and not NaN.
+  // Scores below it, near the end of float32, would be taken for -inf.
+  CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
+    base[0] = base[1] = -kHuge / fmaxf(1.f, scale_log2);
+  }
 
   // One more key of that score, without a value; one thread of the quad counts it.
   CUTE_DEVICE void begin_with(float score, bool counts) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) base[i] = score, row_sum[i] = counts ? 1.f : 0.f;
+    for (int i = 0; i < 2; ++i) {
+      base[i] = fmaxf(score, base[i]);
+      row_sum[i] = counts ? exp2f((score - base[i]) * scale_log2) : 0.f;
+    }
   }
 
-  // Turns (2, columns) scores into exponentials. HIDDEN: a row may see no key so far.
-  template <bool HIDDEN, class Scores>
+  // Turns (2, columns) scores into exponentials.
+  template <class Scores>
   CUTE_DEVICE void absorb(Scores& scores) {
     using namespace cute;
 #pragma unroll
@@ -42,9 +50,8 @@ struct Softmax {
       for (int j = 1; j < size<1>(scores); ++j) top = fmaxf(top, scores(i, j));
       float const before = base[i];
       base[i] = fmaxf(before, quad_max(top));
-      float const safe = HIDDEN && base[i] == -INFINITY ? 0.f : base[i];
-      float const off = safe * scale_log2;
-      alpha[i] = exp2f((before - safe) * scale_log2);  // exactly 1 where the base stays
+      float const off = base[i] * scale_log2;
+      alpha[i] = exp2f((before - base[i]) * scale_log2);  // exactly 1 where the base stays
       row_sum[i] *= alpha[i];
 #pragma unroll
       for (int j = 0; j < size<1>(scores); ++j) {

@@ -3,8 +3,8 @@
 //
 // The design is FlashAttention-3's (Shah et al., arXiv 2407.08608): scores stay in registers, exponentials are the
 // register operand of the second product, the scores of a block of keys are under way while the block before is
-// multiplied by its values. Heads in sections, causal blocks in pairs and the output by transposing quads, which leaves
-// shared memory to the next tile, are ours.
+// multiplied by its values. Heads in sections, blocks drawn from a counter and the output by transposing quads, which
+// leaves shared memory to the next tile, are ours.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -39,6 +39,7 @@ constexpr int kWarps = 4;      // of a group
 // each of four groups. The last of the hardware's 16 nobody meets.
 constexpr int kTurnBarrier = 0, kClearBarrier = 2, kMostGroups = 4, kNeverBarrier = 15;
 static_assert(cutlass::arch::NamedBarrier::ReservedNamedBarrierCount + kClearBarrier + kMostGroups <= kNeverBarrier);
+constexpr int kNoBlock = -1;
 constexpr int kSwizzleBytes = 1024;  // alignment of a tile in shared memory
 
 template <Element ELEMENT>
@@ -80,13 +81,14 @@ struct Shared {
   alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutQ>> q;
   alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutK>> k;
   alignas(kSwizzleBytes) array_aligned<typename C::E, cosize_v<typename C::LayoutV>> v;
+  int number[C::GROUPS];  // of the block whose queries are there; none after the last
   uint64_t q_full[C::GROUPS], q_empty[C::GROUPS];
   uint64_t k_full[C::STAGES], k_empty[C::STAGES], v_full[C::STAGES], v_empty[C::STAGES];
 
   CUTE_DEVICE void init_barriers() {
     for (int i = 0; i < C::GROUPS; ++i) {
       Full::init(&q_full[i], 1);
-      Empty::init(&q_empty[i], kWarps);
+      Empty::init(&q_empty[i], kThreads);  // each has read the number
     }
     for (int i = 0; i < C::STAGES; ++i) {
       Full::init(&k_full[i], 1);
@@ -120,10 +122,9 @@ struct Loader {
   Ring<1> q_ring;
 
   template <class Tma, class Source, class Target>
-  CUTE_DEVICE static void load(Tma const& tma, TMA::CacheHintSm90 hint, uint64_t& full, uint64_t& empty, uint32_t phase,
-                               Source const& source, Target&& target) {
+  CUTE_DEVICE static void load(Tma const& tma, TMA::CacheHintSm90 hint, uint64_t& full, Source const& source,
+                               Target&& target) {
     constexpr uint32_t kBytes = decltype(size(target.layout()))::value * sizeof(E);
-    Empty::wait(&empty, phase ^ 1);
     Full::arrive_and_expect_tx(&full, kBytes);
     copy(tma.with(full, 0, hint), source, target);
   }
@@ -138,8 +139,9 @@ struct Loader {
     Tensor sQ = slice_q.partition_D(make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQ{}));
     Tensor sK = slice_k.partition_D(make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{}));
     Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
-    for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
-      Work const w = scheduler.locate(step);
+    for (int number = blockIdx.x, after; number < scheduler.all; number = after) {
+      after = scheduler.next(number, p.counter);  // long before it is needed
+      Work const w = scheduler.locate(number);
       Rows const queries = C::Seen::queries(p, w.batch), keys = C::Seen::keys(p, w.batch);
       if (C::BAND && w.block * C::BM >= queries.count) continue;
       typename C::Seen const mask(p, w.batch);
@@ -158,12 +160,14 @@ struct Loader {
       auto const keep = TMA::CacheHintSm90::EVICT_LAST;
       auto load_k = [&](int n) {
         int const i = k_ring.stage();
-        load(tma_k, keep, s.k_full[i], s.k_empty[i], k_ring.phase(), tK(_, _, _, n), sK(_, _, _, i));
+        Empty::wait(&s.k_empty[i], k_ring.phase() ^ 1);
+        load(tma_k, keep, s.k_full[i], tK(_, _, _, n), sK(_, _, _, i));
         k_ring.next();
       };
       auto load_v = [&](int n) {
         int const i = v_ring.stage();
-        load(tma_v, keep, s.v_full[i], s.v_empty[i], v_ring.phase(), tV(_, _, _, n), sV(_, _, _, i));
+        Empty::wait(&s.v_empty[i], v_ring.phase() ^ 1);
+        load(tma_v, keep, s.v_full[i], tV(_, _, _, n), sV(_, _, _, i));
         v_ring.next();
       };
       constexpr int kStep = C::Seen::ASCENDS ? 1 : -1;
@@ -172,8 +176,9 @@ struct Loader {
       load_k(n);
 #pragma unroll 1
       for (int g = 0; g < C::GROUPS; ++g) {
-        load(tma_q, TMA::CacheHintSm90::EVICT_FIRST, s.q_full[g], s.q_empty[g], q_ring.phase(),
-             tQ(_, _, _, w.block * C::GROUPS + g), sQ(_, _, _, g));
+        Empty::wait(&s.q_empty[g], q_ring.phase() ^ 1);
+        say(g, number);
+        load(tma_q, TMA::CacheHintSm90::EVICT_FIRST, s.q_full[g], tQ(_, _, _, w.block * C::GROUPS + g), sQ(_, _, _, g));
       }
       q_ring.next();
       // four loads at once take more than the loader's registers
@@ -184,7 +189,16 @@ struct Loader {
       }
       load_v(n);
     }
+#pragma unroll 1
+    for (int g = 0; g < C::GROUPS; ++g) {
+      Empty::wait(&s.q_empty[g], q_ring.phase() ^ 1);
+      say(g, kNoBlock);
+      Full::arrive(&s.q_full[g]);
+    }
   }
+
+  // Before the arrival that lets the group read it: volatile, so that the compiler keeps the order.
+  CUTE_DEVICE void say(int group, int number) { *static_cast<int volatile*>(&s.number[group]) = number; }
 };
 
 // The accumulator ((2, 2, n), 1, 1) as (2 rows, (2, n) columns).
@@ -296,17 +310,17 @@ CUTE_DEVICE void cap(Scores& scores, FlashParams const& p) {
     scores(i) = outside - __fdividef(2.f * outside, 1.f + exp2f(scores(i) * inside));
 }
 
-// 0, and a log-sum-exp of -inf, in rows behind the last packed sequence, which the tiles of that one share.
+// 0, and a log-sum-exp of -inf, in rows behind the last packed sequence, of which every group takes its part.
 template <class C>
-CUTE_DEVICE void clear_behind(FlashParams const& p, Work const& at, int group, int thread) {
-  int const step = (p.M + C::BM - 1) / C::BM * C::BM, chunks = p.Dv / 8;
-  auto* const out = static_cast<typename C::E*>(p.out.data) + at.head * p.out.head;
-  for (int first = p.cu_q[p.B] + at.block * C::BM + group * kRows; first < p.query_rows; first += step) {
+CUTE_DEVICE void clear_behind(FlashParams const& p, int group, int thread) {
+  int const begin = p.cu_q[p.B], chunks = p.Dv / 8, parts = (p.query_rows - begin + kRows - 1) / kRows;
+  for (int part = blockIdx.x * C::GROUPS + group; part < parts * p.H; part += gridDim.x * C::GROUPS) {
+    int const head = part / parts, first = begin + part % parts * kRows;
     int const rows = cute::min(int(kRows), p.query_rows - first);
+    auto* const out = static_cast<typename C::E*>(p.out.data) + head * p.out.head + int64_t(first) * p.out.row;
     for (int i = thread; i < rows * chunks; i += kThreads)
-      *reinterpret_cast<uint4*>(out + int64_t(first + i / chunks) * p.out.row + i % chunks * 8) =
-          make_uint4(0, 0, 0, 0);
-    if (thread < rows) p.lse[int64_t(at.head) * p.query_rows + first + thread] = -INFINITY;
+      *reinterpret_cast<uint4*>(out + i / chunks * p.out.row + i % chunks * 8) = make_uint4(0, 0, 0, 0);
+    if (thread < rows) p.lse[int64_t(head) * p.query_rows + first + thread] = -INFINITY;
   }
 }
 
@@ -348,13 +362,15 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
   Ring<C::STAGES> k_ring, v_ring;
   Ring<1> q_ring;
   Turns<C> const turns{group};
+  if (C::BAND && p.cu_q) clear_behind<C>(p, group, thread);
   turns.begin();
-  for (int step = 0; scheduler.has(step); step = scheduler.next(step)) {
-    Work const at = scheduler.locate(step);
-    if (C::BAND && p.cu_q) {
-      if (at.batch == p.B - 1) clear_behind<C>(p, at, group, thread);
-      if (at.block * C::BM >= C::Seen::queries(p, at.batch).count) continue;
-    }
+  for (;; q_ring.next()) {
+    Full::wait(&s.q_full[group], q_ring.phase());
+    int number = *static_cast<int volatile*>(&s.number[group]);  // not before the wait
+    // Of one lane, or each lane's own: that changes nothing but what ptxas makes of the loop, by 3 % either way.
+    if (!C::CUT) number = __shfl_sync(0xffffffff, number, 0);
+    if (number == kNoBlock) break;
+    Work const at = scheduler.locate(number);
     int const row0 = at.block * C::BM + group * kRows;
     typename C::Seen const mask(p, at.batch);
     Blocks const all = mask.blocks(at.block * C::BM, cute::min(p.M, (at.block + 1) * C::BM));
@@ -365,7 +381,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     clear(out);
     auto free_keys = [&] {
       if (signals) Empty::arrive(&s.k_empty[k_ring.stage()]);
-      if (signals && n == own.begin) Empty::arrive(&s.q_empty[group]);  // the next tile's queries may come
+      if (n == own.begin) Empty::arrive(&s.q_empty[group]);  // the next block's number and queries may come
       k_ring.next();
     };
     auto free_values = [&] {
@@ -396,8 +412,8 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       warpgroup_fence_operand(scores);
       free_keys();
       if (C::BAND && p.softcap > 0.f) cap(scores, p);
-      if (cut.value) mask.hide(score_rows, place, row0, mask.key_of(n));
-      softmax.absorb<decltype(cut)::value>(score_rows);
+      if (cut.value != Cut::kNone) mask.template hide<cut.value>(score_rows, place, row0, mask.key_of(n));
+      softmax.absorb(score_rows);
       hold_until(softmax.row_sum[0] + softmax.row_sum[1]);
       warpgroup_wait<0>();
       warpgroup_fence_operand(out);
@@ -406,8 +422,6 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       convert(scores, exponentials);
     };
     if (C::CUT) pass_over(own.end);
-    Full::wait(&s.q_full[group], q_ring.phase());
-    q_ring.next();
     Full::wait(&s.k_full[k_ring.stage()], k_ring.phase());
     turns.take();
     issue<true>(mma_s, q, k(_, _, _, k_ring.stage()), scores);
@@ -416,21 +430,20 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     warpgroup_fence_operand(scores);
     free_keys();
     if (C::BAND && p.softcap > 0.f) cap(scores, p);
-    mask.hide(score_rows, place, row0, mask.key_of(n));
-    softmax.absorb<C::CUT>(score_rows);
+    if (C::CUT ? n >= mask.whole(row0) || n < mask.reached(row0) : mask.pad > 0)
+      mask.template hide<Cut::kBoth>(score_rows, place, row0, mask.key_of(n));
+    softmax.absorb(score_rows);
     convert(scores, exponentials);
     --n;
     if (C::CUT) {
-      int const whole = cute::max(own.begin, mask.whole(row0));
 #pragma unroll 1
-      for (; n >= whole; --n) absorb(true_type{});
+      for (int const end = cute::max(own.begin, mask.whole(anew(row0))); n >= end; --n) absorb(CutBy<Cut::kBoth>{});
     }
-    int const reached = cute::max(own.begin, mask.reached(row0));
 #pragma unroll 1
-    for (; n >= reached; --n) absorb(false_type{});
+    for (int const end = cute::max(own.begin, mask.reached(anew(row0))); n >= end; --n) absorb(CutBy<Cut::kNone>{});
     if (C::BAND) {
 #pragma unroll 1
-      for (; n >= own.begin; --n) absorb(true_type{});
+      for (; n >= own.begin; --n) absorb(CutBy<Cut::kLeft>{});
     }
     Full::wait(&s.v_full[v_ring.stage()], v_ring.phase());
     if (C::BAND && p.cu_k && own.begin == 0) clear_values<C>(s, v_ring.stage(), mask.pad, group, thread);
@@ -439,7 +452,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     warpgroup_fence_operand(out);
     free_values();
     pass_over(all.begin);
-    Work const w = scheduler.locate(anew(step));
+    Work const w = scheduler.locate(anew(number));
     Rows const own_rows = C::Seen::queries(p, w.batch);
     int const row = w.block * C::BM + group * kRows + int(get<0>(place(0, 0)));
     float* const lse = p.lse + (int64_t(own_rows.batch) * p.H + w.head) * p.query_rows + own_rows.first;

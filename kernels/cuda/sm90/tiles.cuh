@@ -18,7 +18,6 @@ constexpr Tile tile_of() {
   // pauses in a long row.
   if (D <= 64) return GROUPS == 4 ? Tile{64, 4, false} : Tile{128, 2, false};
   // Three groups of 160 registers: 64 of output, 40 of scores, 20 of exponentials; 208 KB of shared memory at D = 128.
-  // A band's limits do not fit beside them: 4 bytes spilled, with 64 keys as well.
   if (D <= 128 && GROUPS == 3) return {80, 4, false};
   // 208 KB at D = 128 and 196 registers of scores, exponentials and output; where cut by a mask, wide blocks hide too
   // much of the diagonal.
