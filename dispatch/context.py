@@ -73,15 +73,21 @@ class sdpa_kernel(ContextDecorator):
         strict: raise instead of falling to math.
 
     Nests (the innermost holds), restores on exceptions, is seen by no other thread, and decorates functions. One object
-    may be entered again. A name that is not known raises ValueError with the known ones.
+    may be entered again. A name that is not known raises ValueError with the known ones, what is no name TypeError.
     """
 
     def __init__(self, backends: object = ALL, set_priority: bool = False, strict: bool = False) -> None:
         several = not isinstance(backends, str) and isinstance(backends, Iterable)
-        if several and backends is not ALL and not list(backends):
+        names = tuple(backends) if several else (backends,)
+        if not names and backends is not ALL:
             raise ValueError("sdpa_kernel expects at least one kernel or backend, got an empty list")
-        key = (tuple(backends) if several else (backends,), set_priority, strict)
-        text = TEXTS.get(key)
+        if type(set_priority) is not bool or type(strict) is not bool:
+            refuse_flag(*(("strict", strict) if type(set_priority) is bool else ("set_priority", set_priority)))
+        key = (names, set_priority, strict)
+        try:
+            text = TEXTS.get(key)
+        except TypeError:  # no hash: no name, which is told below
+            text = None
         self._text = remember_text(*key) if text is None else text
 
     def __enter__(self) -> sdpa_kernel:
@@ -105,9 +111,18 @@ def remember_text(backends: tuple, set_priority: bool, strict: bool) -> str:
     return text
 
 
-def backend_name(backend: object) -> str:
+def refuse_flag(name: str, value: object) -> None:
+    raise TypeError(
+        f"sdpa_kernel(): argument '{name}' must be bool, not {type(value).__name__}; several kernels go into one list"
+    )
+
+
+def backend_name(backend: object, argument: str = "a kernel or backend", wanted: str = "a str or SDPBackend") -> str:
     """A family's or kernel's name from whatever a user may pass for it."""
-    name = TORCH_BACKENDS.get(getattr(backend, "name", ""), backend)
+    member = getattr(backend, "name", None)  # of torch's enum, which need not be imported
+    if not isinstance(backend, str) and not isinstance(member, str):
+        raise TypeError(f"{argument} must be {wanted}, but got {type(backend).__name__}")
+    name = TORCH_BACKENDS.get(member, backend)
     if isinstance(name, str) and (name in FAMILIES or name in by_name() or name == "overrideable"):
         return name
     raise ValueError(
@@ -121,7 +136,7 @@ def request_text(kernel: str | None) -> str:
     if kernel is not None:
         if isinstance(kernel, (list, tuple)):
             raise ValueError(f"kernel= takes one kernel or family, got {kernel!r}; sdpa_kernel takes several")
-        return Setting((backend_name(kernel),), forced=True).encode()
+        return Setting((backend_name(kernel, "kernel", "a str or None"),), forced=True).encode()
     if torch.compiler.is_compiling():
         return TRACED[-1] if TRACED else ""
     return current_text() or environment_text()

@@ -1,5 +1,6 @@
 """sdpa: one attention call that runs the fastest correct kernel for the hardware, dtype and mask, and says why."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sdpa.dispatch.context import sdpa_kernel
@@ -13,6 +14,7 @@ from sdpa.problem import AttentionProblem
 from sdpa.varlen import paged_attention, varlen_attention
 
 if TYPE_CHECKING:
+    from sdpa import integrations, nn  # noqa: F401
     from sdpa.nn import accelerate, restore
 
 __version__ = "0.1.0"
@@ -35,15 +37,16 @@ __all__ = [
     "varlen_attention",
 ]
 OF_MODULES = ("accelerate", "restore")  # sdpa.nn is imported by who asks for them
+PACKAGES = ("integrations", "nn")  # or for it; not in __all__, where `nn` would take the name of torch's
 
 
 def __getattr__(name: str) -> object:
-    if name not in OF_MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sdpa import nn
-
-    return getattr(nn, name)
+    if name in OF_MODULES:
+        return getattr(import_module("sdpa.nn"), name)
+    if name in PACKAGES:
+        return import_module(f"sdpa.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *OF_MODULES})
+    return sorted({*globals(), *OF_MODULES, *PACKAGES})

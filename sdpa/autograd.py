@@ -1,93 +1,81 @@
 """Derivatives: fused first-order backward, and through math everything else (double backward, forward mode, vmap).
 
-The autograd.Function stands outside of the operator: in eager mode that is cheaper than an autograd key of it.
+In eager mode the autograd.Function stands outside of the operator, which is cheaper than the operator's autograd key.
+In graphs stands the operator alone (`graph`).
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
 
 from sdpa import flops
 from sdpa.batching import map_backward, map_forward
 from sdpa.kernels.math.composite import backward_terms, forward_terms
 from sdpa.kernels.math.weights import composite_weights, weights_gradients
 from sdpa.layout import like_layout
-from sdpa.ops import BACKWARD, FIELDS, FORWARD, WEIGHTS, no_tensor
+from sdpa.ops import BACKWARD, BAND_END, FIELDS, FORWARD, WEIGHTS, no_tensor
 from sdpa.problem import AttentionInputs, Results
+from sdpa.short import LEARNING_FORWARD, PLAIN_BACKWARD, is_plain
 
 __all__ = [
     "Attention",
     "AttentionBackward",
-    "AttentionEager",
-    "AttentionOutput",
     "Weights",
     "apply",
     "composite_weights",
+    "is_transformed",
+    "needs_grad",
 ]
 
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
 DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
 BIAS = AttentionInputs._fields.index("bias")
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of AttentionInputs given flat, followed by the kernel setting; as torch.compile can trace it.
-
-    Dynamo refuses a Function with a forward mode, and one inside the backward of another: AttentionEager has both.
-    """
+    """(out, lse) of AttentionInputs given flat, followed by the kernel setting; with double backward, forward mode and
+    a vmap rule."""
 
     @staticmethod
     def forward(*args):
-        return FORWARD(*args[:FIELDS], True, args[FIELDS])
+        if peek_interpreter_stack() is None:
+            with below_autograd():
+                if is_plain(AttentionInputs(*args[:FIELDS])):
+                    return LEARNING_FORWARD(*args[:BAND_END], args[FIELDS])
+                return FORWARD(*args[:FIELDS], True, args[FIELDS])
+        # In a Function's forward derivatives are off: of its own level of functorch's, not of those around it.
+        with below_autograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return FORWARD(*args[:FIELDS], True, args[FIELDS])
 
     @staticmethod
     def setup_context(ctx, args, results) -> None:
         remember(ctx, args, results)
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        return gradients(ctx, grad_out, grad_lse, BACKWARD)
-
-
-class AttentionOutput(Attention):
-    """Attention whose log-sum-exp nobody gets: a graph would bring zeros as its gradient, which few kernels take."""
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        return gradients(ctx, grad_out, None, BACKWARD)
-
-
-class AttentionEager(Attention):
-    """Attention with double backward, forward mode and a vmap rule."""
-
-    @staticmethod
-    def setup_context(ctx, args, results) -> None:
-        Attention.setup_context(ctx, args, results)
         save_for_forward(ctx, args[:FIELDS])
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        return gradients(ctx, grad_out, grad_lse, partial(apply, AttentionBackward))
+        if grad_out is None and grad_lse is None:
+            return (None,) * (FIELDS + 1)
+        inputs, out, lse = recall(ctx)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        bias_grad = bool(ctx.needs_input_grad[BIAS])
+        return scatter(ctx, apply(AttentionBackward, grad_out, grad_lse, out, lse, *inputs, bias_grad, ctx.kernel))
 
     @staticmethod
     def jvp(ctx, *tangents):
         inputs = rebuild(ctx, ctx.saved_tensors)
-
-        def composite(*tensors):
-            terms = forward_terms(with_differentiable(inputs, tensors))
-            return terms.out.to(inputs.q.dtype), terms.lse
-
-        out, lse = push_forward(composite, inputs, tangents)
+        out, lse = push_forward(lambda *tensors: composite(with_differentiable(inputs, tensors)), inputs, tangents)
         return like_layout(out, inputs.q), lse
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        results = map_forward(AttentionEager.apply, info, in_dims, args)
+        results = map_forward(Attention.apply, info, in_dims, args)
         return results, (0,) * len(results)
 
 
@@ -97,7 +85,11 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(grad_out, grad_lse, out, lse, *rest):
         flops.announce()
-        return BACKWARD(grad_out, grad_lse, out, lse, *rest)
+        inputs, (bias_grad, kernel) = AttentionInputs(*rest[:FIELDS]), rest[FIELDS:]
+        if grad_lse is not None or bias_grad or not is_plain(inputs):
+            return BACKWARD(grad_out, grad_lse, out, lse, *rest)
+        grads = PLAIN_BACKWARD(grad_out, out, lse, *inputs[:BAND_END], kernel)
+        return (*grads, no_tensor(out), no_tensor(out))
 
     @staticmethod
     def setup_context(ctx, args, results) -> None:
@@ -145,7 +137,8 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def forward(*args):
         request, lse, average = args[FIELDS:]
-        return WEIGHTS(lse, *args[:FIELDS], average, request)
+        with below_autograd():
+            return WEIGHTS(lse, *args[:FIELDS], average, request)
 
     @staticmethod
     def setup_context(ctx, args, weights) -> None:
@@ -169,6 +162,20 @@ def apply(function: type[torch.autograd.Function], *args):
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+
+
+def needs_grad(inputs: AttentionInputs) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    q, k, v, bias, sinks = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
+
+
+def is_transformed() -> bool:
+    """Whether functorch (vmap, grad, jvp) or forward-mode differentiation is on."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def remember(ctx, args, results) -> None:
@@ -196,16 +203,6 @@ def rebuild(ctx, tensors) -> AttentionInputs:
     return AttentionInputs(*(next(present) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)))
 
 
-def gradients(ctx, grad_out, grad_lse, backward):
-    """The gradients of Attention by `backward`, at the positions of its arguments."""
-    if grad_out is None and grad_lse is None:
-        return (None,) * (FIELDS + 1)
-    inputs, out, lse = recall(ctx)
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    bias_grad = bool(ctx.needs_input_grad[BIAS])
-    return scatter(ctx, backward(grad_out, grad_lse, out, lse, *inputs, bias_grad, ctx.kernel))
-
-
 def scatter(ctx, grads):
     """The five gradients at the positions of their inputs."""
     placed = [None] * (FIELDS + 1)
@@ -213,6 +210,12 @@ def scatter(ctx, grads):
         if ctx.needs_input_grad[position]:
             placed[position] = grad
     return tuple(placed)
+
+
+def composite(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) by operations of torch's."""
+    terms = forward_terms(inputs)
+    return terms.out.to(inputs.q.dtype), terms.lse
 
 
 def with_differentiable(inputs: AttentionInputs, tensors) -> AttentionInputs:

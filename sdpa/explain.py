@@ -13,6 +13,7 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, pack_jagged, under_autocast
 from sdpa.mask import Mask
 from sdpa.problem import AttentionProblem
+from sdpa.validate import check_flag
 
 LEFT_TO_TORCH = "the call is short, so that torch differentiates its operator: settled in the forward"
 
@@ -40,6 +41,7 @@ def explain(
     """
     if direction not in ("forward", "backward", "weights"):
         raise ValueError(f"direction must be 'forward', 'backward' or 'weights', got {direction!r}")
+    check_flag("return_lse", return_lse, "explain")
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
     inputs = build_inputs(*prepare(query, key, value, options, return_lse))
     tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)

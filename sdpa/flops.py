@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from sdpa.problem import AttentionInputs, lengths_of
 
 FORWARD_ARGUMENTS = 0
-PLAIN_FIELDS = AttentionInputs._fields.index(
-    "bias"
-)  # of attention_forward.plain; the setting is its only other argument
+PLAIN_FIELDS = AttentionInputs._fields.index("bias")  # of the short forms; the setting is their only other argument
 BACKWARD_ARGUMENTS = 4  # grad_out, grad_lse, out and lse stand before q, k and v
 WEIGHTS_ARGUMENTS = 1  # lse
 
@@ -32,13 +30,14 @@ def announce() -> None:
 
 def forward_flops(*args: object, **_: object) -> int:
     """Two products: scores and results."""
-    pairs, D, Dv = sizes(args if len(args) > PLAIN_FIELDS + 1 else args[:PLAIN_FIELDS], FORWARD_ARGUMENTS)
+    pairs, D, Dv = sizes(args, FORWARD_ARGUMENTS)
     return 2 * pairs * (D + Dv)
 
 
 def backward_flops(*args: object, **_: object) -> int:
     """Five products: the scores again, gradients of the weights, and of q, k and v."""
-    pairs, D, Dv = sizes(args, BACKWARD_ARGUMENTS)
+    short = len(args) <= BACKWARD_ARGUMENTS + PLAIN_FIELDS  # without grad_lse
+    pairs, D, Dv = sizes(args, BACKWARD_ARGUMENTS - short)
     return 2 * pairs * (3 * D + 2 * Dv)
 
 
@@ -50,7 +49,8 @@ def weights_flops(*args: object, **_: object) -> int:
 
 def sizes(args: tuple[object, ...], first: int) -> tuple[int, int, int]:
     """B * H * M * N, D and Dv."""
-    inputs = AttentionInputs(*args[first : first + len(AttentionInputs._fields)])
+    fields = len(AttentionInputs._fields)
+    inputs = AttentionInputs(*args[first : first + (PLAIN_FIELDS if len(args) < fields else fields)])
     return pairs_of(inputs) * inputs.q.shape[1], inputs.q.shape[3], inputs.v.shape[3]
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from sdpa import eager, flops, ops
-from sdpa.autograd import Attention, AttentionEager, AttentionOutput, apply
+from sdpa import eager, flops
+from sdpa.autograd import Attention, apply, below_autograd, is_transformed, needs_grad
 from sdpa.dispatch.context import request_text
+from sdpa.graph import in_graph, plain
 from sdpa.inputs import Options, build_inputs, restore_rank
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, nested_attention
 from sdpa.mask import Mask
@@ -73,7 +74,7 @@ def scaled_dot_product_attention(
             return out
     check_flag("return_lse", return_lse, "scaled_dot_product_attention")
     options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
-    tensors = (query, key, value, attn_mask, sinks)
+    tensors = (query, key, value, None if isinstance(attn_mask, Mask) else attn_mask, sinks)
     if has_torch_function(tensors):
         mask = as_mask(attn_mask)
         if mask is attn_mask:
@@ -123,45 +124,12 @@ def dropped(results: Results, options: Options) -> Results:
 
 
 def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
-    """The operator, inside the autograd.Function where a derivative may be asked for."""
+    """The operator, in eager mode inside the autograd.Function where a derivative may be asked for."""
     if torch.compiler.is_compiling():
-        if not needs_grad(inputs):
-            return plain(inputs, needs_lse, request)
-        function = Attention if needs_lse else AttentionOutput
-        return Results(*function.apply(*distinct(inputs), request))
+        return in_graph(inputs, needs_lse, request)
     if select_by_modes():
         flops.announce()
     if needs_grad(inputs) or is_transformed():
-        return Results(*apply(AttentionEager, *inputs, request))
-    return plain(inputs, needs_lse, request)
-
-
-def distinct(inputs: AttentionInputs) -> AttentionInputs:
-    """q, k and v as three tensors and cu_q and cu_k as two, which Dynamo wants of a Function's arguments."""
-    q, k, v = inputs[:3]
-    k = k.view_as(k) if k is q else k
-    v = v.view_as(v) if v is inputs.q or v is inputs.k else v
-    cu_k = inputs.cu_k
-    cu_k = cu_k.view_as(cu_k) if cu_k is not None and cu_k is inputs.cu_q else cu_k
-    return inputs._replace(q=q, k=k, v=v, cu_k=cu_k)
-
-
-def plain(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
-    if not needs_lse and ops.is_plain(inputs):
-        return Results(ops.PLAIN(*inputs[: ops.BAND_END], request), None)
-    out, lse = ops.FORWARD(*inputs, needs_lse, request)
-    return Results(out, lse if needs_lse else None)
-
-
-def needs_grad(inputs: AttentionInputs) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    q, k, v, bias, sinks = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return True
-    return (bias is not None and bias.requires_grad) or (sinks is not None and sinks.requires_grad)
-
-
-def is_transformed() -> bool:
-    """Whether functorch (vmap, grad, jvp) or forward-mode differentiation is on."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+        return Results(*apply(Attention, *inputs, request))
+    with below_autograd():
+        return plain(inputs, needs_lse, request)

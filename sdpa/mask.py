@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass, fields
 
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from sdpa import dense
 from sdpa.problem import UNLIMITED, AttentionInputs
+from sdpa.validate import is_integer
 
 ALIGNMENTS = ("top_left", "bottom_right")
+ANDS = (operator.and_, operator.iand, Tensor.__and__, Tensor.__rand__, Tensor.__iand__)
+ANDS += (Tensor.bitwise_and, Tensor.bitwise_and_)  # what torch and torch.compile may call `&`
 Window = tuple[int | None, int | None]
 
 
@@ -55,7 +59,8 @@ class Mask:
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, (bool, torch.SymBool)):
-            raise TypeError(f"Mask.causal must be bool, got {kind_of(self.causal)}")
+            hint = "; a mask of its own goes in as allowed or bias" if isinstance(self.causal, Tensor) else ""
+            raise TypeError(f"Mask.causal must be bool, got {type(self.causal).__name__}{hint}")
         if self.align not in ALIGNMENTS:
             raise ValueError(f"Mask.align must be one of {ALIGNMENTS}, got {self.align!r}")
         check_window(self.window)
@@ -73,7 +78,7 @@ class Mask:
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         if isinstance(other, Tensor):
-            other = Mask(allowed=other) if other.dtype == torch.bool else Mask(bias=other)
+            other = of_dense(other, "Mask & tensor")
         if not isinstance(other, Mask):
             return NotImplemented
         from sdpa.mask_algebra import combine
@@ -81,6 +86,14 @@ class Mask:
         return combine(self, other)
 
     __rand__ = __and__
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """`tensor & mask`, and under torch.compile `mask & tensor`, which it takes for torch's: it asks here first."""
+        if function not in ANDS or len(args) != 2:
+            return NotImplemented
+        a, b = args
+        return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
 
     def __repr__(self) -> str:
         """The fields that say something, tensors by dtype and shape."""
@@ -146,13 +159,20 @@ class Mask:
         """
         if not isinstance(mask, Tensor):
             raise TypeError(f"Mask.from_tensor expects a Tensor, got {type(mask).__name__}")
-        if mask.dtype != torch.bool:
-            return cls(bias=mask)
-        if recognise:
+        if recognise and mask.dtype == torch.bool:
             from sdpa.mask_algebra import recognise_bool
 
             return recognise_bool(mask)
-        return cls(allowed=mask)
+        return of_dense(mask, "Mask.from_tensor")
+
+
+def of_dense(tensor: Tensor, function: str) -> Mask:
+    """A bool tensor as what is allowed, a float one as what is added."""
+    if tensor.dtype == torch.bool:
+        return Mask(allowed=tensor)
+    if not tensor.is_floating_point():
+        raise TypeError(f"{function} expects a bool or floating point tensor, got {tensor.dtype}")
+    return Mask(bias=tensor)
 
 
 def kind_of(value: object) -> torch.dtype | str:
@@ -185,7 +205,7 @@ def check_integers(mask: Mask) -> None:
         value = getattr(mask, name)
         if value is None or (name == "prefix" and is_count(value)):
             continue
-        if name == "prefix" and isinstance(value, int):
+        if name == "prefix" and not isinstance(value, (Tensor, tuple)):
             raise TypeError(f"Mask.prefix must be an integer >= 0 or an integer tensor, got {value!r}")
         items = value if isinstance(value, tuple) else (value,)
         if isinstance(value, tuple) and (len(value) != 2 or name not in ("segments", "cu_seqlens")):
@@ -193,6 +213,6 @@ def check_integers(mask: Mask) -> None:
                 f"Mask.{name} must be a tensor or, for segments and cu_seqlens, a pair, got {len(value)} items"
             )
         for item in items:
-            if not isinstance(item, Tensor) or item.is_floating_point() or item.dtype == torch.bool:
+            if not isinstance(item, Tensor) or not is_integer(item):
                 got = item.dtype if isinstance(item, Tensor) else repr(item)
                 raise TypeError(f"Mask.{name} must be an integer tensor, got {got}")

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from sdpa import inductor
 from sdpa.dispatch.context import effective
-from sdpa.dispatch.select import CACHES, backward_setting, select, weights_setting
+from sdpa.dispatch.select import backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, lengths_of
-from sdpa.repeats import Forward, Recent, check_of, remember, switches
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, lengths_of
 
 # The fields of AttentionInputs after q, k, v, in their order.
 MASK_SCHEMA = (
@@ -24,10 +23,6 @@ MASK_SCHEMA = (
     "SymInt max_k"
 )
 LIBRARY = torch.library.Library("sdpa", "DEF")
-LIBRARY.define(
-    "attention_forward.plain(Tensor q, Tensor k, Tensor v, float scale, SymInt left=-1, SymInt right=-1, "
-    'bool bottom_right=False, str setting="") -> Tensor'
-)
 LIBRARY.define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}, bool needs_lse, str kernel) -> (Tensor, Tensor)"
 )
@@ -44,45 +39,6 @@ FIRST_NUMBER = AttentionInputs._fields.index("softcap")
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
-# Calls of the short form: the last few of each state, and all by a key of their tensors, with the form of the result.
-RECENT: Recent = {}
-KNOWN: dict[tuple, tuple] = {}
-MAX_KNOWN = 4096
-CACHES += (RECENT.clear, KNOWN.clear)
-
-
-def plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int = UNLIMITED, right: int = UNLIMITED,
-    bottom_right: bool = False, setting: str = "",
-) -> Tensor:  # fmt: skip
-    """A forward of which nobody wants more than the output, without masks: what a graph calls when it generates. Few
-    arguments, because each takes the dispatcher time, but for those that it leaves out; and tensors like those of a
-    call before are recognised."""
-    state = (scale, left, right, bottom_right, setting, switches())
-    if q.is_nested or k.is_nested or v.is_nested:  # have no strides, for which a guard ends the process
-        return long_forward(AttentionInputs(q, k, v, scale, left, right, bottom_right), setting)
-    for is_alike, (attend, stride) in RECENT.get(state, ()):
-        if is_alike(q, k, v):
-            out = attend(q, k, v)
-            return out if out.stride() == stride else like_layout(out, q)
-    key = (state, *((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v)))
-    check, known = KNOWN.get(key, (None, None))
-    if known is None:
-        inputs = AttentionInputs(q, k, v, scale, left, right, bottom_right)
-        if is_empty(inputs):
-            return allocate(inputs, False)[0].zero_()
-        known = Forward(inputs, NO_EXTRA, effective(setting)).attend, empty_as(q, v.shape[3]).stride()
-        check = check_of(q, k, v)
-        if len(KNOWN) >= MAX_KNOWN:
-            KNOWN.clear()
-        KNOWN[key] = check, known
-    if check is not None and check(q, k, v):
-        remember(RECENT, state, check, known)
-    return like_layout(known[0](q, k, v), q)
-
-
-def long_forward(inputs: AttentionInputs, setting: str) -> Tensor:
-    return attention_forward(*inputs, False, setting)[0]
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
@@ -122,12 +78,6 @@ def attention_weights(lse: Tensor, *args) -> Tensor:
     return select(problem, weights_setting(effective(kernel), problem.device_type)).run(inputs, lse)
 
 
-def is_plain(inputs: AttentionInputs) -> bool:
-    """Whether `attention_forward.plain` can say it: nothing but a band and a scale."""
-    masks = (*inputs[BAND_END:FIRST_NUMBER], inputs.rng, inputs.cu_q, inputs.cu_k, inputs.block_table)
-    return all(mask is None for mask in masks) and inputs.softcap == 0.0 and inputs.dropout_p == 0.0
-
-
 def is_empty(inputs: AttentionInputs) -> bool:
     """Whether no query meets a key; without a head size scores are 0 and the softmax is still one."""
     (B, M, N), q, k = lengths_of(inputs), inputs.q, inputs.k
@@ -159,11 +109,6 @@ def no_tensor(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
 
 
-def fake_plain(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    inductor.offer()  # who generates code has asked here before
-    return empty_as(q, v.shape[3])
-
-
 def fake_forward(*args) -> tuple[Tensor, Tensor]:
     return allocate(AttentionInputs(*args[:FIELDS]), args[FIELDS])
 
@@ -184,16 +129,9 @@ def fake_weights(lse: Tensor, *args) -> Tensor:
     return inputs.q.new_empty((B, M, inputs.k.shape[2]) if average else (B, H, M, inputs.k.shape[2]))
 
 
-LIBRARY.impl("attention_forward.plain", plain_forward, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_forward", attention_forward, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", attention_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("sdpa::attention_forward.plain", fake_plain, lib=LIBRARY)
-torch.library.register_fake("sdpa::attention_forward", fake_forward, lib=LIBRARY)
-torch.library.register_fake("sdpa::attention_backward", fake_backward, lib=LIBRARY)
-LIBRARY.impl("attention_weights", attention_weights, "CompositeExplicitAutograd")
-torch.library.register_fake("sdpa::attention_weights", fake_weights, lib=LIBRARY)
-inductor.announce(plain_forward)
-PLAIN = torch.ops.sdpa.attention_forward.plain
+inductor.register(LIBRARY, "attention_forward.default", attention_forward, fake_forward)
+inductor.register(LIBRARY, "attention_backward.default", attention_backward, fake_backward)
+inductor.register(LIBRARY, "attention_weights.default", attention_weights, fake_weights)
 FORWARD = torch.ops.sdpa.attention_forward.default
 BACKWARD = torch.ops.sdpa.attention_backward.default
 WEIGHTS = torch.ops.sdpa.attention_weights.default

@@ -21,6 +21,7 @@ from sdpa.validate import (
     check_shape,
     check_tensor,
     check_tensors,
+    is_integer,
     shapes,
 )
 
@@ -148,6 +149,11 @@ def check_paged(query: Tensor, key_cache: Tensor, value_cache: Tensor, pages: Pa
     check_dimensions("query", query, "B, M, H, D")
     check_dimensions("key_cache", key_cache, "pages, page_size, Hkv, D")
     check_dimensions("value_cache", value_cache, "pages, page_size, Hkv, Dv")
+    if query.shape[2] == 1 != key_cache.shape[2]:  # (B, H, 1, D) as it seems, so that here one head does not broadcast
+        raise RuntimeError(
+            "Expected query of shape (B, M, H, D) to have as many heads as the caches of shape (pages, page_size, Hkv, "
+            f"D), or a multiple, but got {shapes(query=query, key_cache=key_cache)} instead."
+        )
     if query.shape[3] != key_cache.shape[3]:
         raise RuntimeError(
             "Expected query and key_cache to have the same head size (last dimension), but got "
@@ -172,7 +178,7 @@ def check_pages(pages: Pages, query: Tensor) -> None:
     check_int32("block_table", table, query)
     check_tensor("lengths", lengths, "paged_attention")
     check_shape("lengths", lengths, ((B,),))
-    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+    if not is_integer(lengths):
         raise RuntimeError(f"Expected lengths to be integers, but got {lengths.dtype} instead.")
     check_same_device("lengths", lengths, query)
 

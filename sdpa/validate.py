@@ -166,5 +166,9 @@ def check_int32(name: str, tensor: Tensor, query: Tensor) -> None:
     check_same_device(name, tensor, query)
 
 
+def is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def shapes(**tensors: Tensor) -> str:
     return " and ".join(f"{name}.shape: {tuple(tensor.shape)}" for name, tensor in tensors.items())

@@ -25,7 +25,7 @@ def overridable(function: Callable) -> Callable:
 
     @wraps(function)
     def call(*args: object, **options: object):
-        given = (*args, *options.values())
+        given = tuple([argument for argument in (*args, *options.values()) if not isinstance(argument, Mask)])
         if has_torch_function(given):
             return handle_torch_function(call, given, *args, **options)
         return function(*args, **options)
@@ -122,7 +122,7 @@ def paged_attention(
     gradient. The names of dimensions are those of `scaled_dot_product_attention`.
 
     Args:
-        query: (B, M, H, D) float32, float64, bfloat16 or float16.
+        query: (B, M, H, D) float32, float64, bfloat16 or float16, whose heads do not broadcast, even if there is one.
         key_cache: (pages, page_size, Hkv, D).
         value_cache: (pages, page_size, Hkv, Dv).
         block_table: (B, pages per sequence) int32: block_table[b, p] is the page of keys p * page_size and following.

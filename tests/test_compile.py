@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -14,10 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdpa
-from sdpa import Mask, inductor, ops, repeats
+from sdpa import Mask, inductor, ops, repeats, short
 from sdpa.dispatch import select
-from sdpa.ops import BACKWARD, FORWARD, PLAIN
+from sdpa.ops import BACKWARD, FORWARD
 from sdpa.problem import AttentionInputs, Results
+from sdpa.short import LEARNING_FORWARD, PLAIN, PLAIN_BACKWARD
 from sdpa.testing import Case, Draw, make_inputs
 
 attention = sdpa.scaled_dot_product_attention
@@ -124,13 +126,47 @@ def test_the_short_form_of_a_forward(case):
     select.clear_caches()
     for seed in (1, 2, 2):
         inputs = make_inputs(case, seed)
-        assert ops.is_plain(inputs)
+        assert short.is_plain(inputs)
         given = (*inputs[: ops.BAND_END], "")
         out, wanted = PLAIN(*given), FORWARD(*inputs, False, "")[0]
         assert torch.equal(out, wanted)
         assert out.stride() == wanted.stride()
-    assert bool(ops.RECENT) == bool(case.M and case.N)
+    assert bool(short.INFERENCE.recent) == bool(case.M and case.N)
     torch.library.opcheck(PLAIN, given, test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("case", [*PLAIN_CASES, Case(M=0, N=7, D=8), Case(M=5, N=0, D=8)], ids=str)
+def test_the_short_forms_of_training(case):
+    """As the long ones, in results and layouts; gradients in whatever layout arrive."""
+    select.clear_caches()
+    for seed in (1, 2, 2):
+        inputs = make_inputs(case, seed)
+        given = (*inputs[: ops.BAND_END], "")
+        results, wanted = LEARNING_FORWARD(*given), FORWARD(*inputs, True, "")
+        for grad_out in (torch.randn_like(results[0]), torch.ones(()).expand(results[0].shape)):
+            upstream = (grad_out, *results, *given)
+            grads = PLAIN_BACKWARD(*upstream)
+            long = BACKWARD(grad_out, None, *results, *inputs, False, "")[:3]
+            for got, right in zip((*results, *grads), (*wanted, *long), strict=True):
+                assert torch.equal(got, right)
+                assert got.stride() == right.stride()
+    assert bool(short.BACKWARD.recent) == bool(short.LEARNING.recent) == bool(case.M and case.N)
+    torch.library.opcheck(LEARNING_FORWARD, given, test_utils=OPCHECKS)
+    torch.library.opcheck(PLAIN_BACKWARD, upstream, test_utils=OPCHECKS)
+
+
+def test_the_short_forms_of_training_follow_switches():
+    inputs = make_inputs(OPERATOR_CASES["plain"])
+    given = inputs[: ops.BAND_END]
+    select.clear_caches()
+    for _ in range(2):
+        for setting, context in (("", nullcontext), ("math", nullcontext), ("", lambda: sdpa.sdpa_kernel("math"))):
+            with context():
+                results = LEARNING_FORWARD(*given, setting)
+                forward = select.last_choice().kernel.family
+                PLAIN_BACKWARD(results[0], *results, *given, setting)
+            assert {forward, select.last_choice().kernel.family} == {"math"} or (not setting and context is nullcontext)
+    assert len(short.LEARNING.recent) == len(short.BACKWARD.recent) == 3
 
 
 def test_the_short_form_follows_switches():
@@ -146,23 +182,23 @@ def test_the_short_form_follows_switches():
         with sdpa.sdpa_kernel("math"):
             PLAIN(*given, "")
             assert select.last_choice().kernel.family == "math"
-    assert [len(found) for found in ops.RECENT.values()] == [1, 1, 1]
+    assert [len(found) for found in short.INFERENCE.recent.values()] == [1, 1, 1]
     select.clear_caches()
-    assert not ops.RECENT
+    assert not short.INFERENCE.recent
 
 
 def test_many_sizes_of_the_short_form_are_not_kept():
     for N in range(1, 3 * repeats.LATEST):
         q, k, v = qkv(N=N)
         PLAIN(q, k, v, 0.5, -1, -1, False, "")
-    assert max(map(len, ops.RECENT.values())) <= repeats.LATEST
+    assert max(map(len, short.INFERENCE.recent.values())) <= repeats.LATEST
 
 
 def test_more_forms_than_are_recent_are_known(monkeypatch):
     """In rotation, one tensor in three roles among them: each is worked out once."""
     select.clear_caches()
-    made, forward = [], ops.Forward
-    monkeypatch.setattr(ops, "Forward", lambda *args: made.append(args) or forward(*args))
+    made, forward = [], short.Forward
+    monkeypatch.setattr(short, "Forward", lambda *args: made.append(args) or forward(*args))
     sizes = [*range(1, 2 * repeats.LATEST), 16]
     for seed in range(3):
         for N in sizes:
@@ -241,7 +277,8 @@ def test_generated_code_calls_the_function_past_the_dispatcher():
     compiled, tensors = torch.compile(model, fullgraph=True), qkv()
     with torch.no_grad():
         out, (code,) = run_and_get_code(compiled, *tensors)
-        assert f" = torch.ops.sdpa.{inductor.NAME}(" in code and "attention_forward.plain(" not in code
+        name = inductor.NAMES["attention_forward.plain"]
+        assert f" = torch.ops.sdpa.{name}(" in code and "attention_forward.plain(" not in code
         assert torch.allclose(out, model(*tensors), atol=1e-6)
         with sdpa.sdpa_kernel("math"):
             compiled(*tensors)
@@ -351,7 +388,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         self.forwards = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forwards += func is FORWARD
+        self.forwards += func.overloadpacket is torch.ops.sdpa.attention_forward
         return func(*args, **(kwargs or {}))
 
 

@@ -174,7 +174,8 @@ OWN_TEXTS = {
     "cu_seqlens_shape": (lambda: ([*qkv(), Mask(cu_seqlens=torch.ones(1, dtype=torch.int32))], {}), RuntimeError,
                          r"cu_seqlens to have shape \(documents \+ 1,\), but got \(1,\)"),
     "kernel": (lambda: (qkv(), {"kernel": "warp_drive"}), ValueError, r"unknown kernel or backend 'warp_drive'"),
-    "kernel_type": (lambda: (qkv(), {"kernel": 3}), ValueError, r"unknown kernel or backend 3"),
+    "kernel_type": (lambda: (qkv(), {"kernel": 3}), TypeError, r"^kernel must be a str or None, but got int$"),
+    "kernel_unhashable": (lambda: (qkv(), {"kernel": {}}), TypeError, r"^kernel must be a str or None, but got dict$"),
     "keyword": (lambda: (qkv(), {"sclae": 1.0}), TypeError, r"unexpected keyword argument 'sclae'"),
 }  # fmt: skip
 
@@ -267,6 +268,10 @@ def test_a_forced_kernel_on_another_device_says_so():
 
 
 def test_explain_refuses_like_the_call():
+    with pytest.raises(TypeError, match=r"^explain\(\): argument 'return_lse' must be bool, not str$"):
+        sdpa.explain(*qkv(), return_lse="no")
+    with pytest.raises(TypeError, match=r"^kernel must be a str or None, but got int$"):
+        sdpa.explain(*qkv(), kernel=3)
     with pytest.raises(RuntimeError, match="same dtype"):
         sdpa.explain(*qkv()[:2], t(2, 3, 7, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match="direction must be 'forward', 'backward' or 'weights', got 'sideways'"):

@@ -46,6 +46,15 @@ def test_modules_are_imported_by_who_asks_for_them():
     assert same == "True True" and other == "False"
 
 
+def test_packages_are_reached_by_their_names():
+    """Without an import of their own, and not before."""
+    code = "import sys, sdpa; names = ['nn', 'integrations']\n"
+    code += "print(any(f'sdpa.{n}' in sys.modules for n in names), all(n in dir(sdpa) for n in names))\n"
+    code += "print(sdpa.nn.MultiheadAttention(8, 2).embed_dim, sdpa.integrations.__name__, hasattr(sdpa, 'nnn'))\n"
+    code += "from torch import nn; from sdpa import *; print(nn.__name__)"
+    assert fresh(code).splitlines() == ["False True", "8 sdpa.integrations False", "torch.nn"]
+
+
 def test_triton_is_not_needed():
     code = "import sys; sys.modules['triton'] = None; import torch, sdpa; q = torch.randn(1, 2, 5, 8)\n"
     code += "sdpa.scaled_dot_product_attention(q, q, q); print(sdpa.last_choice().kernel.name)"

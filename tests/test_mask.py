@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 
-from sdpa import Mask
+from sdpa import Mask, scaled_dot_product_attention, varlen_attention
 
 B, H, M, N = 2, 3, 7, 9
 
@@ -140,6 +142,82 @@ def test_and_refuses_what_fields_cannot_say(name):
 def test_and_refuses_other_kinds():
     with pytest.raises(TypeError):
         Mask() & 3
+    for other in (operator.or_, operator.add, torch.add):
+        with pytest.raises(TypeError):
+            other(ALLOWED, Mask())
+
+
+# Under torch.compile
+
+TENSORS = {
+    "lengths": integers(*LENGTHS), "allowed": ALLOWED, "bias": BIAS, "slopes": SLOPES, "prefix": integers(*PREFIX),
+    "queries": torch.tensor(DOCUMENTS[0]), "keys": torch.tensor(DOCUMENTS[1]), "cu": integers(0, 4, 7),
+}  # fmt: skip
+OUTER = Mask(causal=True)
+BUILT = {
+    "lengths & bool": lambda t: Mask(lengths=t["lengths"]) & t["allowed"],
+    "bool & lengths": lambda t: t["allowed"] & Mask(lengths=t["lengths"]),
+    "lengths & bias": lambda t: Mask(lengths=t["lengths"]) & t["bias"],
+    "bias & lengths": lambda t: t["bias"] & Mask(lengths=t["lengths"]),
+    "causal & bool": lambda t: Mask(causal=True) & t["allowed"],
+    "outer & bool": lambda t: OUTER & t["allowed"],
+    "bool & outer": lambda t: t["allowed"] & OUTER,
+    "computed": lambda t: OUTER & (t["bias"] > 0),
+    "bool & bool": lambda t: Mask() & t["allowed"] & ~t["allowed"] & t["bias"] & t["bias"],
+    "in place": lambda t: operator.iand(operator.iand(Mask(lengths=t["lengths"]), t["allowed"]), t["bias"]),
+    "tensor in place": lambda t: operator.iand(t["allowed"], Mask(lengths=t["lengths"])),
+    "causal & lengths": lambda t: OUTER & Mask(lengths=t["lengths"]),
+    "lengths & lengths": lambda t: Mask(lengths=t["lengths"]) & Mask(lengths=t["prefix"], query_lengths=t["prefix"]),
+    "windows": lambda t: Mask(window=(3, 1)) & Mask(window=(2, None), causal=True),
+    "segments": lambda t: Mask(segments=(t["queries"], t["keys"])) & Mask(lengths=t["lengths"]) & t["allowed"],
+    "cu_seqlens": lambda t: OUTER & Mask(cu_seqlens=(t["cu"], t["cu"] + 2)) & t["allowed"],
+    "prefixes": lambda t: Mask(causal=True, prefix=t["prefix"]) & Mask(causal=True, prefix=3) & t["allowed"],
+    "alibi": lambda t: Mask(alibi=t["slopes"]) & Mask(alibi=t["slopes"]) & OUTER & t["allowed"],
+    "from_tensor": lambda t: Mask.from_tensor(t["allowed"]) & Mask.from_tensor(t["bias"]),
+    "replace": lambda t: (Mask(lengths=t["lengths"]) & t["allowed"]).replace(causal=True),
+    "to": lambda t: (Mask(lengths=t["lengths"]) & t["allowed"]).to("cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", BUILT)
+def test_masks_are_built_and_combined_in_a_graph(name, backend):
+    q, k = (torch.randn(B, H, size, 4, generator=torch.Generator().manual_seed(0)) for size in (M, N))
+
+    def call(q, k, tensors):
+        mask = BUILT[name](tensors)
+        return mask.dense(B, H, M, N), scaled_dot_product_attention(q, k, k, mask)
+
+    torch._dynamo.reset()
+    for got, wanted in zip(
+        torch.compile(call, fullgraph=True, backend=backend)(q, k, TENSORS), call(q, k, TENSORS), strict=True
+    ):
+        assert torch.equal(got, wanted)
+    torch._dynamo.reset()
+
+
+def test_a_graph_that_breaks_hands_masks_on():
+    def call(q, lengths, allowed):
+        mask = Mask(lengths=lengths) & allowed
+        torch._dynamo.graph_break()
+        return scaled_dot_product_attention(q, q, q, mask & Mask(causal=True))
+
+    torch._dynamo.reset()
+    args = (torch.randn(B, H, N, 4), integers(*LENGTHS), ALLOWED[:, :, :1])
+    assert torch.equal(torch.compile(call, backend="eager")(*args), call(*args))
+    torch._dynamo.reset()
+
+
+def test_a_query_of_a_subclass_sees_the_call_and_the_mask_does_not():
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            return Mask in types, function
+
+    rows, cu = torch.randn(N, H, 4), integers(0, N).int()
+    query, mask = torch.randn(B, H, N, 4).as_subclass(Own), Mask(causal=True)
+    assert scaled_dot_product_attention(query, query, query, mask) == (False, scaled_dot_product_attention)
+    assert varlen_attention(rows.as_subclass(Own), rows, rows, cu, cu, N, N, mask) == (False, varlen_attention)
 
 
 def test_from_tensor_recognises_only_when_asked():
@@ -182,12 +260,17 @@ ERRORS = {
     "window_negative": (lambda: Mask(window=(-1, 0)), ValueError, r"got \(-1, 0\)"),
     "window_float": (lambda: Mask(window=(1.5, 0)), ValueError, r"got \(1.5, 0\)"),
     "lengths_float": (lambda: Mask(lengths=torch.ones(2)), TypeError, "lengths must be an integer.*float32"),
+    "lengths_complex": (lambda: Mask(lengths=torch.ones(2) * 1j), TypeError, "an integer tensor, got torch.complex64"),
     "lengths_list": (lambda: Mask(lengths=[1, 2]), TypeError, r"lengths must be an integer tensor, got \[1, 2\]"),
     "query_lengths": (lambda: Mask(query_lengths=torch.ones(2)), TypeError, "query_lengths must be an integer tensor"),
     "segments_bool": (lambda: Mask(segments=torch.ones(2).bool()), TypeError, "segments.*got torch.bool"),
     "segments_pair": (lambda: Mask(segments=(integers(1), 2)), TypeError, "segments must be an integer tensor, got 2"),
     "both_segments": (lambda: Mask(segments=integers(1), cu_seqlens=integers(0, 1)), ValueError, "got both"),
     "prefix": (lambda: Mask(prefix=-1), TypeError, "prefix must be an integer >= 0 or an integer tensor, got -1"),
+    "prefix_float": (lambda: Mask(prefix=1.5), TypeError, "integer >= 0 or an integer tensor, got 1.5"),
+    "tensor": (lambda: Mask(ALLOWED), TypeError, "causal must be bool, got Tensor; a mask .* as allowed or bias"),
+    "dense_integers": (lambda: Mask.from_tensor(integers(1)), TypeError, "a bool or floating .*, got torch.int64"),
+    "and_integers": (lambda: Mask() & integers(1), TypeError, "^Mask & tensor expects a bool or .*, got torch.int64$"),
     "allowed": (lambda: Mask(allowed=torch.ones(2, 2)), TypeError, "allowed must be a bool tensor, got torch.float32"),
     "allowed_list": (lambda: Mask(allowed=[[True]]), TypeError, "allowed must be a bool tensor, got list"),
     "bias": (lambda: Mask(bias=torch.ones(2, 2).bool()), TypeError, "bias must be a floating.*torch.bool"),

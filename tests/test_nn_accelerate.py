@@ -274,6 +274,21 @@ def test_functional_calls_are_answered_while_the_model_runs():
     assert not model.seen[-1] and not model._forward_hooks and not model._forward_pre_hooks
 
 
+def test_report_and_restore_tell_of_functional_calls():
+    """Where no module is swapped as well, and by a later call."""
+    routes = "routes scaled_dot_product_attention here while the model runs"
+    model = torch.nn.Linear(2, 2)
+    assert str(sdpa.nn.accelerate(model, functional=True)) == routes
+    assert str(sdpa.nn.accelerate(model)) == routes and sdpa.nn.accelerate(model).functional
+    assert sdpa.nn.restore(torch.nn.Sequential(model)) == ["functional calls of 0"]
+    assert sdpa.nn.restore(model) == [] and str(sdpa.nn.accelerate(model)) == "swapped 0 modules"
+    model = torch.nn.MultiheadAttention(8, 2)
+    assert str(sdpa.nn.accelerate(model, functional=True)) == f"swapped 1 modules: (the model)\n{routes}"
+    assert sdpa.nn.restore(model) == ["(the model)", "functional calls of (the model)"]
+    with pytest.raises(TypeError, match=r"^accelerate\(\): argument 'functional' must be bool, not str$"):
+        sdpa.nn.accelerate(model, functional="yes")
+
+
 def test_a_hook_that_raises_before_the_model_leaves_an_outer_patch_alone():
     model = Model()
 

@@ -113,6 +113,59 @@ def test_errors_are_those_of_torch():
         assert ours == theirs
 
 
+X, BATCH = randn(3, 5, 8), {"batch_first": True}
+TARGET = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+# kind: (the module, its inputs, its masks); the stacks of a Transformer answer for its masks
+ARGUMENTS = {
+    "MultiheadAttention": (lambda: ATTENTION[0], ("query", "key", "value"), ("key_padding_mask", "attn_mask")),
+    "TransformerEncoderLayer": (lambda: ENCODER.layers[0], ("src",), ("src_mask", "src_key_padding_mask")),
+    "TransformerEncoder": (lambda: ENCODER, ("src",), ("mask", "src_key_padding_mask")),
+    "TransformerDecoderLayer": (lambda: DECODER.layers[0], ("tgt", "memory"), TARGET),
+    "TransformerDecoder": (lambda: DECODER, ("tgt", "memory"), TARGET),
+    "Transformer": (lambda: built("Transformer", 8, 2, 1, 1, 16, **BATCH)[0], ("src", "tgt"), ()),
+    "Transformer's stacks": (lambda: built("Transformer", 8, 2, 1, 1, 16, **BATCH)[0], ("src", "tgt"), TARGET),
+}
+ATTENTION = built("MultiheadAttention", 8, 2, **BATCH)
+ENCODER, DECODER = encoders(**BATCH)[0], decoders(**BATCH)[0]
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_what_is_no_tensor_is_told_by_its_name(kind):
+    build, inputs, masks = ARGUMENTS[kind]
+    module, given = build(), dict.fromkeys(inputs, X)
+    for name in masks if kind.endswith("stacks") else (*inputs, *masks):
+        for wrong in ("a", [1, 2, 3], sdpa.Mask(causal=True)):
+            with pytest.raises(TypeError) as error:
+                module(**given | {name: wrong})
+            speaker = "TransformerDecoder" if kind.endswith("stacks") else kind
+            wanted = "Tensor" if name in inputs else "Tensor or None"
+            assert str(error.value) == f"{speaker}(): argument '{name}' must be {wanted}, not {type(wrong).__name__}"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+def test_lengths_are_integers(dtype):
+    """What torch says of one dimension, and what it is not."""
+    lengths, told = torch.ones(3, dtype=dtype), f", and lengths must be integers, but got {dtype}"
+    ours, theirs = (refusal(lambda m=m: m(X, X, X, key_padding_mask=lengths)) for m in ATTENTION)
+    assert ours == (theirs[0], theirs[1] + told)
+    for call in (
+        lambda: ENCODER(X, src_key_padding_mask=lengths),
+        lambda: DECODER(X, X, tgt_key_padding_mask=lengths),
+        lambda: DECODER(X, X, memory_key_padding_mask=lengths),
+    ):
+        assert refusal(call) == ours
+
+
+def test_a_decoder_names_the_mask_of_another_dtype():
+    integers = torch.ones(3, 5, dtype=torch.int64)
+    for name in TARGET:
+        for wrong in (integers, integers * 1j):
+            with pytest.raises(AssertionError, match=f"^only bool and floating types of {name} are supported$"):
+                DECODER(X, X, **{name: wrong})
+    with pytest.raises(AssertionError, match="only bool and floating types of src_key_padding_mask are supported"):
+        ENCODER(X, src_key_padding_mask=torch.ones(3) * 1j)
+
+
 @pytest.mark.parametrize("mask_dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 def test_any_float_mask_under_autocast(mask_dtype):
     ours, theirs = stirred(built("MultiheadAttention", 8, 2, batch_first=True))

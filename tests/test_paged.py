@@ -248,6 +248,22 @@ PAGED_ERRORS = {
         RuntimeError,
         "Expected key_cache to have shape (pages, page_size, Hkv, D), but got (8, 4, 6) instead.",
     ),
+    "heads_before_queries": (
+        {"query": draw(3, 4, 1, 6)},
+        RuntimeError,
+        "Expected query of shape (B, M, H, D) to have as many heads as the caches of shape (pages, page_size, Hkv, D), "
+        "or a multiple, but got query.shape: (3, 4, 1, 6) and key_cache.shape: (8, 4, 4, 6) instead.",
+    ),
+    "heads_before_queries_gqa": (
+        {"query": draw(3, 4, 1, 6), "enable_gqa": True},
+        RuntimeError,
+        "Expected query of shape (B, M, H, D) to have as many heads as the caches",
+    ),
+    "heads_before_keys": (
+        {"key_cache": draw(8, 5, 4, 6), "value_cache": draw(8, 5, 3, 5)},
+        RuntimeError,
+        "same pages, page size and heads, but got key_cache.shape: (8, 5, 4, 6) and value_cache.shape: (8, 5, 3, 5)",
+    ),
     "head_size": (
         {"query": draw(3, 2, 4, 8)},
         RuntimeError,
@@ -283,6 +299,11 @@ PAGED_ERRORS = {
         {"lengths": LENGTHS_PAGED.float()},
         RuntimeError,
         "Expected lengths to be integers, but got torch.float32 instead.",
+    ),
+    "lengths_complex": (
+        {"lengths": LENGTHS_PAGED.to(torch.complex64)},
+        RuntimeError,
+        "Expected lengths to be integers, but got torch.complex64 instead.",
     ),
     "lengths_twice": (
         {"attn_mask": Mask(lengths=LENGTHS_PAGED)},

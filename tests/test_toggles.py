@@ -91,6 +91,30 @@ def test_strict_refuses_to_fall_to_math():
         assert by_name()[ran()].family == "flash"
 
 
+NO_NAME = r"^a kernel or backend must be a str or SDPBackend, but got"
+WRONG = {
+    "number": (lambda: sdpa_kernel(3), f"{NO_NAME} int$"),
+    "nothing": (lambda: sdpa_kernel(None), f"{NO_NAME} NoneType$"),
+    "one of several": (lambda: sdpa_kernel(["math", 3]), f"{NO_NAME} int$"),
+    "list in a list": (lambda: sdpa_kernel([["math"]]), f"{NO_NAME} list$"),
+    "two": (lambda: sdpa_kernel("math", "flash"), r"'set_priority' must be bool, not str; several .* into one list$"),
+    "strict": (lambda: sdpa_kernel("math", strict=1), r"^sdpa_kernel\(\): argument 'strict' must be bool, not int; "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_name_is_told_in_one_sentence(name):
+    call, text = WRONG[name]
+    with pytest.raises(TypeError, match=text) as error:
+        call()
+    assert "\n" not in str(error.value) and error.value.__context__ is None
+
+
+def test_a_generator_of_names():
+    with sdpa_kernel(name for name in ("vendor_math", "nonsense")[:1]):
+        assert ran() == "vendor_math"
+
+
 def test_nesting_and_restoring():
     before = ran()
     with sdpa_kernel("math"):

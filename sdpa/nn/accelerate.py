@@ -15,6 +15,7 @@ from sdpa.nn.attention import MultiheadAttention
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from sdpa.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
 from sdpa.patch import ROUTING
+from sdpa.validate import check_flag
 
 OURS: dict[type, type] = {
     torch.nn.MultiheadAttention: MultiheadAttention,
@@ -31,7 +32,8 @@ HANDLES = "_sdpa_routing_handles"  # attribute of a model whose functional calls
 
 @dataclass
 class Report:
-    """What `accelerate` did: names of modules that were swapped, and those it left alone with the reason."""
+    """What `accelerate` did: names of modules that were swapped, and those it left alone with the reason; and whether
+    the model's functional calls are routed here, by this call or one before."""
 
     swapped: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
@@ -39,6 +41,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)} modules" + (f": {', '.join(self.swapped)}" if self.swapped else "")]
+        if self.functional and not self.swapped:
+            lines = []
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
         if self.functional:
             lines.append("routes scaled_dot_product_attention here while the model runs")
@@ -65,7 +69,8 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
         with a forward of their own.
     """
     check_module(model)
-    report = Report(functional=functional)
+    check_flag("functional", functional, "accelerate")
+    report = Report(functional=functional or hasattr(model, HANDLES))
     layers = {child: layer for layer in model.modules() if isinstance(layer, LAYERS) for child in layer.children()}
     for name, module in model.named_modules():
         if not isinstance(module, tuple(OURS)) or isinstance(module, tuple(TORCHS)):
@@ -85,7 +90,8 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Undo `accelerate`: our modules in `model` become torch's again. Returns their names.
+    """Undo `accelerate`: our modules in `model` become torch's again, and functional calls are routed here no more.
+    Returns the names of the modules, and "functional calls of NAME" where a module's were routed.
 
     What fully_shard or a parametrization gave a class of its own since stays ours.
     """
@@ -95,8 +101,11 @@ def restore(model: torch.nn.Module) -> list[str]:
         if type(module) in TORCHS:
             module.__class__ = TORCHS[type(module)]
             restored.append(name or "(the model)")
-        for handle in vars(module).pop(HANDLES, ()):
+        handles = vars(module).pop(HANDLES, ())
+        for handle in handles:
             handle.remove()
+        if handles:
+            restored.append(f"functional calls of {name or '(the model)'}")
     return restored
 
 

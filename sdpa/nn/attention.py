@@ -9,7 +9,7 @@ from torch import Tensor
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.inputs import Options
 from sdpa.nn.generation import Stored
-from sdpa.nn.masks import check_masks, check_shapes, mask_of
+from sdpa.nn.masks import check_kinds, check_lengths, check_masks, check_shapes, mask_of
 from sdpa.nn.padding import Between, Packing, is_lengths
 from sdpa.nn.weights import attention_with_weights
 from sdpa.varlen import varlen_attention
@@ -51,15 +51,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         Raises:
             AssertionError, RuntimeError: shapes and dtypes that do not fit, in torch's words.
+            TypeError: what is no tensor.
         """
         if isinstance(key_padding_mask, Packing | Between):
             return self.attend_packed(query, key, value, key_padding_mask, is_causal), None
         if isinstance(key_padding_mask, Stored):
             return self.attend_stored(query, key_padding_mask), None
+        inputs = {"query": query, "key": key, "value": value}
+        check_kinds(self, inputs, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
         if query.is_nested or key.is_nested or value.is_nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
+        check_lengths(key_padding_mask, query)
         padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
         is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)
         check_masks(padding, attn_mask, is_causal)

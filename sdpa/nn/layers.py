@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sdpa.nn.attention import MultiheadAttention
+from sdpa.nn.masks import check_kinds
 
 
 def take_over(module: torch.nn.Module) -> None:
@@ -40,7 +41,10 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
             is_causal: a hint that src_mask is causal.
         """
-        if src.is_nested or not isinstance(self.self_attn, MultiheadAttention):
+        is_ours = isinstance(self.self_attn, MultiheadAttention)
+        if is_ours:
+            check_kinds(self, {"src": src}, {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask})
+        if src.is_nested or not is_ours:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         x = src
         if self.norm_first:
@@ -51,9 +55,40 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
-    """torch.nn.TransformerDecoderLayer, whose forward needs no change: its two attentions are ours."""
+    """torch.nn.TransformerDecoderLayer, whose forward needs no change but a check: its two attentions are ours."""
 
     @wraps(torch.nn.TransformerDecoderLayer.__init__)
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         take_over(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As torch's; masks reach the attentions as they are.
+
+        Args:
+            tgt: (L, B, E), (B, L, E) with batch_first, or (L, E).
+            memory: (S, B, E), likewise.
+            tgt_mask, memory_mask: (L, L) and (L, S), or with a leading B * nhead: True = hidden, or float, added.
+            tgt_key_padding_mask, memory_key_padding_mask: (B, L) and (B, S): True = padding, or float; or (B,) integer
+                lengths.
+            tgt_is_causal, memory_is_causal: hints that a mask is causal.
+        """
+        masks = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+        }
+        if isinstance(self.self_attn, MultiheadAttention) and isinstance(self.multihead_attn, MultiheadAttention):
+            check_kinds(self, {"tgt": tgt, "memory": memory}, masks)
+        return super().forward(tgt, memory, *masks.values(), tgt_is_causal, memory_is_causal)

@@ -7,9 +7,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdpa.mask import Mask
-from sdpa.nn.padding import is_lengths
+from sdpa.nn.generation import Stored
+from sdpa.nn.padding import Between, Packing, is_lengths
+from sdpa.validate import check_tensor
 
 NAMES = ("key_padding_mask", "attn_mask")  # what a caller knows them by
+KINDS = (Tensor, Packing, Between, Stored)  # of a padding mask: inside of a stack others stand in its place
+
+
+def check_kinds(module: torch.nn.Module, inputs: dict[str, object], masks: dict[str, object]) -> None:
+    """Inputs are tensors, and masks are if they are given."""
+    for name, given in inputs.items():
+        if not isinstance(given, Tensor):
+            check_tensor(name, given, type(module).__name__)
+    for name, given in masks.items():
+        if given is not None and not isinstance(given, KINDS):
+            kind = type(given).__name__
+            raise TypeError(f"{type(module).__name__}(): argument '{name}' must be Tensor or None, not {kind}")
 
 
 def check_masks(
@@ -24,6 +38,18 @@ def check_masks(
             "Need attn_mask if specifying the is_causal hint. You may use the Transformer module method "
             "`generate_square_subsequent_mask` to create this mask."
         )
+
+
+def check_lengths(key_padding_mask: Tensor | None, query: Tensor) -> None:
+    """What torch says of one dimension, and what lengths are; of a bool mask torch says enough."""
+    if key_padding_mask is None or query.dim() != 3 or key_padding_mask.dim() != 1:
+        return
+    if is_lengths(key_padding_mask) or key_padding_mask.dtype == torch.bool:
+        return
+    raise AssertionError(
+        "For batched (3-D) `query`, expected `key_padding_mask` to be `None` or 2-D but found 1-D tensor instead, and "
+        f"lengths must be integers, but got {key_padding_mask.dtype}"
+    )
 
 
 def check_shapes(key_padding_mask: Tensor | None, attn_mask: Tensor | None, B: int, H: int, M: int, N: int) -> None:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sdpa.validate import is_integer
+
 TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -74,7 +76,7 @@ def is_lengths(mask: Tensor | None) -> bool:
     """Whether what was given as a padding mask is (B,) integer lengths instead: ours, and never read on the host."""
     if not isinstance(mask, Tensor) or mask.dim() != 1:
         return False
-    return not mask.is_floating_point() and mask.dtype != torch.bool
+    return is_integer(mask)
 
 
 def can_pack() -> bool:

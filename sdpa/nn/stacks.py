@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sdpa.nn.generation import DecoderCache, check_memory, check_step, new_cache
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
-from sdpa.nn.masks import check_masks
+from sdpa.nn.masks import check_kinds, check_masks
 from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, is_lengths, whole
 from sdpa.nn.rowwise import has_values, is_rowwise, takes_rows
 
@@ -46,7 +46,10 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
             src_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
             is_causal: a hint that `mask` is causal; None: look.
         """
-        if src.is_nested or not are_ours(self.layers):
+        is_ours = are_ours(self.layers)
+        if is_ours:
+            check_kinds(self, {"src": src}, {"mask": mask, "src_key_padding_mask": src_key_padding_mask})
+        if src.is_nested or not is_ours:
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         batch_first = is_batch_first(self)
         padding = None if is_lengths(src_key_padding_mask) and src.dim() == 3 else src_key_padding_mask
@@ -92,19 +95,27 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 lengths.
             tgt_is_causal, memory_is_causal: hints that a mask is causal; None: look.
         """
+        masks = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+        }
         if not are_ours(self.layers):
-            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
-            return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+            return super().forward(tgt, memory, *masks.values(), tgt_is_causal, memory_is_causal)
+        check_kinds(self, {"tgt": tgt, "memory": memory}, masks)
         batch_first = is_batch_first(self)
-        for mask, hint in ((tgt_mask, tgt_is_causal), (memory_mask, memory_is_causal)):
-            check_masks(None, mask, bool(hint))
+        for side, x, hint in (("tgt", tgt, tgt_is_causal), ("memory", memory, memory_is_causal)):
+            names = (f"{side}_key_padding_mask", f"{side}_mask")
+            padding, mask = (masks[name] for name in names)
+            check_masks(None if is_lengths(padding) and x.dim() == 3 else padding, mask, bool(hint), names)
         causal = looks_causal(tgt_mask, tgt_is_causal, tgt, batch_first)
         structured = (tgt_mask is None or causal) and memory_mask is None and not memory_is_causal
         sides = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
         packings = packings_of(self, sides, batch_first) if structured else None
         if packings is None:
-            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, causal, memory_is_causal)
-            return clear_padding(self.decode(tgt, memory, *masks), tgt_key_padding_mask, batch_first)
+            output = self.decode(tgt, memory, *masks.values(), causal, memory_is_causal)
+            return clear_padding(output, tgt_key_padding_mask, batch_first)
         queries, keys = packings
         rows = self.decode(queries.pack(tgt), keys.pack(memory), None, None, queries, Between(queries, keys), causal)
         return queries.unpack(rows, tgt)
@@ -203,6 +214,11 @@ class Transformer(torch.nn.Transformer):
             if id(module) not in given:
                 module.__class__ = ours
                 become_ours(module.layers)
+
+    @wraps(torch.nn.Transformer.forward)
+    def forward(self, src: Tensor, tgt: Tensor, *args, **kwargs) -> Tensor:
+        check_kinds(self, {"src": src, "tgt": tgt}, {})
+        return super().forward(src, tgt, *args, **kwargs)
 
 
 LAYERS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sdpa.autograd import Weights, apply, composite_weights
+from sdpa.autograd import Weights, apply, below_autograd, composite_weights, is_transformed
 from sdpa.dispatch.context import request_text
-from sdpa.functional import distinct, dropped, is_transformed, run
+from sdpa.functional import dropped, run
 from sdpa.inputs import Options, build_inputs
 from sdpa.interop import cast_for_autocast, under_autocast
 from sdpa.layout import unexpanded
@@ -49,10 +49,10 @@ def weights_of(inputs: AttentionInputs, lse: Tensor, average: bool, request: str
     """exp(score - lse) in the query's dtype; a row that sees no key has weights of 0. By a kernel, but under functorch
     and in forward mode by the composition of operations, through which those see."""
     if torch.compiler.is_compiling():
-        inputs = distinct(inputs)
-    elif is_transformed():
+        return WEIGHTS(lse, *inputs, average, request)
+    if is_transformed():
         return composite_weights(inputs, lse, average)
     if torch.is_grad_enabled() and lse.requires_grad:
-        args = (*inputs, request, lse, average)
-        return Weights.apply(*args) if torch.compiler.is_compiling() else apply(Weights, *args)
-    return WEIGHTS(lse, *inputs, average, request)
+        return apply(Weights, *inputs, request, lse, average)
+    with below_autograd():
+        return WEIGHTS(lse, *inputs, average, request)
