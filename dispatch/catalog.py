@@ -22,6 +22,7 @@ from sdpa.dispatch.rules import (
     mask_columns,
     no_row_limit,
     one_mask,
+    packed_or_segments,
     padded_weights,
     same_head_sizes,
     square_causal,
@@ -78,14 +79,14 @@ KERNELS: tuple[Kernel, ...] = (
         devices=("cuda",),
         dtypes=HALF,
         features=frozenset(
-            {"band", "bottom_right", "k_lengths", "q_lengths", "sinks", "softcap", "packed", "gqa", "lse"}
+            {"band", "bottom_right", "k_lengths", "q_lengths", "segments", "sinks", "softcap", "packed", "gqa", "lse"}
         ),
         summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap",
         directions=("forward",),
         max_head_size=256,
         efficiency=0.75,
         overhead=15e-6,
-        rules=(eighths, any_unit_stride, bulk_strides, hopper_only),
+        rules=(packed_or_segments, eighths, any_unit_stride, bulk_strides, hopper_only),
     ),
     Kernel(
         name="triton_hopper",

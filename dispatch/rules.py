@@ -59,6 +59,12 @@ def padded_weights(problem: AttentionProblem) -> str | None:
     return f"makes weights of batch entries side by side only, got {' and '.join(apart)} sequences"
 
 
+def packed_or_segments(problem: AttentionProblem) -> str | None:
+    if {"packed", "segments"} <= problem.features:
+        return "takes packed sequences or segments, got both"
+    return None
+
+
 def square_causal(problem: AttentionProblem) -> str | None:
     """Kernels that align causal masks to the bottom right agree with torch only when M == N."""
     if "band" not in problem.features or problem.M == problem.N:

@@ -85,8 +85,24 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
                     "cuda_flash cannot read addresses that are no multiples of 16 bytes");
 }
 
-// What the two operators share; `p` has what they do not.
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, MaskKind mask, FlashParams p) {
+// Memory for what is found of the ids of segments before the kernel begins; what needs the strictest alignment is
+// first.
+Tensor make_room(SegmentParams& p, const Instance& instance) {
+  p.groups = blocks_of(p, instance.rows) * (instance.rows / kGroupRows);
+  p.blocks = (p.N + instance.keys - 1) / instance.keys;
+  const int64_t spans = int64_t{p.B} * p.groups * sizeof(Span), extents = int64_t{p.B} * p.blocks * sizeof(Extent);
+  const int64_t bytes = spans + extents + int64_t{p.B} * p.blocks * instance.keys * sizeof(int32_t);
+  const int64_t count = bytes / sizeof(int32_t);
+  const Tensor room = new_tensor({count}, {1}, aoti_torch_dtype_int32(), p.device);
+  char* const begin = static_cast<char*>(room.data_ptr());
+  p.spans = reinterpret_cast<Span*>(begin);
+  p.extents = reinterpret_cast<Extent*>(begin + spans);
+  p.laid_k_ids = reinterpret_cast<int32_t*>(begin + spans + extents);
+  return room;
+}
+
+// What the operators share; `p` has what they do not.
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, MaskKind mask, SegmentParams p) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
@@ -112,6 +128,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, p.B * H));
   const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance for head sizes ", D, " and ", Dv);
+  std::optional<Tensor> room;
+  if (mask == MaskKind::kSegments) room = make_room(p, *instance);
   void* stream;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   if (int64_t{blocks_of(p, instance->rows)} * p.B * p.H > p.cores) p.counter = take_counter(p.device, stream);
@@ -122,7 +140,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 }
 
 std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double scale, bool causal, bool bottom_right) {
-  FlashParams p;
+  SegmentParams p;
   p.scale = static_cast<float>(scale);
   p.bottom_right = bottom_right;
   return forward(q, k, v, causal ? MaskKind::kCausal : MaskKind::kNone, p);
@@ -141,17 +159,17 @@ const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t co
   return static_cast<const T*>(t->data_ptr());
 }
 
+// A side of a band as kernels want it; negative: without a limit.
+int side_of(int64_t given) { return given < 0 ? kUnlimited : static_cast<int>(std::min<int64_t>(given, kUnlimited)); }
+
 std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, double scale, int64_t left, int64_t right,
                                               bool bottom_right, std::optional<Tensor> k_lengths,
                                               std::optional<Tensor> q_lengths, std::optional<Tensor> sinks,
                                               double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k,
                                               int64_t max_q, int64_t max_k) {
-  FlashParams p;
+  SegmentParams p;
   p.scale = static_cast<float>(scale);
-  const auto side = [](int64_t given) {
-    return given < 0 ? kUnlimited : static_cast<int>(std::min<int64_t>(given, kUnlimited));
-  };
-  p.left = side(left), p.right = side(right);
+  p.left = side_of(left), p.right = side_of(right);
   p.bottom_right = bottom_right;
   p.softcap = static_cast<float>(softcap);
   STD_TORCH_CHECK(cu_q.has_value() == cu_k.has_value(), "cuda_flash: expected cu_q and cu_k, or neither");
@@ -170,6 +188,34 @@ std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, doub
   return forward(q, k, v, MaskKind::kBand, p);
 }
 
+// (B, count) ids, or one row for all batch entries.
+Ids ids_of(const char* name, const Tensor& t, int64_t count, const Tensor& q) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == 2 && (t.size(0) == 1 || t.size(0) == q.size(0)) &&
+                      t.size(1) == count && (count == 1 || t.stride(1) == 1) && t.get_device() == q.get_device(),
+                  "cuda_flash: expected ", name, " as ", count, " int32 numbers side by side, for each of ", q.size(0),
+                  " batch entries or for all, on the device of q, but got ", t.numel(), " in ", t.dim(),
+                  " dimensions, of another dtype, device or stride perhaps");
+  return {static_cast<const int32_t*>(t.data_ptr()), t.size(0) == 1 ? 0 : t.stride(0)};
+}
+
+std::tuple<Tensor, Tensor> flash_forward_segments(Tensor q, Tensor k, Tensor v, double scale, int64_t left,
+                                                  int64_t right, bool bottom_right, Tensor q_segments,
+                                                  Tensor k_segments, std::optional<Tensor> k_lengths,
+                                                  std::optional<Tensor> q_lengths, std::optional<Tensor> sinks,
+                                                  double softcap) {
+  SegmentParams p;
+  p.scale = static_cast<float>(scale);
+  p.left = side_of(left), p.right = side_of(right);
+  p.bottom_right = bottom_right;
+  p.softcap = static_cast<float>(softcap);
+  p.q_ids = ids_of("q_segments", q_segments, q.size(2), q);
+  p.k_ids = ids_of("k_segments", k_segments, k.size(2), q);
+  p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, q.size(0), q);
+  p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, q.size(0), q);
+  p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
+  return forward(q, k, v, MaskKind::kSegments, p);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
@@ -179,11 +225,16 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "flash_forward_band(Tensor q, Tensor k, Tensor v, float scale, int left, int right, bool bottom_right, "
       "Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks, float softcap, Tensor? cu_q, Tensor? cu_k, int max_q, "
       "int max_k) -> (Tensor, Tensor)");
+  library.def(
+      "flash_forward_segments(Tensor q, Tensor k, Tensor v, float scale, int left, int right, bool bottom_right, "
+      "Tensor q_segments, Tensor k_segments, Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks, float softcap) -> "
+      "(Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {
   library.impl("flash_forward", TORCH_BOX(&flash_forward));
   library.impl("flash_forward_band", TORCH_BOX(&flash_forward_band));
+  library.impl("flash_forward_segments", TORCH_BOX(&flash_forward_segments));
 }
 
 }  // namespace sdpa_cuda

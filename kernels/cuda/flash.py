@@ -14,7 +14,7 @@ from sdpa.packing import unseen_lse
 from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
 
 # What instances for bands know beside windows.
-BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed"})
+BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed", "segments"})
 GROUP_ROWS = 64  # of queries that four warps multiply
 TILES: tuple[Tile, ...] = ()  # each head size has one, in the library
 
@@ -31,9 +31,11 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
         found = forward(few, problem._replace(H=problem.Hkv, M=few.q.shape[2]), tile)
         return Results(*(t.reshape(*inputs.q.shape[:3], *t.shape[3:]) for t in found))
     if is_banded(problem):
-        lengths = (inputs.k_lengths, inputs.q_lengths)
-        packed = (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
-        return Results(*operators()[1](*inputs[:7], *lengths, sinks_of(inputs), inputs.softcap, *packed))
+        beside = (inputs.k_lengths, inputs.q_lengths, sinks_of(inputs), inputs.softcap)
+        if inputs.q_segments is not None:
+            ids = (in_rows(inputs.q_segments), in_rows(inputs.k_segments))
+            return Results(*operators()[2](*inputs[:7], *ids, *beside))
+        return Results(*operators()[1](*inputs[:7], *beside, inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k))
     return Results(*operators()[0](*inputs[:4], problem.causal, problem.bottom_right))
 
 
@@ -45,7 +47,7 @@ def record(
     results = forward(inputs, problem, tile)
     if problem.features & BAND or is_empty(inputs, problem) or heads_are_rows(inputs.q, problem):
         return results, None
-    plain, banded = operators()
+    plain, banded, _ = operators()
     scale, left, right, bottom_right = inputs[3:7]
     if is_banded(problem):
         rest = (scale, left, right, bottom_right, None, None, None, 0.0, None, None, 0, 0)
@@ -82,11 +84,18 @@ def sinks_of(inputs: AttentionInputs) -> Tensor | None:
     return None if inputs.sinks is None else inputs.sinks.float().contiguous()
 
 
+def in_rows(ids: Tensor) -> Tensor:
+    """(B|1, positions) whose numbers lie side by side."""
+    return ids if ids.stride(1) == 1 else ids.contiguous()
+
+
 @cache
 def operators() -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
-    """The bare operators, without a band and with one: a third of the cost of calling them through their packets."""
+    """The bare operators, without a band, with one and with segments: a third of the cost of calling them through their
+    packets."""
     reason = load_error()
     if reason is not None:
         raise RuntimeError(f"cuda_flash is not available: {reason}")
     library = torch.ops.sdpa_cuda
-    return library.flash_forward.default._op, library.flash_forward_band.default._op
+    packets = (library.flash_forward, library.flash_forward_band, library.flash_forward_segments)
+    return tuple(packet.default._op for packet in packets)

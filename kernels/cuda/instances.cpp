@@ -2,13 +2,15 @@
 #include <algorithm>
 
 #include "params.h"
+#include "sm90/tiles.cuh"
 
 namespace sdpa_cuda {
 namespace {
 
 const Instance kInstances[] = {
-#define INSTANCE(name, element, D, Dv, mask, groups, speed) \
-  {Element::element, D, Dv, MaskKind::mask, kGroupRows * groups, speed, &launch_##name},
+#define INSTANCE(name, element, D, Dv, mask, groups, speed)                                                            \
+  {Element::element, D, Dv, MaskKind::mask, kGroupRows * groups, tile_of<D, Dv, MaskKind::mask, groups>().keys, speed, \
+   &launch_##name},
 #include "instances.def"
 #undef INSTANCE
 };

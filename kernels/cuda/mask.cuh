@@ -23,6 +23,12 @@ CUTE_DEVICE Rows rows_between(int32_t const* cu, int batch, int most) {
   return {0, first, cute::min(cu[batch + 1] - first, most)};
 }
 
+// The same number, of which the compiler does not know it: what depends on it is computed again, and needs no register.
+CUTE_DEVICE int anew(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // Which side of what a row sees ends inside a block.
 enum class Cut { kNone, kLeft, kBoth };
 template <Cut CUT>
@@ -31,15 +37,16 @@ using CutBy = std::integral_constant<Cut, CUT>;
 // What rows of one batch entry see: every key, those up to the diagonal, or a band of those before the entry's length.
 // BN keys are a block. Where not causal, blocks end with the last key that there is; so the first one begins `pad` keys
 // before the first key, where the copy engine reads zeros, or the sequence before. What lies behind the length is not
-// even loaded.
+// even loaded. Of segments, this is the band without packed sequences.
 template <MaskKind KIND, int BN, int ROWS>
 struct Mask {
-  static constexpr bool CAUSAL = KIND == MaskKind::kCausal, BAND = KIND == MaskKind::kBand, ALL = !CAUSAL && !BAND;
+  static constexpr bool PACKED = KIND == MaskKind::kBand, BAND = PACKED || KIND == MaskKind::kSegments;
+  static constexpr bool CAUSAL = KIND == MaskKind::kCausal, ALL = !CAUSAL && !BAND;
   static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
-    return rows_between(BAND ? p.cu_q : nullptr, batch, p.M);
+    return rows_between(PACKED ? p.cu_q : nullptr, batch, p.M);
   }
   static CUTE_DEVICE Rows keys(FlashParams const& p, int batch) {
-    return rows_between(BAND ? p.cu_k : nullptr, batch, p.N);
+    return rows_between(PACKED ? p.cu_k : nullptr, batch, p.N);
   }
 
   int N, shift;  // the last block's end; row i is beside key i + shift
@@ -55,7 +62,7 @@ struct Mask {
       int const there = keys(p, batch).count;
       int const seen = p.k_lengths ? cute::max(0, cute::min(there, p.k_lengths[batch])) : there;
       rows = p.q_lengths ? p.q_lengths[batch] : kUnlimited;
-      if (p.cu_q) rows = cute::min(rows, queries(p, batch).count);
+      if (PACKED && p.cu_q) rows = cute::min(rows, queries(p, batch).count);
       N = cute::max(1, (seen + BN - 1) / BN) * BN;
       pad = N - seen;
       left = p.left, right = p.right;

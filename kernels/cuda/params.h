@@ -40,17 +40,45 @@ struct FlashParams {
   int query_rows = 0, key_rows = 0;  // in memory of one head
 };
 
+// Rows of one number per position, a batch entry's `batch` numbers after the one before; 0 where all share one row.
+struct Ids {
+  const int32_t* data = nullptr;
+  int64_t batch = 0;
+};
+
+// The smallest and the largest id of a block of keys, or of a group of queries.
+struct alignas(8) Extent {
+  int32_t least, most;
+};
+
+// The blocks of keys from begin to end - 1 have all that a group of queries sees; end is 0 where it sees nothing. Those
+// from whole_begin to whole_end - 1 are seen whole by all of its rows.
+struct alignas(16) Span {
+  int begin, end, whole_begin, whole_end;
+};
+
+// Of instances of MaskKind::kSegments: a row sees, of what a band leaves, the keys of its own id.
+struct SegmentParams : FlashParams {
+  Ids q_ids, k_ids;  // (B, M), (B, N): any numbers in any order
+  // What is found before the kernel begins. Keys of a batch entry are laid out as its mask does it, in `blocks` blocks.
+  int groups = 0, blocks = 0;
+  Span* spans = nullptr;          // (B, groups)
+  Extent* extents = nullptr;      // (B, blocks)
+  int32_t* laid_k_ids = nullptr;  // (B, blocks * keys of a block)
+};
+
 enum class Element { kBFloat16, kFloat16 };
 
-enum class MaskKind { kNone, kCausal, kBand };
+enum class MaskKind { kNone, kCausal, kBand, kSegments };
 
 struct Instance {
   Element element;
   int D, Dv;  // the largest head sizes; smaller ones are filled up with zeros on their way into shared memory
   MaskKind mask;
   int rows;                                         // of queries that a thread block takes at a time
+  int keys;                                         // of a block
   float speed;                                      // beside the other instances of that size and mask
-  int (*launch)(const FlashParams&, void* stream);  // a cudaError_t
+  int (*launch)(const FlashParams&, void* stream);  // a cudaError_t; kSegments: of SegmentParams
 };
 
 #define INSTANCE(name, element, D, Dv, mask, groups, speed) int launch_##name(const FlashParams&, void* stream);

@@ -90,6 +90,17 @@ struct Softmax {
     inverse = dead ? 0.f : 1.f / sum;
     return dead ? -INFINITY : base[i] * scale_log2 * 0.693147180559945f + logf(sum);
   }
+
+  // The same where one more key of that score has no value (-inf: there is none), for who does not know beforehand
+  // whether the row sees a key: `dead` tells that it saw none.
+  CUTE_DEVICE float finish_with(int i, float score, float& inverse, bool& dead) const {
+    float const sum = quad_sum(row_sum[i]), top = fmaxf(base[i], score);
+    float const kept = exp2f((base[i] - top) * scale_log2);
+    float const all = sum * kept + exp2f((score - top) * scale_log2);
+    dead = sum == 0.f;
+    inverse = dead ? 0.f : kept / all;
+    return all == 0.f ? -INFINITY : top * scale_log2 * 0.693147180559945f + logf(all);
+  }
 };
 
 }  // namespace sdpa_cuda

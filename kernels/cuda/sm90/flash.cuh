@@ -25,6 +25,7 @@
 #include "../mask.cuh"
 #include "../params.h"
 #include "../scheduler.cuh"
+#include "../segments.cuh"
 #include "../softmax.cuh"
 #include "tiles.cuh"
 
@@ -53,8 +54,10 @@ struct Config {
   static_assert(GROUPS <= kMostGroups);
   static constexpr Tile TILE = tile_of<D, DV, MASK, GROUPS>();
   static constexpr int BN = TILE.keys, STAGES = TILE.stages;
-  static constexpr bool CUT = MASK != MaskKind::kNone, BAND = MASK == MaskKind::kBand;
-  using Seen = Mask<MASK, BN, kRows>;
+  static constexpr bool CUT = MASK != MaskKind::kNone, SEGMENTS = MASK == MaskKind::kSegments;
+  static constexpr bool PACKED = MASK == MaskKind::kBand, BAND = PACKED || SEGMENTS;
+  using Seen = std::conditional_t<SEGMENTS, SegmentMask<BN, kRows>, Mask<MASK, BN, kRows>>;
+  using Params = std::conditional_t<SEGMENTS, SegmentParams, FlashParams>;
   static constexpr int THREADS = kThreads * (GROUPS + 1);
   // Registers per thread, of as many as the launch had: 40 + 2 x 232 = 3 x 168, 32 + 3 x 160 = 4 x 128,
   // 32 + 4 x 112 = 5 x 96.
@@ -116,7 +119,7 @@ struct Loader {
   TmaQ const& tma_q;
   TmaK const& tma_k;
   TmaV const& tma_v;
-  FlashParams const& p;
+  typename C::Params const& p;
   Shared<C>& s;
   Ring<C::STAGES> k_ring, v_ring;
   Ring<1> q_ring;
@@ -143,7 +146,7 @@ struct Loader {
       after = scheduler.next(number, p.counter);  // long before it is needed
       Work const w = scheduler.locate(number);
       Rows const queries = C::Seen::queries(p, w.batch), keys = C::Seen::keys(p, w.batch);
-      if (C::BAND && w.block * C::BM >= queries.count) continue;
+      if (C::PACKED && w.block * C::BM >= queries.count) continue;
       typename C::Seen const mask(p, w.batch);
       Blocks const blocks = mask.blocks(w.block * C::BM, cute::min(p.M, (w.block + 1) * C::BM));
       int const first = keys.first - mask.pad;
@@ -245,12 +248,6 @@ CUTE_DEVICE void hold_until(float sum) {
                : "memory");
 }
 
-// The same number, of which the compiler does not know it: what depends on it is computed again, and needs no register.
-CUTE_DEVICE int anew(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
-}
-
 // Groups issue their products in turns: a group may when the one before it has.
 template <class C>
 struct Turns {
@@ -337,7 +334,7 @@ CUTE_DEVICE void clear_values(Shared<C>& s, int stage, int count, int group, int
 }
 
 template <class C>
-CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& scheduler, int group) {
+CUTE_DEVICE void attend(typename C::Params const& p, Shared<C>& s, Scheduler const& scheduler, int group) {
   using E = typename C::E;
   int const thread = threadIdx.x % kThreads;
   bool const signals = thread % 32 == 0;
@@ -362,7 +359,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
   Ring<C::STAGES> k_ring, v_ring;
   Ring<1> q_ring;
   Turns<C> const turns{group};
-  if (C::BAND && p.cu_q) clear_behind<C>(p, group, thread);
+  if (C::PACKED && p.cu_q) clear_behind<C>(p, group, thread);
   turns.begin();
   for (;; q_ring.next()) {
     Full::wait(&s.q_full[group], q_ring.phase());
@@ -377,7 +374,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     Blocks const own = mask.blocks_of_group(all, row0, p.M);
     int n = all.end - 1;
     Softmax softmax(p.scale * float(M_LOG2E));
-    if (C::BAND && p.sinks) softmax.begin_with(p.sinks[at.head] / p.scale, thread % 4 == 0);
+    if (C::PACKED && p.sinks) softmax.begin_with(p.sinks[at.head] / p.scale, thread % 4 == 0);
     clear(out);
     auto free_keys = [&] {
       if (signals) Empty::arrive(&s.k_empty[k_ring.stage()]);
@@ -446,7 +443,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
       for (; n >= own.begin; --n) absorb(CutBy<Cut::kLeft>{});
     }
     Full::wait(&s.v_full[v_ring.stage()], v_ring.phase());
-    if (C::BAND && p.cu_k && own.begin == 0) clear_values<C>(s, v_ring.stage(), mask.pad, group, thread);
+    if (C::PACKED && p.cu_k && own.begin == 0) clear_values<C>(s, v_ring.stage(), mask.pad, group, thread);
     issue<false>(mma_o, exponentials, v(_, _, _, v_ring.stage()), out);
     warpgroup_wait<0>();
     warpgroup_fence_operand(out);
@@ -457,16 +454,21 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
     int const row = w.block * C::BM + group * kRows + int(get<0>(place(0, 0)));
     float* const lse = p.lse + (int64_t(own_rows.batch) * p.H + w.head) * p.query_rows + own_rows.first;
     float inverse[2];
+    bool dead[2];  // of segments: there the mask does not know
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const total = softmax.finish(i, inverse[i]);
+      float total;
+      if (C::SEGMENTS)
+        total = softmax.finish_with(i, p.sinks ? p.sinks[w.head] / p.scale : -INFINITY, inverse[i], dead[i]);
+      else
+        total = softmax.finish(i, inverse[i]);
       if (thread % 4 == 0 && row + 8 * i < own_rows.count) lse[row + 8 * i] = total;
     }
     Softmax::multiply(out_rows, inverse);
     typename C::Seen const seen(p, w.batch);
 #pragma unroll
     for (int i = 0; i < 2; ++i)  // a hidden value may be NaN, and NaN times an exponential of 0 is none
-      if (!seen.sees_any(row + 8 * i)) {
+      if (C::SEGMENTS ? dead[i] : !seen.sees_any(row + 8 * i)) {
 #pragma unroll
         for (int j = 0; j < size<1>(out_rows); ++j) out_rows(i, j) = 0.f;
       }
@@ -483,7 +485,7 @@ CUTE_DEVICE void attend(FlashParams const& p, Shared<C>& s, Scheduler const& sch
 template <class C, class TmaQ, class TmaK, class TmaV>
 __global__ void __launch_bounds__(C::THREADS, 1)
     flash_forward(__grid_constant__ TmaQ const tma_q, __grid_constant__ TmaK const tma_k,
-                  __grid_constant__ TmaV const tma_v, __grid_constant__ FlashParams const p,
+                  __grid_constant__ TmaV const tma_v, __grid_constant__ typename C::Params const p,
                   __grid_constant__ Scheduler const scheduler) {
   extern __shared__ char raw[];
   auto& s = *reinterpret_cast<Shared<C>*>((reinterpret_cast<uintptr_t>(raw) + kSwizzleBytes - 1) / kSwizzleBytes *
@@ -519,8 +521,9 @@ auto columns_tensor(View const& t, int rows, int D, int heads, int batch) {
 }
 
 template <class C>
-int launch(FlashParams const& p, cudaStream_t stream) {
+int launch(FlashParams const& given, cudaStream_t stream) {
   using E = typename C::E;
+  auto const& p = static_cast<typename C::Params const&>(given);
   int const batch = p.cu_q ? 1 : p.B;  // entries in memory
   auto tma_q = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.q, p.query_rows, p.D, p.H, batch),
                              take<0, 2>(typename C::LayoutQ{}), Shape<Int<kRows>, Int<C::D>>{}, _1{});
@@ -538,6 +541,7 @@ int launch(FlashParams const& p, cudaStream_t stream) {
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
   Scheduler const scheduler(p, C::BM, grows(C::MASK, p));
+  if constexpr (C::SEGMENTS) launch_find_spans<C::BN, kRows>(p, stream);
   kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, p, scheduler);
   return cudaGetLastError();
 }
