@@ -1,4 +1,5 @@
-// Plays the CUDA kernel's mask of segments on the host: test_cuda_segments.py puts its source, for one lane, beside this.
+// Plays the CUDA kernel's mask of segments on the host: test_cuda_segments.py puts its source, for one lane, beside
+// this.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -92,7 +93,8 @@ void play_group(Problem const& problem, int b, Blocks all, int row0, int round) 
   SegmentParams const& p = problem.p;
   SegmentMask<BN, ROWS> const mask(p, b);
   Blocks const own = mask.blocks_of_group(all, row0, p.M);
-  expect(all.begin <= own.begin && own.begin < own.end && own.end <= all.end, "a group outside of what is loaded", round);
+  expect(all.begin <= own.begin && own.begin < own.end && own.end <= all.end, "a group outside of what is loaded",
+         round);
   std::vector<float> numbers(ROWS * BN);
   Tensor scores = make_tensor(numbers.data(), make_layout(Shape<Int<ROWS>, Int<BN>>{}));
   Tensor place = make_identity_tensor(Shape<Int<ROWS>, Int<BN>>{});

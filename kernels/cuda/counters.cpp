@@ -7,6 +7,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "params.h"
+
 namespace sdpa_cuda {
 namespace {
 

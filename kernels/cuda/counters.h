@@ -4,8 +4,6 @@
 
 namespace sdpa_cuda {
 
-constexpr int kMaxDevices = 64;
-
 // For a launch on a stream of the device, which is the current one: its number is 0, and will be again when the launch
 // has ended. Launches of one stream share one; a captured launch has one for good, so that a graph may run beside
 // anything but another instance of itself. Null where there is none left: the launch then does without.

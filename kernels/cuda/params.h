@@ -11,6 +11,7 @@ struct View {
   int64_t batch = 0, head = 0, row = 0;
 };
 
+constexpr int kMaxDevices = 64;      // of which something is remembered, by a bit of 64 for some
 constexpr int kGroupRows = 64;       // of queries that a warpgroup multiplies
 constexpr int kUnlimited = 1 << 29;  // a side of the band that has no limit; two may be added
 

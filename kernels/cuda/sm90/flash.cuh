@@ -534,7 +534,7 @@ int launch(FlashParams const& given, cudaStream_t stream) {
   auto kernel = flash_forward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v)>;
   int const bytes = sizeof(Shared<C>) + kSwizzleBytes;
   static std::atomic<uint64_t> allowed{0};  // a bit for each device that was told how much memory the kernel takes
-  uint64_t const bit = p.device < 64 ? uint64_t{1} << p.device : 0;
+  uint64_t const bit = p.device < kMaxDevices ? uint64_t{1} << p.device : 0;
   if (!(allowed.load(std::memory_order_relaxed) & bit)) {
     cudaError_t const refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (refused != cudaSuccess) return refused;
