@@ -197,11 +197,14 @@ def ninja_text(torch: Path) -> str:
         lines += [f"build {objects[-1]}: compile {source.relative_to(ROOT)}", f"  isa = {flags}"]
     lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
     compiler, headers = nvcc(), cutlass()
-    if sys.platform != "linux" or compiler is None:
+    if os.environ.get("SDPA_BUILD_CUDA") == "0":
+        print("SDPA_BUILD_CUDA is 0: the CUDA kernels are not built")
+    elif sys.platform != "linux" or compiler is None:
         print("no nvcc from CUDA 12.4 on: the CUDA kernels are not built")
     elif headers is None:
         print("no CUTLASS (pip install --no-deps nvidia-cutlass==4.2.0.0): the CUDA kernels are not built")
     else:
+        print("building the CUDA kernels, too; SDPA_BUILD_CUDA=0 leaves them out")
         lines += cuda_text(torch, compiler, headers)
     return "\n".join([*lines, ""])
 

@@ -12,7 +12,7 @@ import torch
 
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.kernel import FAMILIES
-from sdpa.environment import default_kernel
+from sdpa.environment import VariableError, default_kernel
 
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
 TORCH_BACKENDS = {
@@ -159,7 +159,7 @@ def environment_text() -> str:
     try:
         return Setting(tuple(backend_name(name) for name in names)).encode()
     except ValueError as error:
-        raise ValueError(f"environment variable SDPA_KERNEL: {error}") from None
+        raise VariableError(f"environment variable SDPA_KERNEL: {error}") from None
 
 
 def torch_toggles() -> int:

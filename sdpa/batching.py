@@ -21,9 +21,9 @@ GRADIENTS = ("q", "k", "v", "bias", "sinks")
 BROADCAST = {"bias", "allowed", "q_segments", "k_segments", "alibi"}
 
 
-def map_forward(function, info, in_dims, args) -> tuple[Tensor, ...]:
-    """(out, lse), each (S, ...), of Attention's arguments of which some have a mapped dimension of S samples."""
-    names = FIELDS
+def map_forward(function, info, in_dims, args, names=FIELDS) -> tuple[Tensor, ...]:
+    """(out, lse), each (S, ...), of Attention's arguments of which some have a mapped dimension of S samples; or what
+    else is one number of rows per batch entry, of arguments of these names."""
     if has_no_batch(names, args) or in_dims[names.index("sinks")] is not None:
         return one_by_one(function, info.batch_size, in_dims, args)
     S, B = info.batch_size, batch_of(names, in_dims, args)

@@ -11,6 +11,10 @@ def default_kernel() -> str:
     return os.environ.get("SDPA_KERNEL", "").strip()
 
 
+class VariableError(ValueError):
+    """One of them has a value that means nothing here."""
+
+
 def cpu_isa() -> str | None:
     """SDPA_CPU_ISA: forces one instruction set of the CPU library ("scalar", "avx2", "avx512", ...)."""
     return os.environ.get("SDPA_CPU_ISA", "").strip() or None

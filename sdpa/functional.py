@@ -9,7 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from sdpa import eager, flops
 from sdpa.autograd import Attention, apply, below_autograd, is_transformed, needs_grad
 from sdpa.dispatch.context import request_text
-from sdpa.graph import in_graph, plain
+from sdpa.graph import in_graph, nests_forward, plain
 from sdpa.inputs import Options, build_inputs, restore_rank
 from sdpa.interop import as_mask, cast_for_autocast, is_nested, nested_attention
 from sdpa.mask import Mask
@@ -129,6 +129,8 @@ def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
         return in_graph(inputs, needs_lse, request)
     if select_by_modes():
         flops.announce()
+    if nests_forward():
+        return in_graph(inputs, needs_lse, request)
     if needs_grad(inputs) or is_transformed():
         return Results(*apply(Attention, *inputs, request))
     with below_autograd():

@@ -2,7 +2,8 @@
 
 Tensors are neither differentiated nor batched nor traced there, and the dispatcher's way into Python takes longer than
 our choice of a kernel. A profiler then sees our kernels and not the operators. The hook is inductor's, for operators
-that want code of their own (torch 2.11 and 2.13 have it); without it generated code calls the operators, as elsewhere.
+that want code of their own (torch 2.11 and 2.13 have it, 2.10 has not); without it generated code calls the operators,
+through their autograd keys, as elsewhere.
 """
 
 from __future__ import annotations

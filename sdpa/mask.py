@@ -98,7 +98,7 @@ class Mask:
     def __repr__(self) -> str:
         """The fields that say something, tensors by dtype and shape."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        said = [f"{f.name}={told(given[f.name])}" for f in fields(self) if given[f.name] is not f.default]
+        said = [f"{f.name}={told(given[f.name])}" for f in fields(self) if not is_default(given[f.name], f.default)]
         return f"Mask({', '.join(said)})"
 
     @property
@@ -185,6 +185,11 @@ def told(value: object) -> str:
     if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
         return f"({', '.join(map(told, value))})"
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def is_default(value: object, default: object) -> bool:
+    """Also of a mask that was pickled, whose words are others."""
+    return value is default or (isinstance(value, str) and value == default)
 
 
 def is_count(value: object) -> bool:

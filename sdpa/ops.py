@@ -1,4 +1,4 @@
-"""The operators sdpa::attention_forward, _backward and _weights: selection happens inside, so a graph sees one node.
+"""The operators sdpa::attention_forward, _backward and _weights in full: selection is inside, so a graph sees one node.
 
 Registered by define/impl (a Python custom_op costs three times as much a call). The log-sum-exp is (B, H, M) when asked
 for, else an empty tensor; gradients that nobody asked for are empty tensors, too.
@@ -49,8 +49,8 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
     problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
     choice = select(problem, effective(kernel))
     out, lse = choice.run(inputs)
-    out = like_layout(out, inputs.q)  # torch's kernels have layouts of their own, and a graph counts on this one
-    return out, lse if needs_lse else no_tensor(inputs.q)
+    # torch's kernels have layouts of their own, and a graph counts on these.
+    return like_layout(out, inputs.q), lse.contiguous() if needs_lse else no_tensor(inputs.q)
 
 
 def attention_backward(

@@ -115,7 +115,7 @@ def learning_forward(
         LEARNING.keep(state, q, k, v, known)
     attend, stride = known
     out, lse = attend(q, k, v)
-    return out if out.stride() == stride else like_layout(out, q), lse
+    return out if out.stride() == stride else like_layout(out, q), lse.contiguous()
 
 
 def plain_backward(

@@ -97,6 +97,8 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
         )
     if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type(scale).__name__}")
+    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
     if softcap is not None and not (number and 0 <= softcap < math.inf):
         raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {softcap!r}")

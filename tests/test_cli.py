@@ -4,6 +4,7 @@ what is wrong."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -351,3 +352,11 @@ def test_without_its_packages_one_sentence(missing):
     done = python(f"import sys; sys.modules[{missing!r}] = None\nfrom sdpa.cli import main\nmain()")
     assert done.returncode == 1 and done.stderr.strip().count("\n") == 0
     assert "pip install 'sdpa-kernels[cli]'" in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["SDPA_KERNEL", "SDPA_CPU_ISA"])
+def test_a_variable_that_means_nothing_is_one_sentence(variable):
+    words = [sys.executable, "-m", "sdpa.cli", "explain", "--shape", "1,2,8,8,16"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {variable: "abacus"})
+    assert said.returncode == 2, said.stderr
+    assert len(said.stderr.splitlines()) == 1 and variable in said.stderr and "abacus" in said.stderr

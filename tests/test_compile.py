@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -15,11 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import sdpa
-from sdpa import Mask, inductor, ops, repeats, short
-from sdpa.dispatch import select
+from sdpa import Mask, inductor
+from sdpa.dispatch.catalog import by_name
 from sdpa.ops import BACKWARD, FORWARD
 from sdpa.problem import AttentionInputs, Results
-from sdpa.short import LEARNING_FORWARD, PLAIN, PLAIN_BACKWARD
 from sdpa.testing import Case, Draw, make_inputs
 
 attention = sdpa.scaled_dot_product_attention
@@ -117,118 +115,25 @@ def test_a_new_length_compiles_nothing(training):
     assert counter.frame_count == compiled
 
 
-PLAIN_CASES = [OPERATOR_CASES[name] for name in ("plain", "causal_groups", "rows_outside")]
-
-
-@pytest.mark.parametrize("case", [*PLAIN_CASES, Case(M=0, N=7, D=8), Case(M=5, N=0, D=8)], ids=str)
-def test_the_short_form_of_a_forward(case):
-    """As the long one, also for tensors that it has seen the like of."""
-    select.clear_caches()
-    for seed in (1, 2, 2):
-        inputs = make_inputs(case, seed)
-        assert short.is_plain(inputs)
-        given = (*inputs[: ops.BAND_END], "")
-        out, wanted = PLAIN(*given), FORWARD(*inputs, False, "")[0]
-        assert torch.equal(out, wanted)
-        assert out.stride() == wanted.stride()
-    assert bool(short.INFERENCE.recent) == bool(case.M and case.N)
-    torch.library.opcheck(PLAIN, given, test_utils=OPCHECKS)
-
-
-@pytest.mark.parametrize("case", [*PLAIN_CASES, Case(M=0, N=7, D=8), Case(M=5, N=0, D=8)], ids=str)
-def test_the_short_forms_of_training(case):
-    """As the long ones, in results and layouts; gradients in whatever layout arrive."""
-    select.clear_caches()
-    for seed in (1, 2, 2):
-        inputs = make_inputs(case, seed)
-        given = (*inputs[: ops.BAND_END], "")
-        results, wanted = LEARNING_FORWARD(*given), FORWARD(*inputs, True, "")
-        for grad_out in (torch.randn_like(results[0]), torch.ones(()).expand(results[0].shape)):
-            upstream = (grad_out, *results, *given)
-            grads = PLAIN_BACKWARD(*upstream)
-            long = BACKWARD(grad_out, None, *results, *inputs, False, "")[:3]
-            for got, right in zip((*results, *grads), (*wanted, *long), strict=True):
-                assert torch.equal(got, right)
-                assert got.stride() == right.stride()
-    assert bool(short.BACKWARD.recent) == bool(short.LEARNING.recent) == bool(case.M and case.N)
-    torch.library.opcheck(LEARNING_FORWARD, given, test_utils=OPCHECKS)
-    torch.library.opcheck(PLAIN_BACKWARD, upstream, test_utils=OPCHECKS)
-
-
-def test_the_short_forms_of_training_follow_switches():
-    inputs = make_inputs(OPERATOR_CASES["plain"])
-    given = inputs[: ops.BAND_END]
-    select.clear_caches()
-    for _ in range(2):
-        for setting, context in (("", nullcontext), ("math", nullcontext), ("", lambda: sdpa.sdpa_kernel("math"))):
-            with context():
-                results = LEARNING_FORWARD(*given, setting)
-                forward = select.last_choice().kernel.family
-                PLAIN_BACKWARD(results[0], *results, *given, setting)
-            assert {forward, select.last_choice().kernel.family} == {"math"} or (not setting and context is nullcontext)
-    assert len(short.LEARNING.recent) == len(short.BACKWARD.recent) == 3
-
-
-def test_the_short_form_follows_switches():
-    """What answered tensors of this form before says nothing under another switch, setting or precision."""
-    inputs = make_inputs(OPERATOR_CASES["plain"])
-    given = inputs[: ops.BAND_END]
-    select.clear_caches()
-    for _ in range(2):
-        PLAIN(*given, "")
-        usual = select.last_choice().kernel
-        PLAIN(*given, "math")
-        assert select.last_choice().kernel.family == "math" != usual.family
-        with sdpa.sdpa_kernel("math"):
-            PLAIN(*given, "")
-            assert select.last_choice().kernel.family == "math"
-    assert [len(found) for found in short.INFERENCE.recent.values()] == [1, 1, 1]
-    select.clear_caches()
-    assert not short.INFERENCE.recent
-
-
-def test_many_sizes_of_the_short_form_are_not_kept():
-    for N in range(1, 3 * repeats.LATEST):
-        q, k, v = qkv(N=N)
-        PLAIN(q, k, v, 0.5, -1, -1, False, "")
-    assert max(map(len, short.INFERENCE.recent.values())) <= repeats.LATEST
-
-
-def test_more_forms_than_are_recent_are_known(monkeypatch):
-    """In rotation, one tensor in three roles among them: each is worked out once."""
-    select.clear_caches()
-    made, forward = [], short.Forward
-    monkeypatch.setattr(short, "Forward", lambda *args: made.append(args) or forward(*args))
-    sizes = [*range(1, 2 * repeats.LATEST), 16]
-    for seed in range(3):
-        for N in sizes:
-            q, k, v = qkv(N=N, seed=seed)
-            k, v = (q, q) if N == 16 else (k, v)
-            out = PLAIN(q, k, v, 0.5)
-            assert torch.allclose(out, attention(q, k, v, scale=0.5), atol=1e-6)
-    assert len(made) == len(sizes)
-
-
-def test_a_launch_that_failed_is_not_known(monkeypatch):
-    tensors = qkv()
-    PLAIN(*tensors, 0.5)
-    chosen = select.last_choice().kernel.load()
-    select.clear_caches()
-    calls = []
-
-    def fails(*_):
-        calls.append(None)
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    monkeypatch.setattr(chosen, "forward", fails)
-    try:
-        with pytest.warns(UserWarning, match="answers instead"):
-            out = PLAIN(*tensors, 0.5)
-        for _ in range(2):
-            assert torch.allclose(PLAIN(*tensors, 0.5), out, atol=1e-6)
-        assert len(calls) == 1
-    finally:
-        select.clear_caches()
+@pytest.mark.parametrize("kernel", ["cpu_flash", "vendor_cpu_flash", "math"])
+@pytest.mark.parametrize("options", [{}, {"attn_mask": Mask(causal=True)}], ids=str)
+def test_inductor_trains_by_every_kernel(kernel, options):
+    """Whose results lie in memory as it likes: generated code counts on strides, also of the log-sum-exp."""
+    if by_name()[kernel].unavailable():
+        pytest.skip(f"{kernel}: {by_name()[kernel].unavailable()}")
+    compiled = torch.compile(attention, fullgraph=True)
+    wanted = qkv(requires_grad=True)
+    attention(*wanted, **options, kernel="math").square().sum().backward()
+    for named in ({"kernel": kernel}, {}):
+        ours = qkv(requires_grad=True)
+        with sdpa.sdpa_kernel(kernel):  # around what was compiled for another, too
+            compiled(*ours, **options, **named).square().sum().backward()
+        for a, b in zip(ours, wanted, strict=True):
+            assert torch.allclose(a.grad, b.grad, atol=1e-4)
+        with torch.no_grad():
+            out, lse = compiled(*ours, **options, **named, return_lse=True)
+        right = attention(*wanted, **options, kernel="math", return_lse=True)
+        assert torch.allclose(out, right[0], atol=1e-5) and torch.allclose(lse, right[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["return_lse", "mask", "grad"])

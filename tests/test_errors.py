@@ -276,3 +276,12 @@ def test_explain_refuses_like_the_call():
         sdpa.explain(*qkv()[:2], t(2, 3, 7, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match="direction must be 'forward', 'backward' or 'weights', got 'sideways'"):
         sdpa.explain(*qkv(), direction="sideways")
+
+
+def test_a_scale_that_wants_a_gradient():
+    q, scale = torch.randn(1, 2, 4, 8), torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(TypeError, match="scale must be a number, or a tensor without requires_grad"):
+        sdpa.scaled_dot_product_attention(q, q, q, scale=scale)
+    with torch.no_grad():
+        out = sdpa.scaled_dot_product_attention(q, q, q, scale=scale)
+    assert torch.allclose(out, sdpa.scaled_dot_product_attention(q, q, q, scale=0.3))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 
 import sdpa
 import sdpa.nn
@@ -70,15 +72,85 @@ def test_compiled_gradients_of_samples(options):
     assert torch.allclose(got, torch.stack([torch.func.grad(loss)(q) for q in samples]), atol=1e-5)
 
 
+def operators_of(function, *args):
+    """Our operators in the graph that a compiler gets after derivatives and maps are taken."""
+    called = []
+
+    def look(graph, _):
+        called.extend(str(node.target) for node in graph.graph.nodes if "sdpa" in str(node.target))
+        return graph
+
+    out = torch.compile(function, backend=aot_autograd(fw_compiler=look), fullgraph=True)(*args)
+    return out, called
+
+
 @pytest.mark.parametrize("learning", [True, False])
-def test_a_compiled_vmap_asks_a_kernel_once(learning, recwarn):
-    """The mapped dimension is part of the batch; torch's way is a call per sample, and a warning."""
+def test_a_compiled_vmap_asks_a_kernel_once(learning):
+    """The mapped dimension is part of the batch; torch's way is a call per sample."""
     samples, (k, v) = torch.randn(3, *SHAPE), torch.randn(2, *SHAPE)
     function = torch.vmap(lambda q: attention(q, k, v, is_causal=True))
     with torch.set_grad_enabled(learning):
-        got = torch.compile(function, backend="aot_eager", fullgraph=True)(samples)
+        got, called = operators_of(function, samples)
     assert torch.allclose(got, function(samples), atol=1e-6)
-    assert not any("batching rule" in str(warning.message) for warning in recwarn)
+    assert len(called) == 1
+
+
+def test_a_compiled_vmap_with_weights():
+    layer, samples = sdpa.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(3, 2, 8, 16)
+    function = torch.vmap(lambda x: layer(x, x, x)[1])
+    got, called = operators_of(function, samples)
+    torch.testing.assert_close(got, function(samples))
+    assert len(called) == 2, "the forward and the weights"
+
+
+@pytest.mark.parametrize("name", ["jvp", "jacfwd", "grad"])
+def test_transforms_under_no_grad(name):
+    """Which switches off neither forward mode nor torch.func."""
+    q, k, v = (torch.randn(1, 1, 5, 4) for _ in range(3))
+    function = TRANSFORMS[name](loss_of(k, v))
+    wanted = function(q)
+    with torch.no_grad():
+        got = torch.compile(function, backend="aot_eager", fullgraph=True)(q)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("learning", [True, False])
+def test_tangents_around_a_compiled_function(learning):
+    q, k, v, tangent = torch.randn(4, 1, 1, 5, 4)
+    loss = loss_of(k, v)
+    compiled = torch.compile(loss, backend="aot_eager")
+    _, wanted = torch.func.jvp(loss, (q,), (tangent,))
+    with torch.set_grad_enabled(learning), forward_ad.dual_level():
+        got = forward_ad.unpack_dual(compiled(forward_ad.make_dual(q, tangent))).tangent
+    torch.testing.assert_close(got, wanted)
+
+
+def test_forward_mode_of_forward_mode():
+    """Outside of a compiler: of operations of torch's, whose composition with math is the reference."""
+    q, k, v, tangent = torch.randn(4, 1, 1, 5, 4, dtype=torch.float64)
+
+    def written_out(q):
+        return ((q @ k.mT / 2).softmax(-1) @ v).square().sum()
+
+    def twice(loss):
+        return torch.func.jvp(lambda x: torch.func.jvp(loss, (x,), (tangent,))[1], (q,), (tangent,))[1]
+
+    torch.testing.assert_close(twice(loss_of(k, v)), twice(written_out))
+    second = torch.func.jacfwd(torch.func.jacfwd(loss_of(k, v)))(q)
+    torch.testing.assert_close(second, torch.func.jacfwd(torch.func.jacfwd(written_out))(q))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_forward_mode_in_a_graph_refuses_as_outside(dynamic):
+    """A kernel asked for by name answers or raises, also where operations of torch's carry the tangents."""
+    q, k, v = (torch.randn(1, 1, 5, 4) for _ in range(3))
+    function = TRANSFORMS["jvp"](loss_of(k, v, kernel="cuda_flash"))
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)):
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            call(q)
+    function = TRANSFORMS["jvp"](loss_of(k, v, kernel="math"))
+    got = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)(q)
+    torch.testing.assert_close(got, function(q))
 
 
 class Model(torch.nn.Module):
@@ -103,6 +175,25 @@ def test_exported_programs_learn(options, strict):
     model, x = Model(**options), torch.randn(2, 8, 16)
     program = torch.export.export(model, (x,), strict=strict)
     torch.testing.assert_close(gradients(program.module(), x), gradients(model, x))
+
+
+def test_programs_exported_under_no_grad_learn():
+    model, x = Model(), torch.randn(2, 8, 16)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+    torch.testing.assert_close(gradients(program.module(), x), gradients(model, x))
+
+
+def test_an_exported_program_without_tangents_asks_a_kernel():
+    """Also where forward mode is on for others."""
+    model, x = Model(), torch.randn(2, 8, 16)
+    program = torch.export.export(model, (x,)).module()
+    with torch.no_grad(), forward_ad.dual_level(), sdpa.sdpa_kernel("math"):
+        program(x)
+        assert sdpa.last_choice().kernel.family == "math"
+    with torch.no_grad(), forward_ad.dual_level(), sdpa.sdpa_kernel("cpu_flash"):
+        program(x)
+        assert sdpa.last_choice().kernel.name == "cpu_flash"
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

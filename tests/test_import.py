@@ -77,13 +77,17 @@ def test_library_that_does_not_load_is_a_reason(tmp_path, content):
     assert any("cpu_flash" in line and "refused" in line and path.name in line for line in explanation)
 
 
-def test_unknown_instruction_set_lists_what_there_is():
+def test_an_instruction_set_that_is_not_there_is_an_error():
+    """Each time, and not another kernel in silence."""
     code = (
         "import os; os.environ['SDPA_CPU_ISA'] = 'mmx'; import torch, sdpa; q = torch.randn(1, 2, 5, 8)\n"
-        "print(sdpa.explain(q, q, q))"
+        "for call in (sdpa.explain, sdpa.scaled_dot_product_attention, sdpa.scaled_dot_product_attention):\n"
+        "    try: call(q, q, q)\n"
+        "    except ValueError as error: print(error)"
     )
-    (line,) = (line for line in fresh(code).splitlines() if line.strip().startswith("cpu_flash"))
-    assert "mmx" in line and "scalar" in line
+    lines = fresh(code).splitlines()
+    assert len(lines) == 3
+    assert all("SDPA_CPU_ISA" in line and "'mmx'" in line and "scalar" in line for line in lines)
 
 
 def test_version_is_said_once():

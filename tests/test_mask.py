@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import pickle
 
 import pytest
 import torch
@@ -295,3 +296,4 @@ def test_repr_is_what_was_given():
     mask = Mask(causal=True, window=(4, 0), lengths=integers(1, 2), bias=torch.ones(3, 4))
     assert repr(mask) == "Mask(causal=True, window=(4, 0), lengths=torch.int64(2,), bias=torch.float32(3, 4))"
     assert repr(Mask(segments=(integers(0, 1), integers(0)))) == "Mask(segments=(torch.int64(2,), torch.int64(1,)))"
+    assert repr(pickle.loads(pickle.dumps(Mask(window=(1, None))))) == "Mask(window=(1, None))"

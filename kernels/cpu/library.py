@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sdpa.environment import cpu_isa
+from sdpa.environment import VariableError, cpu_isa
 
 LIBRARY = Path(__file__).with_name("libsdpa_cpu.so")
 
@@ -14,7 +14,8 @@ _outcome: list[str | None] = []  # empty until the library was tried
 
 
 def load_error() -> str | None:
-    """Why the library cannot be used, in one sentence; None when it is loaded."""
+    """Why the library cannot be used, in one sentence; None when it is loaded. Raises where SDPA_CPU_ISA asks for what
+    this machine has not: nothing else is to answer then."""
     if not _outcome:
         _outcome.append(_load())
     return _outcome[0]
@@ -25,12 +26,16 @@ def _load() -> str | None:
         return f"the CPU library was not built: {LIBRARY} does not exist"
     try:
         torch.ops.load_library(str(LIBRARY))
-        wanted = cpu_isa()
-        if wanted is not None:
-            set_isa(wanted)
-    except Exception as error:  # whatever the loader, the library or a bad SDPA_CPU_ISA raises is the reason
+    except Exception as error:  # whatever the loader or the library raises is the reason
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return f"the CPU library {LIBRARY} did not load: {first_line}"
+    wanted = cpu_isa()
+    if wanted is not None:
+        if wanted not in isas():
+            raise VariableError(
+                f"environment variable SDPA_CPU_ISA: this machine has no {wanted!r}; choose from {', '.join(isas())}"
+            )
+        set_isa(wanted)
     return None
 
 

@@ -137,10 +137,11 @@ __global__ void __cluster_dims__(kSharesOfEntry, 1, 1) find_spans(__grid_constan
 }
 
 template <int BN, int ROWS>
-void launch_find_spans(SegmentParams const& p, cudaStream_t stream) {
-  int const most = std::max(p.groups, p.blocks),
-            warps = std::min(kMostWarps, (most + kSharesOfEntry - 1) / kSharesOfEntry);
+cudaError_t launch_find_spans(SegmentParams const& p, cudaStream_t stream) {
+  int const most = std::max(p.groups, p.blocks);
+  int const warps = std::min(kMostWarps, (most + kSharesOfEntry - 1) / kSharesOfEntry);
   find_spans<BN, ROWS><<<kSharesOfEntry * p.B, warps * kLanes, 0, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace sdpa_cuda

@@ -13,6 +13,7 @@ from sdpa.cli.check import check
 from sdpa.cli.explain import explain
 from sdpa.cli.info import info
 from sdpa.cli.tune import tune
+from sdpa.environment import VariableError
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 
@@ -31,6 +32,9 @@ class OneSentence(click.Group):
         except click.ClickException as error:
             self.tell(error)
             sys.exit(error.exit_code)
+        except VariableError as error:
+            click.echo(f"sdpa: {error}", err=True)
+            sys.exit(click.UsageError.exit_code)
         except BrokenPipeError:  # `sdpa info | head`: whoever read has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)

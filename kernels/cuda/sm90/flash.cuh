@@ -541,7 +541,10 @@ int launch(FlashParams const& given, cudaStream_t stream) {
     allowed.fetch_or(bit, std::memory_order_relaxed);
   }
   Scheduler const scheduler(p, C::BM, grows(C::MASK, p));
-  if constexpr (C::SEGMENTS) launch_find_spans<C::BN, kRows>(p, stream);
+  if constexpr (C::SEGMENTS) {
+    cudaError_t const refused = launch_find_spans<C::BN, kRows>(p, stream);
+    if (refused != cudaSuccess) return refused;  // the kernel would follow what is in that memory
+  }
   kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, p, scheduler);
   return cudaGetLastError();
 }

@@ -19,8 +19,11 @@ constexpr Tile tile_of() {
   if (D <= 64) return GROUPS == 4 ? Tile{64, 4, false} : Tile{128, 2, false};
   // Three groups of 160 registers: 64 of output, 40 of scores, 20 of exponentials; 208 KB of shared memory at D = 128.
   if (D <= 128 && GROUPS == 3) return {80, 4, false};
-  // 160 KB at D = 128 and 160 registers of scores, exponentials and output. 176 keys fit where nothing is cut: better
-  // in long rows, which three groups have, and worse in short ones, which are no multiples of it.
+  // 156 KB at D = 96 and 180 registers of scores, exponentials and output; where cut by a mask, wide blocks hide too
+  // much of the diagonal.
+  if (D <= 96) return {CUT ? 128 : 176, 2, true};
+  // 160 KB at D = 128 and 160 registers. 176 keys fit where nothing is cut: better in long rows, which three groups
+  // have, and worse in short ones, which are no multiples of it.
   if (D <= 128) return {128, 2, true};
   // 208 KB of shared memory; 64 registers of output, 64 of scores, 32 of exponentials.
   if (D <= 192 && DV <= 128) return {128, 2, true};
