@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.kernel import FAMILIES
@@ -77,37 +78,40 @@ class sdpa_kernel(ContextDecorator):
     """
 
     def __init__(self, backends: object = ALL, set_priority: bool = False, strict: bool = False) -> None:
-        several = not isinstance(backends, str) and isinstance(backends, Iterable)
-        names = tuple(backends) if several else (backends,)
-        if not names and backends is not ALL:
-            raise ValueError("sdpa_kernel expects at least one kernel or backend, got an empty list")
         if type(set_priority) is not bool or type(strict) is not bool:
             refuse_flag(*(("strict", strict) if type(set_priority) is bool else ("set_priority", set_priority)))
-        key = (names, set_priority, strict)
+        if type(backends) is list and backends:
+            backends = tuple(backends)
         try:
-            text = TEXTS.get(key)
+            text = TEXTS.get((backends, set_priority, strict))
         except TypeError:  # no hash: no name, which is told below
             text = None
-        self._text = remember_text(*key) if text is None else text
+        self._text = find_text(backends, set_priority, strict) if text is None else text
 
     def __enter__(self) -> sdpa_kernel:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             TRACED.append(self._text)
         else:
             CURRENT.set((self._text, CURRENT.get()))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             TRACED.pop()
         else:
             _, outer = CURRENT.get()
             CURRENT.set(outer)
 
 
-def remember_text(backends: tuple, set_priority: bool, strict: bool) -> str:
-    setting = Setting(tuple(backend_name(backend) for backend in backends), set_priority, strict)
-    TEXTS[backends, set_priority, strict] = text = setting.encode()
+def find_text(backends: object, set_priority: bool, strict: bool) -> str:
+    several = not isinstance(backends, str) and isinstance(backends, Iterable)
+    names = tuple(backends) if several else (backends,)
+    if not names and backends is not ALL:
+        raise ValueError("sdpa_kernel expects at least one kernel or backend, got an empty list")
+    setting = Setting(tuple(backend_name(name) for name in names), set_priority, strict)
+    text = setting.encode()
+    if not several or isinstance(backends, tuple):  # what cannot change meanwhile
+        TEXTS[backends, set_priority, strict] = text
     return text
 
 
@@ -137,7 +141,7 @@ def request_text(kernel: str | None) -> str:
         if isinstance(kernel, (list, tuple)):
             raise ValueError(f"kernel= takes one kernel or family, got {kernel!r}; sdpa_kernel takes several")
         return Setting((backend_name(kernel, "kernel", "a str or None"),), forced=True).encode()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return TRACED[-1] if TRACED else ""
     return current_text() or environment_text()
 
