@@ -10,7 +10,6 @@
 namespace sdpa_cpu {
 namespace {
 
-constexpr int64_t kSmallestBlockM = 48;
 constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
 constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
 constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
@@ -35,7 +34,7 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.rows = blocking.rows;
   plan.block_m = p.block_m > 0 ? p.block_m : blocking.block_m;
   const auto enough = [&] { return p.B * p.H * blocks_of(p.M, plan.block_m) >= 2 * plan.threads; };
-  while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > kSmallestBlockM && !enough()) plan.block_m /= 2;
+  while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > blocking.least_m && !enough()) plan.block_m /= 2;
   plan.block_m = std::min(plan.block_m, p.M);
   plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));

@@ -34,10 +34,11 @@ constexpr int64_t kDepth<Pair> = 2;
 struct Blocking {
   int64_t rows;     // of scores computed together, those of the widest tile: they stay in the first cache
   int64_t block_m;  // queries that share the packing of a key
+  int64_t least_m;  // so many are halved no more to give all threads something
   int64_t block_n;  // keys
 };
 // 6 x 64 fill the registers; packing a key costs about 3 % of using it for 192 queries.
-constexpr Blocking kVectorBlocking = {6, 192, 64};
+constexpr Blocking kVectorBlocking = {6, 192, 48, 64};
 
 // What a thread does before its products and after them, where those need registers set up; `saved` is room for what
 // they were before.

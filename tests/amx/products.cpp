@@ -9,6 +9,7 @@ using namespace sdpa_cpu;
 namespace {
 
 constexpr int64_t kDepthOfTile = 16;  // pairs
+constexpr int64_t kVector = 16;       // numbers; results are written up to a whole one
 
 // The sum of a row of a times a column of b as a chain of tiles gives it; strides count pairs.
 float summed(int64_t pairs, const Pair* a, int64_t a_stride, const Pair* b, int64_t b_stride) {
@@ -28,7 +29,8 @@ float summed(int64_t pairs, const Pair* a, int64_t a_stride, const Pair* b, int6
 void plain_scores(int64_t rows, int64_t columns, int64_t depth, const Pair* a, int64_t lda, const Pair* b, int64_t ldb,
                   float factor, float* c, int64_t ldc) {
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) c[i * ldc + j] = factor * summed((depth + 1) / 2, a + i * lda, 1, b + j, ldb);
+    for (int64_t j = 0; j < (columns + kVector - 1) / kVector * kVector; ++j)
+      c[i * ldc + j] = factor * summed((depth + 1) / 2, a + i * lda, 1, b + j, ldb);
 }
 
 void plain_accumulate(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride,

@@ -50,7 +50,9 @@ float half(int tile, int row, int pair, int which) {
 }
 
 void require_shapes(int c, int a, int b) {
-  for (const int tile : {c, a, b}) require_tile(tile);
+  require_tile(c);
+  require_tile(a);
+  require_tile(b);
   const Configuration& shape = registers.shape;
   require(c != a && c != b && a != b, "a product wants three tiles");
   require(shape.rows[a] == shape.rows[c] && shape.row_bytes[b] == shape.row_bytes[c] &&
