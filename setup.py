@@ -40,7 +40,8 @@ COMMON_FLAGS = (
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 # A source is built for the instruction set that ends its name, and left out on machines of another family.
-ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": f"{AVX512} -mavx512bf16"}
+AVX512BF16 = f"{AVX512} -mavx512bf16"
+ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": AVX512BF16, "_amx": f"{AVX512BF16} -mamx-tile -mamx-bf16"}
 # On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
 LINK_FLAGS = "-ltorch_cpu -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
 

@@ -357,9 +357,11 @@ def test_the_same_bits_twice(isa):
     assert torch.equal(run_forward(inputs).out, run_forward(inputs).out)
 
 
-def test_threads_change_nothing(isa, two_threads):
-    inputs = make(Case(Sizes(M=300, N=300, D=64, Dv=64), {"right": 0}), torch.float32)
-    upstream = Results(random(2, 4, 300, 64), None)
+@pytest.mark.parametrize("M", [50, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_nothing(isa, two_threads, M, dtype):
+    inputs = make(Case(Sizes(M=M, N=300, D=64, Dv=64), {"right": 0}), dtype)
+    upstream = Results(random(2, 4, M, 64, dtype=dtype), None)
     together = [*run_forward(inputs), *gradients(inputs, upstream).values()]
     torch.set_num_threads(1)
     alone = [*run_forward(inputs), *gradients(inputs, upstream).values()]

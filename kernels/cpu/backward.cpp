@@ -54,7 +54,7 @@ class Backward {
     Carver sizes(nullptr);
     carve(sizes);
     const Scratch scratch(threads, sizes.used());
-    run_tasks(tasks, threads, [&](int64_t task, int64_t thread) {
+    run_tasks(tasks, threads, prim_.setup, [&](int64_t task, int64_t thread) {
       Carver carver(scratch.of(thread));
       const Buffers buffers = carve(carver);
       const int64_t part = task % parts_, first = task / parts_;
@@ -127,7 +127,7 @@ class Backward {
   }
 
   void reduce_dq(int64_t threads, const Scratch& scratch) const {
-    run_tasks(p_.B * p_.H, threads, [&](int64_t task, int64_t thread) {
+    run_tasks(p_.B * p_.H, threads, nullptr, [&](int64_t task, int64_t thread) {
       Carver carver(scratch.of(thread));
       T* scales = carve(carver).scales;
       std::fill_n(scales, p_.M, static_cast<T>(p_.scale));

@@ -11,6 +11,7 @@ from torch import Tensor
 from sdpa.kernels.cpu.library import load_error
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
+# The first stands for the library's own choice, which depends on the instruction set and the threads.
 TILES = (Tile(192, 64), Tile(96, 64), Tile(384, 64), Tile(192, 128))
 
 # Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there. The last
@@ -67,6 +68,6 @@ def _operator(name: str) -> Callable[..., tuple[Tensor, ...]]:
 def _options(inputs: AttentionInputs, tile: Tile | None) -> dict[str, Tensor | float | int]:
     """The optional arguments that are there, by name."""
     given = {name: value for name, value in zip(OPTIONS, inputs[FIRST_OPTION:END], strict=True) if value is not None}
-    if tile is not None:
+    if tile is not None and tile is not TILES[0]:
         given.update(block_m=tile.BLOCK_M, block_n=tile.BLOCK_N)
     return given

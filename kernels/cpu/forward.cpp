@@ -10,10 +10,6 @@
 namespace sdpa_cpu {
 namespace {
 
-constexpr int64_t kRowsPerStep = 6;      // rows of the widest register tile: their scores stay in the first cache
-constexpr int64_t kDefaultBlockM = 192;  // packing a key costs about 3 % of using it for so many queries
-constexpr int64_t kSmallestBlockM = 48;
-constexpr int64_t kDefaultBlockN = 64;  // one register tile wide
 constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
 constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
 constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
@@ -22,24 +18,27 @@ int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / mult
 int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
 
 struct Plan {
-  int64_t block_m, block_n;
+  int64_t rows, block_m, block_n;
   int64_t heads;  // per task, of one key/value head
   int64_t query_blocks, head_blocks, tasks, threads;
   bool direct;  // keys and values are read in place
 };
 
-Plan make_plan(const AttentionParams& p) {
+bool reads_in_place(const AttentionParams& p) { return p.M * p.G() <= kDirectRows && unit_stride(p.k); }
+
+Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   Plan plan;
   const double flops = 2.0 * p.B * p.H * p.M * p.N * (p.D + p.Dv);
   plan.threads = flops < kParallelFlops ? 1 : p.threads;
-  plan.direct = p.M * p.G() <= kDirectRows && unit_stride(p.k);
-  plan.block_m = p.block_m > 0 ? p.block_m : kDefaultBlockM;
+  plan.direct = reads_in_place(p);
+  plan.rows = blocking.rows;
+  plan.block_m = p.block_m > 0 ? p.block_m : blocking.block_m;
   const auto enough = [&] { return p.B * p.H * blocks_of(p.M, plan.block_m) >= 2 * plan.threads; };
-  while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > kSmallestBlockM && !enough()) plan.block_m /= 2;
+  while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > blocking.least_m && !enough()) plan.block_m /= 2;
   plan.block_m = std::min(plan.block_m, p.M);
-  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : kDefaultBlockN;
+  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
-  plan.heads = std::clamp<int64_t>(kDefaultBlockM / std::max<int64_t>(plan.block_m, 1), 1, p.G());
+  plan.heads = std::clamp<int64_t>(blocking.block_m / std::max<int64_t>(plan.block_m, 1), 1, p.G());
   plan.query_blocks = blocks_of(p.M, plan.block_m);
   plan.head_blocks = blocks_of(p.G(), plan.heads);
   plan.tasks = p.B * p.Hkv * plan.head_blocks * plan.query_blocks;
@@ -57,9 +56,8 @@ struct KeyBlock {
 template <typename T, typename Operand>
 class Forward {
  public:
-  Forward(const AttentionParams& params, const Plan& plan, const Primitives<T, Operand>& prim,
-          const ForwardResults& results)
-      : p_(params), prim_(prim), results_(results), plan_(plan), terms_(params, prim) {
+  Forward(const AttentionParams& params, const Primitives<T, Operand>& prim, const ForwardResults& results)
+      : p_(params), prim_(prim), results_(results), plan_(make_plan(params, prim.blocking)), terms_(params, prim) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
@@ -70,7 +68,7 @@ class Forward {
     Carver sizes(nullptr);
     carve(sizes);
     const Scratch scratch(plan_.threads, sizes.used());
-    run_tasks(plan_.tasks, plan_.threads, [&](int64_t task, int64_t thread) {
+    run_tasks(plan_.tasks, plan_.threads, prim_.setup, [&](int64_t task, int64_t thread) {
       Carver carver(scratch.of(thread));
       Task(*this, carve(carver), task).run();
     });
@@ -90,12 +88,12 @@ class Forward {
     b.q = carver.take<Operand>(rows * q_ld_ / kPack);
     b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.block_n);
     b.values = carver.take<Operand>(values_in_place_ ? 0 : plan_.block_n / kPack * v_ld_);
-    b.left = carver.take<Operand>(kPack == 1 ? 0 : kRowsPerStep * plan_.block_n);
-    b.s = carver.take<T>(kRowsPerStep * plan_.block_n);
+    b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * plan_.block_n);
+    b.s = carver.take<T>(plan_.rows * plan_.block_n);
     b.acc = carver.take<T>(rows * v_ld_);
     b.row_max = carver.take<T>(rows);
     b.row_sum = carver.take<T>(rows * kMaxLanes);
-    b.keep = carver.take<T>(kRowsPerStep);
+    b.keep = carver.take<T>(plan_.rows);
     return b;
   }
 
@@ -156,10 +154,10 @@ class Forward {
       KeyBlock block;
       bool loaded = false;
       const bool across = queries_ == 1;
-      const int64_t groups_of = across ? heads_ : queries_;
+      const int64_t groups_of = across ? heads_ : queries_, step = f_.plan_.rows;
       for (int64_t h = 0; h < (across ? 1 : heads_); ++h)
-        for (int64_t first = 0; first < groups_of; first += kRowsPerStep) {
-          const int64_t rows = std::min(kRowsPerStep, groups_of - first);
+        for (int64_t first = 0; first < groups_of; first += step) {
+          const int64_t rows = std::min(step, groups_of - first);
           const RowGroup group =
               across ? RowGroup{head_ + first, query_, rows, true} : RowGroup{head_ + h, query_ + first, rows, false};
           const Cover structured =
@@ -288,11 +286,10 @@ class Forward {
 template <typename T>
 void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
-  const Plan plan = make_plan(params);
-  if (tools.pairs && !plan.direct && pairs_are_exact(params, tools.plain, {&params.v}))
-    Forward<T, Pair>(params, plan, *tools.pairs, results).run();
+  if (tools.pairs && !reads_in_place(params) && pairs_are_exact(params, tools.plain, {&params.v}))
+    Forward<T, Pair>(params, *tools.pairs, results).run();
   else
-    Forward<T, T>(params, plan, tools.plain, results).run();
+    Forward<T, T>(params, tools.plain, results).run();
 }
 
 template void attention_forward(const AttentionParams&, const Toolbox<float>&, const ForwardResults&);

@@ -5,8 +5,23 @@
 #include <stdexcept>
 #include <vector>
 
+#include "permission.h"
+
 namespace sdpa_cpu {
 namespace {
+
+#ifdef SDPA_X86
+// Products of bfloat16 are by tiles, all the rest is in vectors.
+const InstructionSet* amx() {
+  static const Primitives<float, Pair> pairs = [] {
+    Primitives<float, Pair> table = *kAvx512Bf16.bf16;
+    use_tiles(&table);
+    return table;
+  }();
+  static const InstructionSet set = {"amx", kAvx512Bf16.f32, kAvx512Bf16.f64, &pairs};
+  return &set;
+}
+#endif
 
 // The narrowest first. The compiler's own test asks cpuid, and whether the system saves the wide registers.
 std::vector<const InstructionSet*> find_instruction_sets() {
@@ -17,7 +32,9 @@ std::vector<const InstructionSet*> find_instruction_sets() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512) found.push_back(&kAvx512);
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&kAvx512Bf16);
+  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (pairs) found.push_back(&kAvx512Bf16);
+  if (pairs && tiles_permitted()) found.push_back(amx());
 #endif
   return found;
 }

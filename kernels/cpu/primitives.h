@@ -30,6 +30,24 @@ constexpr int64_t kDepth = 1;
 template <>
 constexpr int64_t kDepth<Pair> = 2;
 
+// How the forward loop cuts its work.
+struct Blocking {
+  int64_t rows;     // of scores computed together, those of the widest tile: they stay in the first cache
+  int64_t block_m;  // queries that share the packing of a key
+  int64_t least_m;  // so many are halved no more to give all threads something
+  int64_t block_n;  // keys
+};
+// 6 x 64 fill the registers; packing a key costs about 3 % of using it for 192 queries.
+constexpr Blocking kVectorBlocking = {6, 192, 48, 64};
+
+// What a thread does before its products and after them, where those need registers set up; `saved` is room for what
+// they were before.
+struct Setup {
+  static constexpr int kBytes = 64;
+  void (*begin)(void* saved);
+  void (*end)(const void* saved);
+};
+
 // What is done to scores [rows, ld] as they are, whatever takes part in products. Rows are written up to a whole
 // vector.
 template <typename T>
@@ -85,10 +103,14 @@ struct Primitives : ScorePrimitives<T> {
   // The same with b as rows of keys in memory, column stride 1: no packing, for few rows. Null for operands not T.
   void (*scores_direct)(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor,
                         T* c, int64_t ldc);
-  // c = keep[row] * c + a b (keep null: 1): c [rows, width], a[row * row_stride + k * depth_stride], b a right operand
-  // with column stride 1, or where T is the operand also rows of values in memory; width is a multiple of `lanes`.
+  // c = keep[row] * c + a b (keep null: 1): c [rows, width], a[row * row_stride + k * depth_stride], where one of these
+  // strides is 1, b a right operand with column stride 1, or where T is the operand also rows of values in memory;
+  // width is a multiple of `lanes`.
   void (*accumulate)(int64_t rows, int64_t width, int64_t depth, const Operand* a, int64_t row_stride,
                      int64_t depth_stride, Source b, T* c, int64_t ldc, const T* keep);
+
+  Blocking blocking = kVectorBlocking;
+  const Setup* setup = nullptr;  // null: nothing to set up
 };
 
 struct InstructionSet {
@@ -103,6 +125,8 @@ extern const InstructionSet kScalar;
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
 extern const InstructionSet kAvx512Bf16;
+// Puts products by AMX tiles in a table of kAvx512Bf16's products.
+void use_tiles(Primitives<float, Pair>* table);
 #endif
 
 }  // namespace sdpa_cpu

@@ -10,8 +10,27 @@
 namespace sdpa_cpu {
 
 namespace {
+
 constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector
-}
+
+// Registers as products want them, for as long as this lives.
+class Ready {
+ public:
+  explicit Ready(const Setup* setup) : setup_(setup) {
+    if (setup_) setup_->begin(saved_);
+  }
+  ~Ready() {
+    if (setup_) setup_->end(saved_);
+  }
+  Ready(const Ready&) = delete;
+  Ready& operator=(const Ready&) = delete;
+
+ private:
+  const Setup* setup_;
+  alignas(kAlignment) char saved_[Setup::kBytes];
+};
+
+}  // namespace
 
 Scratch::Scratch(int64_t threads, int64_t bytes_per_thread) {
   stride_ = (bytes_per_thread + kAlignment - 1) / kAlignment * kAlignment;
@@ -23,13 +42,15 @@ Scratch::Scratch(int64_t threads, int64_t bytes_per_thread) {
   memory_.reset(static_cast<char*>(memory));
 }
 
-void run_tasks(int64_t tasks, int64_t threads, const std::function<void(int64_t, int64_t)>& run) {
+void run_tasks(int64_t tasks, int64_t threads, const Setup* setup, const std::function<void(int64_t, int64_t)>& run) {
   if (threads <= 1 || tasks <= 1) {
+    const Ready ready(setup);
     for (int64_t task = 0; task < tasks; ++task) run(task, 0);
     return;
   }
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    const Ready ready(setup);
     for (int64_t thread = begin; thread < end; ++thread)
       for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) run(task, thread);
   });

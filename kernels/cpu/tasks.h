@@ -6,6 +6,8 @@
 #include <functional>
 #include <memory>
 
+#include "primitives.h"
+
 namespace sdpa_cpu {
 
 // Aligned memory for all threads of a call, allocated before they start so that failing is an ordinary exception.
@@ -40,7 +42,9 @@ class Carver {
   int64_t used_ = 0;
 };
 
-// Calls run(task, thread) for every task, in order of their numbers as threads become free.
-void run_tasks(int64_t tasks, int64_t threads, const std::function<void(int64_t task, int64_t thread)>& run);
+// Calls run(task, thread) for every task, in order of their numbers as threads become free; each thread sets its
+// registers up before the first and back after the last.
+void run_tasks(int64_t tasks, int64_t threads, const Setup* setup,
+               const std::function<void(int64_t task, int64_t thread)>& run);
 
 }  // namespace sdpa_cpu

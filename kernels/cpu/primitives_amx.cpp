@@ -1,0 +1,216 @@
+// Products of bfloat16 by the tiles of AMX: what the instruction set "amx" does otherwise than "avx512bf16".
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own intrinsics start from an undefined vector
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+#include "primitives.h"
+
+namespace {
+
+using namespace sdpa_cpu;
+
+#include "avx512.h"
+
+constexpr int64_t kTile = 16;          // rows, and columns of floats or pairs
+constexpr int64_t kSide = 2 * kTile;   // of the sums in registers: four tiles, beside two of each operand
+constexpr int64_t kChunk = 4 * kTile;  // pairs along the depth that are copied at a time: 8 KiB of 32 rows
+constexpr int64_t kFewestRows = 4;     // a tile takes its time however few of its rows count, vectors theirs by the row
+
+// What LDTILECFG reads.
+struct alignas(64) Configuration {
+  uint8_t palette, first_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+static_assert(sizeof(Configuration) == Setup::kBytes, "the size of the instruction's operand");
+
+constexpr Configuration kAllTilesFull = {
+    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kTile, kTile, kTile, kTile, kTile, kTile, kTile, kTile}};
+
+// A library that finds its configuration gone would fault; most threads have none.
+void begin(void* saved) {
+  _tile_storeconfig(saved);
+  _tile_loadconfig(&kAllTilesFull);
+}
+
+void end(const void* saved) {
+  if (static_cast<const Configuration*>(saved)->palette == 0)
+    _tile_release();
+  else
+    _tile_loadconfig(saved);
+}
+
+// The intrinsics do not tell the compiler that they read memory.
+inline void settle_memory() { __asm__ volatile("" ::: "memory"); }
+
+// Tiles 0 to 3 += a b: a [kRows tiles, steps tiles], b [steps tiles, kColumns tiles].
+template <int kRows, int kColumns>
+inline void add_tiles(int64_t steps, const Pair* a, int64_t lda, const Pair* b, int64_t ldb) {
+  const int64_t a_bytes = lda * static_cast<int64_t>(sizeof(Pair)), b_bytes = ldb * static_cast<int64_t>(sizeof(Pair));
+  settle_memory();
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(6, b, b_bytes);
+    _tile_loadd(4, a, a_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kColumns == 2) {
+      _tile_loadd(7, b + kTile, b_bytes);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (kRows == 2) {
+      _tile_loadd(5, a + kTile * lda, a_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+    a += kTile;
+    b += kTile * ldb;
+  }
+  settle_memory();
+}
+
+// Up to 32 rows of a left operand. Tiles are read where they lie; but rows that do not fill a tile, what is left of the
+// depth, and operands that lie transposed are copied, filled up with zeros.
+struct Left {
+  const Pair* data;
+  int64_t rows, row_stride, depth_stride;
+
+  bool in_place() const { return depth_stride == 1 && rows % kTile == 0; }
+  int64_t tiles() const { return (rows + kTile - 1) / kTile; }
+
+  // `pairs` of the depth from `first` on.                                                          to [kSide, kChunk]
+  void copy(int64_t first, int64_t pairs, Pair* to) const {
+    for (int64_t row = 0; row < tiles() * kTile; row += kTile)
+      for (int64_t k = 0; k < pairs; k += kTile) {
+        const Pair* from = data + row * row_stride + (first + k) * depth_stride;
+        __m512 square[kTile];
+        if (depth_stride == 1)
+          load(from, row_stride, rows - row, pairs - k, square);
+        else
+          load(from, depth_stride, pairs - k, rows - row, square);
+        if (depth_stride != 1) transpose(square);
+        for (int64_t i = 0; i < kTile; ++i) _mm512_store_ps(to + (row + i) * kChunk + k, square[i]);
+      }
+  }
+
+  // 16 lines of 16 pairs, of which `lines` and `pairs` are there.
+  static void load(const Pair* from, int64_t stride, int64_t lines, int64_t pairs, __m512* square) {
+    const __mmask16 there = static_cast<__mmask16>(pairs < kTile ? (1 << pairs) - 1 : 0xffff);
+    for (int64_t i = 0; i < kTile; ++i)
+      square[i] = i < lines ? _mm512_maskz_loadu_ps(there, from + i * stride) : _mm512_setzero_ps();
+  }
+};
+
+// What is left of the depth of a right operand, filled up with zeros.                               to [kTile, kSide]
+inline void copy_right(const Pair* b, int64_t ldb, int64_t pairs, int64_t vectors, Pair* to) {
+  for (int64_t k = 0; k < kTile; ++k)
+    for (int64_t v = 0; v < vectors; ++v)
+      _mm512_store_ps(to + k * kSide + v * kTile,
+                      k < pairs ? _mm512_loadu_ps(b + k * ldb + v * kTile) : _mm512_setzero_ps());
+}
+
+struct Room {
+  alignas(64) Pair left[kSide * kChunk];
+  alignas(64) Pair right[kTile * kSide];
+  alignas(64) float sums[kSide * kSide];
+};
+
+// room.sums = a b for a square of sums. What was copied of `a` for the first square of a row serves the others, too,
+// where one chunk is all of it.
+template <int kRows, int kColumns>
+void sum_square(const Left& a, int64_t pairs, const Pair* b, int64_t ldb, bool first, Room& room) {
+  _tile_zero(0);
+  if constexpr (kColumns == 2) _tile_zero(1);
+  if constexpr (kRows == 2) _tile_zero(2);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_zero(3);
+  const int64_t in_place = a.in_place() ? pairs / kTile * kTile : 0;
+  add_tiles<kRows, kColumns>(in_place / kTile, a.data, a.row_stride, b, ldb);
+  for (int64_t k = in_place; k < pairs; k += kChunk) {
+    const int64_t count = pairs - k < kChunk ? pairs - k : kChunk, whole = count / kTile * kTile;
+    if (first || pairs - in_place > kChunk) a.copy(k, count, room.left);
+    add_tiles<kRows, kColumns>(whole / kTile, room.left, kChunk, b + k * ldb, ldb);
+    if (whole == count) continue;
+    copy_right(b + (k + whole) * ldb, ldb, count - whole, kColumns, room.right);
+    add_tiles<kRows, kColumns>(1, room.left + whole, kChunk, room.right, kSide);
+  }
+  constexpr int64_t kLine = kSide * sizeof(float);
+  _tile_stored(0, room.sums, kLine);
+  if constexpr (kColumns == 2) _tile_stored(1, room.sums + kTile, kLine);
+  if constexpr (kRows == 2) _tile_stored(2, room.sums + kTile * kSide, kLine);
+  if constexpr (kRows == 2 && kColumns == 2) _tile_stored(3, room.sums + kTile * kSide + kTile, kLine);
+}
+
+// c = factor * sums, or with kAdd c = keep * c + sums (keep null: 1).
+template <bool kAdd>
+void finish(int64_t rows, int64_t vectors, const float* sums, float factor, float* c, int64_t ldc, const float* keep) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t v = 0; v < vectors; ++v) {
+      float* at = c + r * ldc + v * kTile;
+      const __m512 sum = _mm512_load_ps(sums + r * kSide + v * kTile);
+      if (kAdd)
+        _mm512_storeu_ps(at, keep ? _mm512_fmadd_ps(_mm512_loadu_ps(at), _mm512_set1_ps(keep[r]), sum)
+                                  : _mm512_add_ps(_mm512_loadu_ps(at), sum));
+      else
+        _mm512_storeu_ps(at, _mm512_mul_ps(sum, _mm512_set1_ps(factor)));
+    }
+}
+
+// The product of up to 32 rows; `vectors` is its width.
+template <bool kAdd>
+void multiply_rows(const Left& a, int64_t vectors, int64_t pairs, const Pair* b, int64_t ldb, float factor, float* c,
+                   int64_t ldc, const float* keep) {
+  using Square = void (*)(const Left&, int64_t, const Pair*, int64_t, bool, Room&);
+  static constexpr Square squares[2][2] = {{sum_square<1, 1>, sum_square<1, 2>}, {sum_square<2, 1>, sum_square<2, 2>}};
+  Room room;
+  for (int64_t v = 0; v < vectors; v += 2) {
+    const int64_t side = vectors - v < 2 ? 1 : 2;
+    squares[a.tiles() - 1][side - 1](a, pairs, b + v * kTile, ldb, v == 0, room);
+    finish<kAdd>(a.rows, side, room.sums, factor, c + v * kTile, ldc, keep);
+  }
+}
+
+// Rows of which there are enough for tiles; the others are left to vectors.
+inline int64_t tiled(int64_t rows) { return rows % kSide < kFewestRows ? rows / kSide * kSide : rows; }
+
+void scores(int64_t rows, int64_t columns, int64_t depth, const Pair* a, int64_t lda, const Pair* b, int64_t ldb,
+            float factor, float* c, int64_t ldc) {
+  const int64_t vectors = (columns + kTile - 1) / kTile, pairs = (depth + 1) / 2, end = tiled(rows);
+  for (int64_t r = 0; r < end; r += kSide) {
+    const Left left = {a + r * lda, end - r < kSide ? end - r : kSide, lda, 1};
+    multiply_rows<false>(left, vectors, pairs, b, ldb, factor, c + r * ldc, ldc, nullptr);
+  }
+  if (end < rows)
+    kAvx512Bf16.bf16->scores(rows - end, columns, depth, a + end * lda, lda, b, ldb, factor, c + end * ldc, ldc);
+}
+
+void accumulate(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride, int64_t depth_stride,
+                Source b, float* c, int64_t ldc, const float* keep) {
+  const int64_t vectors = width / kTile, pairs = (depth + 1) / 2, end = tiled(rows);
+  for (int64_t r = 0; r < end; r += kSide) {
+    const Left left = {a + r * row_stride, end - r < kSide ? end - r : kSide, row_stride, depth_stride};
+    multiply_rows<true>(left, vectors, pairs, static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c + r * ldc, ldc,
+                        keep ? keep + r : nullptr);
+  }
+  if (end < rows)
+    kAvx512Bf16.bf16->accumulate(rows - end, width, depth, a + end * row_stride, row_stride, depth_stride, b,
+                                 c + end * ldc, ldc, keep ? keep + end : nullptr);
+}
+
+constexpr Setup kSetup = {begin, end};
+
+// Scores of 32 x 128 and their pairs are half of a first cache of 48 KiB, and four steps of tiles pay for fetching and
+// storing an output. So fast are products that packing a key costs about a tenth of using it for 512 queries, and
+// nearly as much as using it for 64. Multiples of 32: which rows are left over, and so every bit, depends on M alone
+// and not on the threads.
+constexpr Blocking kBlocking = {kSide, 512, 64, 128};
+
+}  // namespace
+
+namespace sdpa_cpu {
+
+void use_tiles(Primitives<float, Pair>* table) {
+  table->scores = scores;
+  table->accumulate = accumulate;
+  table->blocking = kBlocking;
+  table->setup = &kSetup;
+}
+
+}  // namespace sdpa_cpu
