@@ -14,7 +14,7 @@ GPU_JOBS ?= 8
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-arm lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -27,6 +27,10 @@ test-ordinary: $(READY)
 # Triton reads the variable when it defines a kernel, so that these tests want a process of their own.
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
+
+# Arm without an Arm machine; what it downloads stays in build/aarch64. Where its tools cannot be had it says so and ends.
+test-arm: $(VENV)/torch-$(TORCH)
+	$(BIN)/python tests/arm/run.py
 
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,16 +33,22 @@ OBJECTS = "build/native"
 
 OLDEST_TORCH = (2, 10)  # the first whose stable ABI has all that the library uses
 TORCH_TARGET = "0x020a000000000000"  # the same version, as torch's headers want it
-X86 = platform.machine().lower() in ("x86_64", "amd64")
 COMMON_FLAGS = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -Werror=return-type "
-    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}" + (" -DSDPA_X86" if X86 else "")
+    f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"
 )
+# Families of machines by how the compiler calls its target; each is a macro, too.
+FAMILIES = {"x86_64": "X86", "amd64": "X86", "aarch64": "ARM", "arm64": "ARM"}
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+# A tile of 24 accumulators leaves 8 registers: GCC 12, free to load early, puts accumulators in memory.
+NEON = "-fno-schedule-insns"
 # A source is built for the instruction set that ends its name, and left out on machines of another family.
 AVX512BF16 = f"{AVX512} -mavx512bf16"
-ISA_FLAGS = {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": AVX512BF16, "_amx": f"{AVX512BF16} -mamx-tile -mamx-bf16"}
+ISA_FLAGS = {
+    "X86": {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": AVX512BF16, "_amx": f"{AVX512BF16} -mamx-tile -mamx-bf16"},
+    "ARM": {"_neon": f"{NEON} -march=armv8-a", "_neonbf16": f"{NEON} -march=armv8.2-a+bf16"},
+}
 # On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
 LINK_FLAGS = "-ltorch_cpu -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
 
@@ -94,8 +101,24 @@ def ninja() -> str:
     raise SystemExit("building sdpa-kernels needs ninja; got none: pip install ninja")
 
 
-def isa_flags(source: Path) -> str:
-    return next((flags for suffix, flags in ISA_FLAGS.items() if source.stem.endswith(suffix)), "")
+@cache
+def family() -> str | None:
+    """The machines that the compiler, which may be a cross compiler, builds for: "X86", "ARM", or none of these."""
+    said = subprocess.run([*cxx().split(), "-dumpmachine"], capture_output=True, text=True, check=False).stdout
+    return FAMILIES.get(said.partition("-")[0].strip())
+
+
+def common_flags() -> str:
+    return COMMON_FLAGS + (f" -DSDPA_{family()}" if family() else "")
+
+
+def isa_flags(source: Path) -> str | None:
+    """The flags of one source; None where it is for machines of another family."""
+    for machines, sets in ISA_FLAGS.items():
+        for suffix, flags in sets.items():
+            if source.stem.endswith(suffix):
+                return flags if machines == family() else None
+    return ""
 
 
 def nvcc() -> str | None:
@@ -133,7 +156,7 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule compile_bindings",
-        f"  command = {cxx()} {COMMON_FLAGS} -DUSE_CUDA -isystem {torch}/include -isystem {home}/include "
+        f"  command = {cxx()} {common_flags()} -DUSE_CUDA -isystem {torch}/include -isystem {home}/include "
         "-MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
@@ -183,7 +206,7 @@ def ninja_text(torch: Path) -> str:
     lines = [
         f"builddir = {OBJECTS}",
         "rule compile",
-        f"  command = {cxx()} {COMMON_FLAGS} $isa -isystem {torch}/include -MMD -MF $out.d -c $in -o $out",
+        f"  command = {cxx()} {common_flags()} $isa -isystem {torch}/include -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
@@ -192,7 +215,7 @@ def ninja_text(torch: Path) -> str:
     objects = []
     for source in sorted((ROOT / LIBRARY).parent.glob("*.cpp")):
         flags = isa_flags(source)
-        if flags and not X86:
+        if flags is None:
             continue
         objects.append(f"{OBJECTS}/{source.stem}.o")
         lines += [f"build {objects[-1]}: compile {source.relative_to(ROOT)}", f"  isa = {flags}"]
@@ -200,6 +223,8 @@ def ninja_text(torch: Path) -> str:
     compiler, headers = nvcc(), cutlass()
     if os.environ.get("SDPA_BUILD_CUDA") == "0":
         print("SDPA_BUILD_CUDA is 0: the CUDA kernels are not built")
+    elif family() != FAMILIES.get(platform.machine().lower()):
+        print("the compiler builds for other machines than this: the CUDA kernels are not built")
     elif sys.platform != "linux" or compiler is None:
         print("no nvcc from CUDA 12.4 on: the CUDA kernels are not built")
     elif headers is None:

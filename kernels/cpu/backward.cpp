@@ -69,6 +69,9 @@ class Backward {
  private:
   static constexpr int64_t kPack = kDepth<Operand>;
 
+  // The leading dimension of scores as a left operand.
+  int64_t left_ld() const { return block_n_ * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
+
   struct Buffers {
     Operand *q, *grad_out;                             // all queries of a head, as left operands
     Operand *q_steps, *grad_out_steps;                 // and as right ones
@@ -78,14 +81,16 @@ class Backward {
     T *row_max, *keep;                                 // of a block of queries
     Operand *key_columns, *key_steps, *value_columns;  // of a block of keys
     T *s, *dp, *extra;                                 // of a pair of blocks
+    Operand* transposed;                               // s or dp, where it cannot stay in its place
     T *out, *grad_out_row;                             // of a query
   };
 
   Buffers carve(Carver& carver) const {
     Buffers b;
     const int64_t steps = (p_.M + kPack - 1) / kPack;
-    b.q = carver.take<Operand>(p_.M * q_ld_ / kPack);
-    b.grad_out = carver.take<Operand>(p_.M * v_ld_ / kPack);
+    const int64_t rows = round_up(p_.M, kTogether<Operand>);
+    b.q = carver.take<Operand>(rows * q_ld_ / kPack);
+    b.grad_out = carver.take<Operand>(rows * v_ld_ / kPack);
     // Where operands are single values, left and right are the same.
     b.q_steps = kPack == 1 ? b.q : carver.take<Operand>(steps * q_ld_);
     b.grad_out_steps = kPack == 1 ? b.grad_out : carver.take<Operand>(steps * v_ld_);
@@ -103,6 +108,7 @@ class Backward {
     b.value_columns = carver.take<Operand>((p_.Dv + kPack - 1) / kPack * block_n_);
     b.s = carver.take<T>(block_m_ * block_n_);
     b.dp = carver.take<T>(block_m_ * block_n_);
+    b.transposed = carver.take<Operand>(kTogether<Operand> == 1 ? 0 : block_m_ * left_ld());
     b.extra = carver.take<T>(p_.softcap != 0.0 || p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
     b.out = carver.take<T>(v_ld_);
     b.grad_out_row = carver.take<T>(v_ld_);
@@ -334,16 +340,16 @@ class Backward {
       const int64_t ld = f_.block_n_, first = block.rows.query, rows = block.rows.count, count = block.count;
       add_transposed(block, b_.s, b_.grad_out_steps, b_.dv, f_.v_ld_);
       const Operand* left = prim_.as_left(rows, count, b_.dp, reinterpret_cast<Operand*>(b_.s), ld);
-      prim_.accumulate(rows, f_.q_ld_, count, left, ld, 1, matrix(b_.key_steps, f_.q_ld_), dq_ + first * f_.q_ld_,
-                       f_.q_ld_, nullptr);
+      prim_.accumulate(rows, f_.q_ld_, count, left, f_.left_ld(), kTogether<Operand>, matrix(b_.key_steps, f_.q_ld_),
+                       dq_ + first * f_.q_ld_, f_.q_ld_, nullptr);
       add_transposed(block, b_.dp, b_.q_steps, b_.dk, f_.q_ld_);
     }
 
     // gradient += x^T steps, from the last row to the first: under a causal mask the early rows give most of it, and
     // small terms should be summed before large ones.
     void add_transposed(const Block& block, T* x, const Operand* steps, T* gradient, int64_t width) const {
-      const int64_t rows = block.rows.count, stride = f_.block_n_ * kPack, last = (rows - 1) / kPack;
-      const Operand* left = prim_.as_left_transposed(rows, block.count, x, f_.block_n_);
+      const int64_t rows = block.rows.count, stride = f_.left_ld() * kPack, last = (rows - 1) / kPack;
+      const Operand* left = prim_.as_left_transposed(rows, block.count, x, b_.transposed, f_.block_n_);
       const Operand* from = steps + (block.rows.query / kPack + last) * width;
       prim_.accumulate(block.count, width, rows, left + last * stride, 1, -stride, matrix(from, -width),
                        gradient + block.begin * width, width, nullptr);
@@ -442,7 +448,7 @@ template <typename T>
 void attention_backward(const AttentionParams& params, const Toolbox<T>& tools, const BackwardTensors& tensors) {
   const auto operands = {&params.q, &params.k, &params.v, &tensors.grad_out, &tensors.out};
   if (tools.pairs && pairs_are_exact(params, tools.plain, operands))
-    Backward<T, Pair>(params, *tools.pairs, tensors).run();
+    Backward<T, Narrow>(params, *tools.pairs, tensors).run();
   else
     Backward<T, T>(params, tools.plain, tensors).run();
 }

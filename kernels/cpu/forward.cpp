@@ -77,13 +77,16 @@ class Forward {
  private:
   static constexpr int64_t kPack = kDepth<Operand>;
 
+  // The leading dimension of scores as a left operand.
+  int64_t left_ld() const { return plan_.block_n * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
+
   struct Buffers {
     Operand *q, *keys, *values, *left;
     T *s, *acc, *row_max, *row_sum, *keep;
   };
 
   Buffers carve(Carver& carver) const {
-    const int64_t rows = plan_.heads * plan_.block_m;
+    const int64_t rows = plan_.heads * round_up(plan_.block_m, kTogether<Operand>);
     Buffers b;
     b.q = carver.take<Operand>(rows * q_ld_ / kPack);
     b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.block_n);
@@ -112,6 +115,8 @@ class Forward {
       head_ = kv_head_ * p_.G() + first;
       query_ = block * plan.block_m;
       queries_ = std::min(plan.block_m, p_.M - query_);
+      across_ = queries_ == 1;
+      rows_ = across_ ? 1 : round_up(queries_, kTogether<Operand>);
     }
 
     void run() {
@@ -134,18 +139,24 @@ class Forward {
 
     // Queries in the type computed in; an empty state, or with a sink the state after having seen it.
     void start() {
+      if (across_) {
+        Source rows = p_.q.rows(batch_, head_, query_);
+        rows.row_stride = p_.q.stride[1];
+        f_.prim_.load_left(rows, heads_, p_.D, b_.q, f_.q_ld_);
+      }
       for (int64_t h = 0; h < heads_; ++h) {
-        f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * queries_), f_.q_ld_);
+        if (!across_)
+          f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
         if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
-        for (int64_t row = h * queries_; row < (h + 1) * queries_; ++row) {
+        for (int64_t row = h * rows_; row < h * rows_ + queries_; ++row) {
           b_.row_max[row] = top;
           std::fill_n(b_.row_sum + row * kMaxLanes, kMaxLanes, T(0));
           b_.row_sum[row * kMaxLanes] = sum;
         }
       }
-      std::fill_n(b_.acc, heads_ * queries_ * f_.v_ld_, T(0));
+      std::fill_n(b_.acc, heads_ * rows_ * f_.v_ld_, T(0));
     }
 
     Operand* queries_of(int64_t row) const { return b_.q + row * f_.q_ld_ / kPack; }
@@ -153,13 +164,12 @@ class Forward {
     void visit(int64_t begin, int64_t count, Cover cover) {
       KeyBlock block;
       bool loaded = false;
-      const bool across = queries_ == 1;
-      const int64_t groups_of = across ? heads_ : queries_, step = f_.plan_.rows;
-      for (int64_t h = 0; h < (across ? 1 : heads_); ++h)
+      const int64_t groups_of = across_ ? heads_ : queries_, step = f_.plan_.rows;
+      for (int64_t h = 0; h < (across_ ? 1 : heads_); ++h)
         for (int64_t first = 0; first < groups_of; first += step) {
           const int64_t rows = std::min(step, groups_of - first);
           const RowGroup group =
-              across ? RowGroup{head_ + first, query_, rows, true} : RowGroup{head_ + h, query_ + first, rows, false};
+              across_ ? RowGroup{head_ + first, query_, rows, true} : RowGroup{head_ + h, query_ + first, rows, false};
           const Cover structured =
               cover == Cover::kWhole ? cover : mask_.structured(group.query, group.last_query(), begin, count);
           if (structured == Cover::kNone) continue;
@@ -167,7 +177,7 @@ class Forward {
           if (dense == Cover::kNone) continue;
           if (!loaded) block = load(begin, count, cover);
           loaded = true;
-          attend(group, h * queries_ + first, block, structured, dense);
+          attend(group, h * rows_ + first, block, structured, dense);
         }
     }
 
@@ -208,8 +218,8 @@ class Forward {
       if (block.exact && structured == Cover::kCut)
         accumulate_visible(group, block, count, acc);
       else
-        f_.prim_.accumulate(group.count, f_.v_ld_, count, f_.prim_.as_left(group.count, count, b_.s, b_.left, ld), ld,
-                            1, block.values, acc, f_.v_ld_, b_.keep);
+        f_.prim_.accumulate(group.count, f_.v_ld_, count, f_.prim_.as_left(group.count, count, b_.s, b_.left, ld),
+                            f_.left_ld(), kTogether<Operand>, block.values, acc, f_.v_ld_, b_.keep);
     }
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
@@ -241,7 +251,7 @@ class Forward {
 
     void finish() const {
       for (int64_t h = 0; h < heads_; ++h) {
-        const int64_t row = h * queries_;
+        const int64_t row = h * rows_;
         T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
         for (int64_t i = 0; i < queries_; ++i) b_.row_max[row + i] = close_row(row + i, lse + i);
         f_.prim_.store_rows(b_.acc + row * f_.v_ld_, f_.v_ld_, b_.row_max + row, queries_, p_.Dv,
@@ -270,6 +280,8 @@ class Forward {
     const int64_t batch_;
     const Mask mask_;
     int64_t kv_head_, head_, heads_, query_, queries_;
+    bool across_;   // one query of each head: the heads are the rows
+    int64_t rows_;  // from one head's first to the next one's
   };
 
   const AttentionParams& p_;
@@ -287,7 +299,7 @@ template <typename T>
 void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
   if (tools.pairs && !reads_in_place(params) && pairs_are_exact(params, tools.plain, {&params.v}))
-    Forward<T, Pair>(params, *tools.pairs, results).run();
+    Forward<T, Narrow>(params, *tools.pairs, results).run();
   else
     Forward<T, T>(params, tools.plain, results).run();
 }

@@ -5,6 +5,12 @@
 #include <stdexcept>
 #include <vector>
 
+#if defined(SDPA_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(SDPA_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "permission.h"
 
 namespace sdpa_cpu {
@@ -23,6 +29,21 @@ const InstructionSet* amx() {
 }
 #endif
 
+#ifdef SDPA_ARM
+bool has_bf16() {
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16; older headers do not have the name
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // The narrowest first. The compiler's own test asks cpuid, and whether the system saves the wide registers.
 std::vector<const InstructionSet*> find_instruction_sets() {
   std::vector<const InstructionSet*> found = {&kScalar};
@@ -35,6 +56,10 @@ std::vector<const InstructionSet*> find_instruction_sets() {
   const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
   if (pairs) found.push_back(&kAvx512Bf16);
   if (pairs && tiles_permitted()) found.push_back(amx());
+#endif
+#ifdef SDPA_ARM
+  found.push_back(&kNeon);  // a part of every AArch64 processor
+  if (has_bf16()) found.push_back(&kNeonBf16);
 #endif
   return found;
 }

@@ -40,7 +40,7 @@ def _load() -> str | None:
 
 
 def isa() -> str:
-    """The instruction set in use: "scalar", "avx2", "avx512", ..."""
+    """The instruction set in use: "scalar", "avx2", "avx512", "neon", ..."""
     return torch.ops.sdpa_cpu.isa()
 
 

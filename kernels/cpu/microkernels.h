@@ -260,7 +260,7 @@ const T* as_left(int64_t, int64_t, T* s, T*, int64_t) {
   return s;
 }
 template <typename T>
-const T* as_left_transposed(int64_t, int64_t, T* s, int64_t) {
+const T* as_left_transposed(int64_t, int64_t, T* s, T*, int64_t) {
   return s;
 }
 

@@ -1,4 +1,4 @@
-// When products of pairs may stand in for plain ones.
+// When products of pairs, or quads, may stand in for plain ones.
 #pragma once
 
 #include <initializer_list>

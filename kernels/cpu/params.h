@@ -73,11 +73,11 @@ struct BackwardTensors {
 };
 
 // What computes a call: the primitives of an instruction set in the type the call computes in, and where they pay
-// and mean the same, those that multiply pairs.
+// and mean the same, those that multiply bfloat16 in pairs or quads.
 template <typename T>
 struct Toolbox {
   const Primitives<T>& plain;
-  const Primitives<T, Pair>* pairs;
+  const Primitives<T, Narrow>* pairs;
 };
 
 template <typename T>

@@ -24,11 +24,32 @@ struct Pair {
   uint16_t first, second;
 };
 
+// Four of them, where an instruction takes two rows and two columns at once.
+struct Quad {
+  uint16_t values[4];
+};
+
 // Values along the depth that one operand holds.
 template <typename Operand>
 constexpr int64_t kDepth = 1;
 template <>
 constexpr int64_t kDepth<Pair> = 2;
+template <>
+constexpr int64_t kDepth<Quad> = 4;
+
+// Rows of a left operand that lie together, step by step: that of `row` and `step` lies at
+// [row / kTogether * kTogether * ld + step * kTogether + row % kTogether].
+template <typename Operand>
+constexpr int64_t kTogether = 1;
+template <>
+constexpr int64_t kTogether<Quad> = 2;
+
+// What products of bfloat16 take on this family of machines.
+#ifdef SDPA_ARM
+typedef Quad Narrow;
+#else
+typedef Pair Narrow;
+#endif
 
 // How the forward loop cuts its work.
 struct Blocking {
@@ -74,7 +95,8 @@ struct ScorePrimitives {
 
 // T is the type computed in: float for everything but float64. Products take operands of another type where the
 // instruction set multiplies it faster: a left operand is [rows, depth / kDepth], a right one [depth / kDepth,
-// columns], both padded with zeros to whole vectors and to a whole operand. Depths are counted in values.
+// columns], both padded with zeros to whole vectors and to a whole operand. Depths are counted in values. The rows of a
+// left operand are a multiple of kTogether, of which those beyond the last may hold anything.
 template <typename T, typename Operand = T>
 struct Primitives : ScorePrimitives<T> {
   int64_t lanes;  // elements of a vector; leading dimensions are multiples of it
@@ -92,10 +114,12 @@ struct Primitives : ScorePrimitives<T> {
   void (*store_rows)(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
                      int64_t row_stride);
 
-  // s [rows, columns] as a left operand of leading dimension ld: in `room` [rows, ld], or s itself where T is one.
+  // s [rows, columns] as a left operand in `room`, whose rows take as many bytes as the ld values of a row of s; or s
+  // itself where T is one.
   const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
-  // The transpose of s as a left operand: value (column, row) lies at [column + row / kDepth * ld * kDepth].
-  const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, int64_t ld);
+  // The transpose of s as a left operand, in `room` where kTogether rows lie together and in s elsewhere: each column
+  // is one operand after the other, each step takes as many bytes as kDepth rows of s.
+  const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
 
   // c = factor * a b: c [rows, columns up to a whole vector], a [rows, depth] of leading dimension lda operands.
   void (*scores)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, const Operand* b,
@@ -117,7 +141,7 @@ struct InstructionSet {
   const char* name;
   const Primitives<float>* f32;
   const Primitives<double>* f64;
-  const Primitives<float, Pair>* bf16;  // null: bfloat16 is computed like float32
+  const Primitives<float, Narrow>* bf16;  // null: bfloat16 is computed like float32
 };
 
 extern const InstructionSet kScalar;
@@ -127,6 +151,10 @@ extern const InstructionSet kAvx512;
 extern const InstructionSet kAvx512Bf16;
 // Puts products by AMX tiles in a table of kAvx512Bf16's products.
 void use_tiles(Primitives<float, Pair>* table);
+#endif
+#ifdef SDPA_ARM
+extern const InstructionSet kNeon;
+extern const InstructionSet kNeonBf16;
 #endif
 
 }  // namespace sdpa_cpu

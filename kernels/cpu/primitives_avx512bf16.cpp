@@ -96,7 +96,7 @@ const Pair* as_left_pairs(int64_t rows, int64_t columns, float* s, Pair* room, i
 }
 
 // In place: rows 2 i and 2 i + 1 become pairs where row 2 i was.
-const Pair* as_left_transposed_pairs(int64_t rows, int64_t columns, float* s, int64_t ld) {
+const Pair* as_left_transposed_pairs(int64_t rows, int64_t columns, float* s, Pair*, int64_t ld) {
   for (int64_t r = 0; r < rows; r += 2)
     for (int64_t c = 0; c < columns; c += kLanes<float>) {
       float* first = s + r * ld + c;

@@ -44,9 +44,8 @@ const Device& device_of(int index) {
 Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
                   int32_t index) {
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, aoti_torch_device_type_cuda(), index,
-                                                         &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  dtype, aoti_torch_device_type_cuda(), index, &handle));
   return Tensor(handle);
 }
 
@@ -111,7 +110,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const Device& device = device_of(q.get_device());
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
   const Tensor out = new_like(q, Dv, dtype);
   const Tensor lse =
       new_tensor({q.size(0), H, q.size(2)}, {H * q.size(2), q.size(2), 1}, aoti_torch_dtype_float32(), q.get_device());
@@ -131,7 +130,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   std::optional<Tensor> room;
   if (mask == MaskKind::kSegments) room = make_room(p, *instance);
   void* stream;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   if (int64_t{blocks_of(p, instance->rows)} * p.B * p.H > p.cores) p.counter = take_counter(p.device, stream);
   const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
   STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", p.B, ", H = ", H,
