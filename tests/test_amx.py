@@ -58,7 +58,8 @@ def build(tree: Path, targets: tuple[str, ...], emulated: bool = True, fault: tu
     if emulated:
         flags["_amx"] = f"{names['AVX512BF16']} -include kernels/cpu/tiles.h"
     make = names["ninja_text"].__globals__
-    make.update(ROOT=tree, ISA_FLAGS={"X86": names["ISA_FLAGS"]["X86"] | flags}, nvcc=lambda: None)
+    sets = names["ISA_FLAGS"] | {"X86": names["ISA_FLAGS"]["X86"] | flags}
+    make.update(ROOT=tree, ISA_FLAGS=sets, nvcc=lambda: None)
     parts = " ".join(f"{objects}/{name}.o" for name in ("primitives_amx", "primitives_avx512bf16", "tiles", "products"))
     script = tree / objects / "build.ninja"
     script.parent.mkdir(parents=True, exist_ok=True)
