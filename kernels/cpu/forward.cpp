@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
 constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
+constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -61,6 +62,7 @@ class Forward {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
+    base_ = terms_.present() ? Base::kE : Base::kTwo;
     values_in_place_ = unit_stride(p_.v) && v_ld_ == p_.Dv && (own_type || plan_.direct);
   }
 
@@ -76,6 +78,9 @@ class Forward {
 
  private:
   static constexpr int64_t kPack = kDepth<Operand>;
+
+  // A natural exponent as one of base_.
+  T to_base(double x) const { return static_cast<T>(base_ == Base::kTwo ? x * kLog2E : x); }
 
   // The leading dimension of scores as a left operand.
   int64_t left_ld() const { return plan_.block_n * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
@@ -148,7 +153,7 @@ class Forward {
         if (!across_)
           f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
-        if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
+        if (p_.sinks) top = f_.to_base(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
         for (int64_t row = h * rows_; row < h * rows_ + queries_; ++row) {
           b_.row_max[row] = top;
@@ -212,19 +217,29 @@ class Forward {
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
       if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
-      f_.prim_.softmax_step(group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes, b_.keep);
-      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
+      const Operand* weights = weigh(group, row, block.begin, count);
       T* acc = b_.acc + row * f_.v_ld_;
       if (block.exact && structured == Cover::kCut)
         accumulate_visible(group, block, count, acc);
       else
-        f_.prim_.accumulate(group.count, f_.v_ld_, count, f_.prim_.as_left(group.count, count, b_.s, b_.left, ld),
-                            f_.left_ld(), kTogether<Operand>, block.values, acc, f_.v_ld_, b_.keep);
+        f_.prim_.accumulate(group.count, f_.v_ld_, count, weights, f_.left_ld(), kTogether<Operand>, block.values, acc,
+                            f_.v_ld_, b_.keep);
+    }
+
+    // A step of the online softmax; the weights as a left operand.
+    const Operand* weigh(const RowGroup& group, int64_t row, int64_t begin, int64_t count) const {
+      const int64_t ld = f_.plan_.block_n;
+      T *row_max = b_.row_max + row, *row_sum = b_.row_sum + row * kMaxLanes;
+      if (p_.dropout_p == 0.0)
+        return f_.prim_.softmax_left(f_.base_, group.count, count, b_.s, ld, row_max, row_sum, b_.keep, b_.left);
+      f_.prim_.softmax_step(f_.base_, group.count, count, b_.s, ld, row_max, row_sum, b_.keep);
+      apply_dropout(p_, batch_, group, begin, count, b_.s, ld);
+      return f_.prim_.as_left(group.count, count, b_.s, b_.left, ld);
     }
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
       const int64_t ld = f_.plan_.block_n;
-      const T factor = static_cast<T>(p_.scale);
+      const T factor = f_.to_base(p_.scale);
       if constexpr (kPack == 1) {
         if (f_.plan_.direct) {
           f_.prim_.scores_direct(group.count, count, p_.D, queries_of(row), f_.q_ld_, block.keys, factor, b_.s, ld);
@@ -270,7 +285,7 @@ class Forward {
         std::fill_n(b_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
         return T(0);
       }
-      *lse = b_.row_max[row] + std::log(sum);
+      *lse = (f_.base_ == Base::kTwo ? b_.row_max[row] * static_cast<T>(1 / kLog2E) : b_.row_max[row]) + std::log(sum);
       return T(1) / sum;
     }
 
@@ -290,6 +305,7 @@ class Forward {
   const Plan plan_;
   const ScoreTerms<T> terms_;
   int64_t q_ld_, v_ld_;
+  Base base_;  // of the scores
   bool values_in_place_;
 };
 

@@ -124,11 +124,23 @@ void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   });
 }
 
+// Asks the second cache for rows that are packed a little later, of this block or the next: reading across rows is not
+// what a processor foresees.
+template <typename S>
+inline void fetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t width) {
+  constexpr int64_t kRowsAhead = 32, kLine = 64 / sizeof(S);
+  constexpr int kForReading = 0, kSecondCache = 2;
+  for (int64_t row = kRowsAhead; row < kRowsAhead + count; ++row)
+    for (int64_t c = 0; c < width; c += kLine)
+      __builtin_prefetch(rows + row * row_stride + c, kForReading, kSecondCache);
+}
+
 template <typename T>
 void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
-    for (int64_t row = 0; row < rows; row += kLanes<T>)
+    for (int64_t row = 0; row < rows; row += kLanes<T>) {
+      if (src.column_stride == 1) fetch_rows(data + row * src.row_stride, kLanes<T>, src.row_stride, width);
       for (int64_t c = 0; c < width; c += kLanes<T>) {
         Vec<T> block[kLanes<T>];
         for (int i = 0; i < kLanes<T>; ++i)
@@ -138,6 +150,7 @@ void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
         transpose(block);
         for (int i = 0; i < kLanes<T> && c + i < width; ++i) store(dst + (c + i) * ld + row, block[i]);
       }
+    }
   });
 }
 
@@ -312,90 +325,13 @@ void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int
   });
 }
 
-// Constants of exp by type: with `magic` added, the low bits of the sum are round(x log2(e)) + exponent bias, so that a
-// shift makes a power of two of them, and of everything up to `lowest` an exact zero.
-struct ExpFloat {
-  typedef int32_t Int;
-  static constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
-  static constexpr float lowest = -88.02969f;           // -127 ln 2
-  static constexpr int shift = 23;
-  static constexpr int terms = 6;
-  // Minimax of (2^f - 1) / f on [-1/2, 1/2], relative error of 2^f below 2e-9.
-  static constexpr float series[terms] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
-                                          0.00961843691766262f, 0.0013398875016719103f, 0.00015353360504377633f};
-};
-struct ExpDouble {
-  typedef int64_t Int;
-  static constexpr double magic = 6755399441055744.0 + 1023.0;  // 1.5 * 2^52
-  static constexpr double lowest = -709.08956571282405;         // -1023 ln 2
-  static constexpr int shift = 52;
-  static constexpr int terms = 13;
-  // ln(2)^k / k!, remainder below 1e-17.
-  static constexpr double series[terms] = {
-      0.69314718055994530942,    0.24022650695910071233,    0.055504108664821579953,   0.0096181291076284771619,
-      0.0013333558146428443423,  0.00015403530393381609954, 1.5252733804059840280e-05, 1.3215486790144309488e-06,
-      1.0178086009239699728e-07, 7.0549116208011233299e-09, 4.4455382718708114976e-10, 2.5678435993488205142e-11,
-      1.3691488853904128881e-12};
-};
-template <typename T>
-struct ExpOf {
-  typedef ExpFloat type;
-};
-template <>
-struct ExpOf<double> {
-  typedef ExpDouble type;
-};
-
-// e^x as power * (1 + part). A product and not an integer addition brings them together, so that NaN stays NaN.
-template <typename T>
-inline void split_exp(Vec<T> x, Vec<T>* power, Vec<T>* part) {
-  using E = typename ExpOf<T>::type;
-  constexpr T kLog2E = 1.4426950408889634074;
-  typedef typename E::Int Bits __attribute__((vector_size(kVectorBytes)));
-  x = larger(fill(E::lowest), x);
-  const Vec<T> sum = x * kLog2E + E::magic;
-  const Vec<T> f = x * kLog2E - (sum - E::magic);
-  *power = (Vec<T>)((Bits)sum << E::shift);
-  Vec<T> y = fill(E::series[E::terms - 1]);
-#pragma GCC unroll 16
-  for (int i = E::terms - 2; i >= 0; --i) y = y * f + E::series[i];
-  *part = y * f;
-}
-
-template <typename T>
-inline Vec<T> exp(Vec<T> x) {
-  Vec<T> power, part;
-  split_exp<T>(x, &power, &part);
-  return power * part + power;
-}
-
-template <typename T>
-void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
-  constexpr T kNothing = -__builtin_inff();
-  for (int64_t r = 0; r < rows; ++r) {
-    T* line = s + r * ld;
-    for (int64_t c = columns; c % kLanes<T> != 0; ++c) line[c] = kNothing;
-    Vec<T> top = load(line);
-    for (int64_t c = kLanes<T>; c < columns; c += kLanes<T>) top = larger(top, load(line + c));
-    const T old_max = row_max[r], block_max = largest(top);
-    const T new_max = old_max > block_max ? old_max : block_max;
-    const T base = new_max == kNothing ? T(0) : new_max;
-    Vec<T> sum = {};
-    for (int64_t c = 0; c < columns; c += kLanes<T>) {
-      const Vec<T> p = exp<T>(load(line + c) - base);
-      store(line + c, p);
-      sum += p;
-    }
-    keep[r] = old_max == new_max ? T(1) : exp<T>(fill(old_max - base))[0];
-    row_max[r] = new_max;
-    store(row_sum + r * kMaxLanes, load(row_sum + r * kMaxLanes) * keep[r] + sum);
-  }
-}
+#include "softmax.h"
 
 template <typename T>
 void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += kLanes<T>) store(s + r * ld + c, exp<T>(load(s + r * ld + c) - lse[r]));
+    for (int64_t c = 0; c < columns; c += kLanes<T>)
+      store(s + r * ld + c, exp<typename ExpOf<T>::type>(load(s + r * ld + c) - lse[r]));
 }
 
 template <typename T>
@@ -411,11 +347,13 @@ void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
   constexpr T kSaturated = 20;  // tanh is 1 there in float64
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
-      Vec<T> y = load(s + r * ld + c) / cap, power, part;
+      Vec<T> y = load(s + r * ld + c) / cap;
       y = larger(fill(-kSaturated), y);
       y = -larger(fill(-kSaturated), -y);
-      split_exp<T>(y * T(2), &power, &part);
-      const Vec<T> minus_one = power * part + (power - T(1));
+      const Vec<T> twice[1] = {y * T(2)};
+      Vec<T> power[1], part[1];
+      split_exp<typename ExpOf<T>::type>(twice, power, part);
+      const Vec<T> minus_one = power[0] * part[0] + (power[0] - T(1));
       const Vec<T> t = minus_one / (minus_one + T(2));
       store(s + r * ld + c, t * cap);
       if (slope) store(slope + r * ld + c, T(1) - t * t);
@@ -520,11 +458,13 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
   return total(zero) == T(0);
 }
 
-template <typename T>
-constexpr ScorePrimitives<T> kScorePrimitives = {softmax_step<T>, probabilities<T>,     score_gradient<T>, softcap<T>,
-                                                 add_bias<T>,     subtract_distance<T>, hide<T>,           finite<T>};
+template <typename T, typename E = typename ExpOf<T>::type>
+constexpr ScorePrimitives<T> kScorePrimitives = {
+    softmax_step<T, E>, probabilities<T>,     score_gradient<T>, softcap<T>,
+    add_bias<T>,        subtract_distance<T>, hide<T>,           finite<T>};
 
 template <typename T>
-constexpr Primitives<T> kPrimitives = {kScorePrimitives<T>,   kLanes<T>,    load_rows<T>,     load_rows<T>,
-                                       load_columns<T>,       load_rows<T>, store_rows<T>,    as_left<T>,
-                                       as_left_transposed<T>, scores<T, T>, scores_direct<T>, accumulate<T>};
+constexpr Primitives<T> kPrimitives = {
+    kScorePrimitives<T>, kLanes<T>,        load_rows<T>, load_rows<T>,    load_columns<T>,
+    load_rows<T>,        store_rows<T>,    as_left<T>,   softmax_left<T>, as_left_transposed<T>,
+    scores<T, T>,        scores_direct<T>, accumulate<T>};

@@ -58,8 +58,9 @@ struct Blocking {
   int64_t least_m;  // so many are halved no more to give all threads something
   int64_t block_n;  // keys
 };
-// 6 x 64 fill the registers; packing a key costs about 3 % of using it for 192 queries.
-constexpr Blocking kVectorBlocking = {6, 192, 48, 64};
+// 6 x 64 fill the registers. Packing a key costs as much as using it for 10 to 20 queries; a block of keys costs reading
+// and writing its queries' outputs once.
+constexpr Blocking kVectorBlocking = {6, 768, 48, 384};
 
 // What a thread does before its products and after them, where those need registers set up; `saved` is room for what
 // they were before.
@@ -69,13 +70,17 @@ struct Setup {
   void (*end)(const void* saved);
 };
 
+// Of the powers that scores are exponents of. Scores of base 2 spare each key a product; natural ones stay finite where
+// a bias is the lowest finite number.
+enum class Base : int { kE, kTwo };
+
 // What is done to scores [rows, ld] as they are, whatever takes part in products. Rows are written up to a whole
 // vector.
 template <typename T>
 struct ScorePrimitives {
-  // One step of the online softmax: s becomes exp(s - row_max), keep[row] what older sums are worth now.
+  // One step of the online softmax: s becomes base^(s - row_max), keep[row] what older sums are worth now.
   // row_sum [rows, kMaxLanes].
-  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
+  void (*softmax_step)(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
   // s = exp(s - lse[row]).
   void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
   // dp = p * (dp - delta[row]).
@@ -117,6 +122,9 @@ struct Primitives : ScorePrimitives<T> {
   // s [rows, columns] as a left operand in `room`, whose rows take as many bytes as the ld values of a row of s; or s
   // itself where T is one.
   const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
+  // softmax_step and as_left in one.
+  const Operand* (*softmax_left)(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum,
+                                 T* keep, Operand* room);
   // The transpose of s as a left operand, in `room` where kTogether rows lie together and in s elsewhere: each column
   // is one operand after the other, each step takes as many bytes as kDepth rows of s.
   const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);

@@ -53,7 +53,8 @@ void load_left(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
 // Keys side by side: a transpose of pairs, which are as wide as floats.
 void load_pair_columns(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
   constexpr int64_t kSquare = 16;
-  for (int64_t row = 0; row < rows; row += kSquare)
+  for (int64_t row = 0; row < rows; row += kSquare) {
+    if (src.column_stride == 1) fetch_rows(bf16_row(src, row), kSquare, src.row_stride, width);
     for (int64_t c = 0; c < width; c += 2 * kSquare) {
       __m512 block[kSquare];
       for (int64_t i = 0; i < kSquare; ++i)
@@ -62,6 +63,7 @@ void load_pair_columns(Source src, int64_t rows, int64_t width, Pair* dst, int64
       for (int64_t i = 0; i < kSquare && c + 2 * i < width; ++i)
         _mm512_storeu_ps(dst + (c / 2 + i) * ld + row, block[i]);
     }
+  }
 }
 
 inline __m512i pair_up(__m256i first, __m256i second) {
@@ -80,10 +82,12 @@ inline __m256i values_of(Source src, int64_t row, int64_t rows, int64_t column, 
 }
 
 void load_steps(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
-  for (int64_t row = 0; row < rows; row += 2)
+  for (int64_t row = 0; row < rows; row += 2) {
+    if (src.column_stride == 1) fetch_rows(bf16_row(src, row), 2, src.row_stride, width);
     for (int64_t c = 0; c < ld; c += kLanes<float>)
       _mm512_storeu_si512(dst + row / 2 * ld + c,
                           pair_up(values_of(src, row, rows, c, width), values_of(src, row + 1, rows, c, width)));
+  }
 }
 
 const Pair* as_left_pairs(int64_t rows, int64_t columns, float* s, Pair* room, int64_t ld) {
@@ -92,6 +96,31 @@ const Pair* as_left_pairs(int64_t rows, int64_t columns, float* s, Pair* room, i
     for (int64_t c = 0; c < columns; c += kLanes<float>)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(room + r * ld + c / 2), to_bf16(load(s + r * ld + c)));
   }
+  return room;
+}
+
+inline void store_pairs(const __m512 (&p)[1], Pair* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bf16(p[0]));
+}
+inline void store_pairs(const __m512 (&p)[4], Pair* to) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(p[1], p[0]));
+  _mm512_storeu_si512(to + kLanes<float>, (__m512i)_mm512_cvtne2ps_pbh(p[3], p[2]));
+}
+
+template <Base kBase>
+void softmax_pairs(int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max, float* row_sum, float* keep,
+                   Pair* room) {
+  softmax<float, ExpShort, kBase>(rows, columns, s, ld, row_max, row_sum, keep,
+                                  [=](int64_t r, int64_t c, const auto& p) { store_pairs(p, room + r * ld + c / 2); });
+}
+
+// Weights beyond the columns are zero.
+const Pair* softmax_left_pairs(Base base, int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max,
+                               float* row_sum, float* keep, Pair* room) {
+  if (base == Base::kE)
+    softmax_pairs<Base::kE>(rows, columns, s, ld, row_max, row_sum, keep, room);
+  else
+    softmax_pairs<Base::kTwo>(rows, columns, s, ld, row_max, row_sum, keep, room);
   return room;
 }
 
@@ -112,10 +141,19 @@ void accumulate_pairs(int64_t rows, int64_t width, int64_t depth, const Pair* a,
                                     static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c, ldc, keep);
 }
 
-constexpr Primitives<float, Pair> kPairs = {
-    kScorePrimitives<float>,  kLanes<float>,       load_rows<float>,  load_left,
-    load_pair_columns,        load_steps,          store_rows<float>, as_left_pairs,
-    as_left_transposed_pairs, scores<float, Pair>, nullptr,           accumulate_pairs};
+constexpr Primitives<float, Pair> kPairs = {kScorePrimitives<float, ExpShort>,
+                                            kLanes<float>,
+                                            load_rows<float>,
+                                            load_left,
+                                            load_pair_columns,
+                                            load_steps,
+                                            store_rows<float>,
+                                            as_left_pairs,
+                                            softmax_left_pairs,
+                                            as_left_transposed_pairs,
+                                            scores<float, Pair>,
+                                            nullptr,
+                                            accumulate_pairs};
 
 }  // namespace
 

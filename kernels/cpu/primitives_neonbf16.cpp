@@ -94,6 +94,12 @@ const Quad* as_left_quads(int64_t rows, int64_t columns, float* s, Quad* room, i
   return room;
 }
 
+const Quad* softmax_left_quads(Base base, int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max,
+                               float* row_sum, float* keep, Quad* room) {
+  softmax_step<float, ExpShort>(base, rows, columns, s, ld, row_max, row_sum, keep);
+  return as_left_quads(rows, columns, s, room, ld);
+}
+
 const Quad* as_left_transposed_quads(int64_t rows, int64_t columns, float* s, Quad* room, int64_t ld) {
   for (int64_t r = 0; r < rows; r += kQuad)
     for (int64_t c = 0; c < columns; c += kLanes<float>) {
@@ -182,10 +188,19 @@ void accumulate_quads(int64_t rows, int64_t width, int64_t depth, const Quad* a,
                        static_cast<const Quad*>(b.data), b.row_stride, 1.0f, c, ldc, keep);
 }
 
-constexpr Primitives<float, Quad> kQuads = {
-    kScorePrimitives<float>,  kLanes<float>,   load_rows<float>,  load_left_quads,
-    load_quad_columns,        load_quad_steps, store_rows<float>, as_left_quads,
-    as_left_transposed_quads, score_quads,     nullptr,           accumulate_quads};
+constexpr Primitives<float, Quad> kQuads = {kScorePrimitives<float, ExpShort>,
+                                            kLanes<float>,
+                                            load_rows<float>,
+                                            load_left_quads,
+                                            load_quad_columns,
+                                            load_quad_steps,
+                                            store_rows<float>,
+                                            as_left_quads,
+                                            softmax_left_quads,
+                                            as_left_transposed_quads,
+                                            score_quads,
+                                            nullptr,
+                                            accumulate_quads};
 
 }  // namespace
 

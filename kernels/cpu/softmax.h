@@ -1,0 +1,175 @@
+// exp and the online softmax on vectors: a part of microkernels.h, in the including file's unnamed namespace.
+#pragma once
+
+// Constants of exp by type: with `magic` added, the low bits of the sum are round(y) + exponent bias for y = x log2(e),
+// so that a shift makes a power of two of them, and of everything up to `lowest` an exact zero.
+struct ExpFloat {
+  typedef int32_t Int;
+  static constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
+  static constexpr float lowest = -127.0f, ln2 = 0.69314718f, log2e = 1.44269504f;
+  static constexpr int shift = 23;
+  static constexpr int terms = 6;
+  // Minimax of (2^f - 1) / f on [-1/2, 1/2], relative error of 2^f below 2e-9.
+  static constexpr float series[terms] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
+                                          0.00961843691766262f, 0.0013398875016719103f, 0.00015353360504377633f};
+};
+struct ExpDouble {
+  typedef int64_t Int;
+  static constexpr double magic = 6755399441055744.0 + 1023.0;  // 1.5 * 2^52
+  static constexpr double lowest = -1023.0, ln2 = 0.69314718055994530942, log2e = 1.44269504088896340736;
+  static constexpr int shift = 52;
+  static constexpr int terms = 13;
+  // ln(2)^k / k!, remainder below 1e-17.
+  static constexpr double series[terms] = {
+      0.69314718055994530942,    0.24022650695910071233,    0.055504108664821579953,   0.0096181291076284771619,
+      0.0013333558146428443423,  0.00015403530393381609954, 1.5252733804059840280e-05, 1.3215486790144309488e-06,
+      1.0178086009239699728e-07, 7.0549116208011233299e-09, 4.4455382718708114976e-10, 2.5678435993488205142e-11,
+      1.3691488853904128881e-12};
+};
+// For weights that are rounded to bfloat16, which costs them up to 4e-3: relative error of 2^f below 3e-6.
+struct ExpShort : ExpFloat {
+  static constexpr int terms = 4;
+  static constexpr float series[terms] = {0.6931241750717163f, 0.24024099111557007f, 0.055906426161527634f,
+                                          0.009582852944731712f};
+};
+template <typename T>
+struct ExpOf {
+  typedef ExpFloat type;
+};
+template <>
+struct ExpOf<double> {
+  typedef ExpDouble type;
+};
+template <typename T>
+constexpr T kNothing = -__builtin_inff();
+template <typename T>
+inline T zero_if_nothing(T x) {
+  return x == kNothing<T> ? T(0) : x;
+}
+
+// 2^(round(y) + f) of several vectors as power * (1 + part); `sum` is y + magic. A product and not an integer addition
+// is to bring them together, so that NaN stays NaN. Several at once: one alone waits for itself.
+template <typename E, typename V, int kVectors>
+inline void split_exp2(const V (&sum)[kVectors], const V (&f)[kVectors], V (&power)[kVectors], V (&part)[kVectors]) {
+  typedef typename E::Int Bits __attribute__((vector_size(kVectorBytes)));
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    power[v] = (V)((Bits)sum[v] << E::shift);
+    part[v] = f[v] * E::series[E::terms - 1] + E::series[E::terms - 2];
+  }
+#pragma GCC unroll 16
+  for (int i = E::terms - 3; i >= 0; --i)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) part[v] = part[v] * f[v] + E::series[i];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) part[v] *= f[v];
+}
+
+// e^x of each x as power * (1 + part), x log2(e) not rounded.
+template <typename E, typename V, int kVectors>
+inline void split_exp(const V (&x)[kVectors], V (&power)[kVectors], V (&part)[kVectors]) {
+  V sum[kVectors], f[kVectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    const V within = larger(V{} + E::lowest * E::ln2, x[v]);
+    sum[v] = within * E::log2e + E::magic;
+    f[v] = within * E::log2e - (sum[v] - E::magic);
+  }
+  split_exp2<E>(sum, f, power, part);
+}
+
+// x = e^x, or 2^x.
+template <typename E, Base kBase, typename V, int kVectors>
+inline void exp(V (&x)[kVectors]) {
+  V power[kVectors], part[kVectors];
+  if constexpr (kBase == Base::kE) {
+    split_exp<E>(x, power, part);
+  } else {
+    V sum[kVectors], f[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = larger(V{} + E::lowest, x[v]);
+      sum[v] = x[v] + E::magic;
+      f[v] = x[v] - (sum[v] - E::magic);
+    }
+    split_exp2<E>(sum, f, power, part);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) x[v] = power[v] * part[v] + power[v];
+}
+
+template <typename E, Base kBase = Base::kE, typename V>
+inline V exp(V x) {
+  V one[1] = {x};
+  exp<E, kBase>(one);
+  return one[0];
+}
+
+// The maxima of rows with these scores, and what sums are worth under them. Rows are filled up to a whole vector.
+template <typename T, typename E, Base kBase>
+inline void raise_maxima(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* keep) {
+  for (int64_t r = 0; r < rows; ++r) {
+    T* line = s + r * ld;
+    for (int64_t c = columns; c % kLanes<T> != 0; ++c) line[c] = kNothing<T>;
+    Vec<T> top = load(line);
+    for (int64_t c = kLanes<T>; c < columns; c += kLanes<T>) top = larger(top, load(line + c));
+    const T old_max = row_max[r], block_max = largest(top);
+    const T new_max = old_max > block_max ? old_max : block_max;
+    keep[r] = old_max == new_max ? T(1) : exp<E, kBase>(fill(old_max - zero_if_nothing(new_max)))[0];
+    row_max[r] = new_max;
+  }
+}
+
+// A step of the online softmax, whose weights go to store_at(row, column, vectors): all maxima first, so that no row
+// waits for its own.
+template <typename T, typename E, Base kBase, typename Store>
+inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, Store store_at) {
+  constexpr int kMany = 4;
+  raise_maxima<T, E, kBase>(rows, columns, s, ld, row_max, keep);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* line = s + r * ld;
+    const T top = zero_if_nothing(row_max[r]);
+    Vec<T> sum = {};
+    int64_t c = 0;
+    for (; c + (kMany - 1) * kLanes<T> < columns; c += kMany * kLanes<T>) {
+      Vec<T> p[kMany];
+#pragma GCC unroll 4
+      for (int v = 0; v < kMany; ++v) p[v] = load(line + c + v * kLanes<T>) - top;
+      exp<E, kBase>(p);
+      store_at(r, c, p);
+#pragma GCC unroll 4
+      for (int v = 0; v < kMany; ++v) sum += p[v];
+    }
+    for (; c < columns; c += kLanes<T>) {
+      Vec<T> p[1] = {load(line + c) - top};
+      exp<E, kBase>(p);
+      store_at(r, c, p);
+      sum += p[0];
+    }
+    store(row_sum + r * kMaxLanes, load(row_sum + r * kMaxLanes) * keep[r] + sum);
+  }
+}
+
+// With the weights where the scores were.
+template <typename T, typename E, Base kBase>
+void softmax_in_place(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
+  softmax<T, E, kBase>(rows, columns, s, ld, row_max, row_sum, keep, [=](int64_t r, int64_t c, const auto& p) {
+    constexpr int kVectors = sizeof(p) / sizeof(p[0]);
+    for (int v = 0; v < kVectors; ++v) store(s + r * ld + c + v * kLanes<T>, p[v]);
+  });
+}
+
+template <typename T, typename E>
+void softmax_step(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
+  if (base == Base::kE)
+    softmax_in_place<T, E, Base::kE>(rows, columns, s, ld, row_max, row_sum, keep);
+  else
+    softmax_in_place<T, E, Base::kTwo>(rows, columns, s, ld, row_max, row_sum, keep);
+}
+
+// Where operands are T, weights are operands as they are.
+template <typename T>
+const T* softmax_left(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, T*) {
+  softmax_step<T, typename ExpOf<T>::type>(base, rows, columns, s, ld, row_max, row_sum, keep);
+  return s;
+}
