@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -70,9 +71,30 @@ View view_of(const Tensor& tensor) {
   return view;
 }
 
+using Sizes = std::initializer_list<int64_t>;
+
+template <typename List>
+std::string told(const List& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
+}
+
+// What lies beyond a tensor would be read: the loops trust these sizes.
+template <typename List>
+void check_sizes(const char* name, const List& sizes, Sizes wanted, bool broadcasts = false) {
+  bool fits = sizes.size() == wanted.size();
+  for (size_t i = 0; fits && i < wanted.size(); ++i)
+    fits = sizes[i] == wanted.begin()[i] || (broadcasts && sizes[i] == 1);
+  STD_TORCH_CHECK(fits, "cpu_flash: expected ", name, " of shape ", told(wanted),
+                  broadcasts ? ", or 1 in its place" : "", ", but got ", told(sizes));
+}
+
 // Size 1 means broadcast in the last dimension too; an empty tensor still counts as present.
-View optional_view(const std::optional<Tensor>& tensor, bool typed) {
+View optional_view(const char* name, const std::optional<Tensor>& tensor, bool typed, Sizes wanted,
+                   bool broadcasts = true) {
   if (!tensor) return View();
+  check_sizes(name, tensor->sizes(), wanted, broadcasts);
   View view = typed ? view_of(*tensor) : view_without_type(*tensor);
   const int64_t last = tensor->dim() - 1;
   if (last >= 0 && tensor->size(last) == 1) view.stride[last] = 0;
@@ -107,77 +129,124 @@ int32_t compute_code(Dtype dtype) {
 
 Tensor empty_result(int32_t code) { return new_tensor({0}, {1}, code); }
 
-// The arguments that forward and backward share, kept alive by `kept` while the views are in use.
+// The arguments that forward and backward share. All are taken before any is looked at: those that a refusal left on
+// the stack would never be freed.
 struct Call {
   Tensor q, k, v;
-  std::vector<std::optional<Tensor>> kept;
+  std::vector<std::optional<Tensor>> kept;  // in the order of the arguments
+  std::optional<Tensor> rng;
   AttentionParams params;
 
-  void read_tensors(Arguments* in) {
+  void take_tensors(Arguments* in) {
     q = in->next<Tensor>();
     k = in->next<Tensor>();
     v = in->next<Tensor>();
-    STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "cpu_flash: expected q, k and v of 4 dimensions");
-    params.q = view_of(q);
-    params.k = view_of(k);
-    params.v = view_of(v);
-    params.B = q.size(0), params.H = q.size(1), params.M = q.size(2), params.D = q.size(3);
-    params.Hkv = k.size(1), params.N = k.size(2), params.Dv = v.size(3);
-    STD_TORCH_CHECK(params.k.dtype == params.q.dtype && params.v.dtype == params.q.dtype,
-                    "cpu_flash: expected q, k and v of one dtype");
-    STD_TORCH_CHECK(params.Hkv > 0 ? params.H % params.Hkv == 0 : params.H == 0,
-                    "cpu_flash: expected the heads of q to be a multiple of those of k, but got ", params.H, " and ",
-                    params.Hkv);
-    params.threads = torch::stable::get_num_threads();
   }
 
-  void read_band(Arguments* in) {
+  void take_band(Arguments* in) {
     params.scale = in->next<double>();
     params.left = in->next<int64_t>();
     params.right = in->next<int64_t>();
     params.bottom_right = in->next<bool>();
   }
 
-  const std::optional<Tensor>& keep(std::optional<Tensor> tensor) {
-    kept.push_back(std::move(tensor));
-    return kept.back();
-  }
-
-  void read_dense(Arguments* in) {
-    constexpr size_t kOptionalTensors = 10;
+  void take_optional(Arguments* in, int count) {
     kept.reserve(kOptionalTensors);
-    params.bias = optional_view(keep(in->next_optional()), true);
-    params.allowed = optional_view(keep(in->next_optional()), false);
-    STD_TORCH_CHECK(!params.bias || params.bias.dtype == params.q.dtype || params.bias.dtype == Dtype::kFloat32,
-                    "cpu_flash: expected a bias of the dtype of q or float32");
+    for (int i = 0; i < count; ++i) kept.push_back(in->next_optional());
   }
 
-  void read_options(Arguments* in) {
-    read_dense(in);
-    params.q_lengths = optional_view(keep(in->next_optional()), false);
-    params.k_lengths = optional_view(keep(in->next_optional()), false);
-    params.q_segments = optional_view(keep(in->next_optional()), false);
-    params.k_segments = optional_view(keep(in->next_optional()), false);
-    params.prefix = optional_view(keep(in->next_optional()), false);
-    params.alibi = optional_view(keep(in->next_optional()), true);
-    params.sinks = optional_view(keep(in->next_optional()), true);
+  void take_dense(Arguments* in) { take_optional(in, kDenseTensors); }
+
+  void take_options(Arguments* in) {
+    take_optional(in, kOptionalTensors);
     params.softcap = in->next<double>();
     params.dropout_p = in->next<double>();
-    read_rng(keep(in->next_optional()));
+    rng = in->next_optional();
     params.block_m = in->next<int64_t>();
     params.block_n = in->next<int64_t>();
   }
 
-  void read_rng(const std::optional<Tensor>& rng) {
-    if (!rng) return;
+  void read() {
+    read_tensors();
+    params.left = side(params.left);
+    params.right = side(params.right);
+    read_dense();
+    if (kept.size() > kDenseTensors) read_options();
+    params.threads = torch::stable::get_num_threads();
+  }
+
+  const std::optional<Tensor>& bias() const { return kept[0]; }
+  std::optional<Tensor> sinks() const { return params.sinks ? kept.back() : std::nullopt; }
+
+ private:
+  static constexpr int kDenseTensors = 2, kOptionalTensors = 9;
+
+  void read_tensors() {
+    const auto of_q = q.sizes(), of_k = k.sizes(), of_v = v.sizes();
+    STD_TORCH_CHECK(of_q.size() == 4 && of_k.size() == 4 && of_v.size() == 4,
+                    "cpu_flash: expected q, k and v of 4 dimensions");
+    params.q = view_of(q);
+    params.k = view_of(k);
+    params.v = view_of(v);
+    params.B = of_q[0], params.H = of_q[1], params.M = of_q[2], params.D = of_q[3];
+    params.Hkv = of_k[1], params.N = of_k[2], params.Dv = of_v[3];
+    STD_TORCH_CHECK(params.k.dtype == params.q.dtype && params.v.dtype == params.q.dtype,
+                    "cpu_flash: expected q, k and v of one dtype");
+    STD_TORCH_CHECK(params.Hkv > 0 ? params.H % params.Hkv == 0 : params.H == 0,
+                    "cpu_flash: expected the heads of q to be a multiple of those of k, but got ", params.H, " and ",
+                    params.Hkv);
+    check_sizes("k", of_k, {params.B, params.Hkv, params.N, params.D});
+    check_sizes("v", of_v, {params.B, params.Hkv, params.N, params.Dv});
+  }
+
+  // A side wider than the matrix hides nothing; sums with it could overflow.
+  int64_t side(int64_t keys) const {
+    STD_TORCH_CHECK(keys >= kUnlimited, "cpu_flash: expected left and right to be -1 or more, but got ", keys);
+    return keys < params.M + params.N ? keys : kUnlimited;
+  }
+
+  void read_dense() {
+    const Sizes scores = {params.B, params.H, params.M, params.N};
+    params.bias = optional_view("bias", kept[0], true, scores);
+    params.allowed = words("allowed", kept[1], ScalarType::Bool, scores);
+    STD_TORCH_CHECK(!params.bias || params.bias.dtype == params.q.dtype || params.bias.dtype == Dtype::kFloat32,
+                    "cpu_flash: expected a bias of the dtype of q or float32");
+  }
+
+  void read_options() {
+    constexpr ScalarType kInt = ScalarType::Int;
+    params.q_lengths = words("q_lengths", kept[2], kInt, {params.B});
+    params.k_lengths = words("k_lengths", kept[3], kInt, {params.B});
+    STD_TORCH_CHECK(kept[4].has_value() == kept[5].has_value(),
+                    "cpu_flash: expected segments of queries and keys, or none");
+    params.q_segments = words("q_segments", kept[4], kInt, {params.B, params.M});
+    params.k_segments = words("k_segments", kept[5], kInt, {params.B, params.N});
+    params.prefix = words("prefix", kept[6], kInt, {params.B});
+    params.alibi = optional_view("alibi", kept[7], true, {params.B, params.H});
+    params.sinks = optional_view("sinks", kept[8], true, {params.H}, false);
+    if (rng) read_rng();
+    // Scratch is as large as two of them multiplied.
+    constexpr int64_t kLargest = 1 << 16;
+    for (const int64_t block : {params.block_m, params.block_n})
+      STD_TORCH_CHECK(0 <= block && block <= kLargest, "cpu_flash: expected blocks from 0 to ", kLargest, ", but got ",
+                      block);
+  }
+
+  // An optional argument that is not computed with.
+  static View words(const char* name, const std::optional<Tensor>& tensor, ScalarType type, Sizes wanted) {
+    STD_TORCH_CHECK(!tensor || tensor->scalar_type() == type, "cpu_flash: expected ", name,
+                    type == ScalarType::Bool ? " in bool" : " in int32");
+    return optional_view(name, tensor, false, wanted);
+  }
+
+  void read_rng() {
+    check_sizes("rng", rng->sizes(), {2});
+    STD_TORCH_CHECK(rng->scalar_type() == ScalarType::Long, "cpu_flash: expected rng in int64");
     const auto* words = static_cast<const char*>(rng->data_ptr());
     const int64_t stride = rng->stride(0) * static_cast<int64_t>(sizeof(int64_t));
     params.philox_key = *reinterpret_cast<const uint64_t*>(words);
     params.philox_offset = *reinterpret_cast<const uint64_t*>(words + stride);
   }
-
-  const std::optional<Tensor>& bias() const { return kept[0]; }
-  std::optional<Tensor> sinks() const { return params.sinks ? kept[8] : std::nullopt; }
 };
 
 template <typename T>
@@ -194,12 +263,13 @@ template <bool kDense>
 void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
   Call call;
-  call.read_tensors(&in);
-  call.read_band(&in);
+  call.take_tensors(&in);
+  call.take_band(&in);
   if (kDense)
-    call.read_dense(&in);
+    call.take_dense(&in);
   else
-    call.read_options(&in);
+    call.take_options(&in);
+  call.read();
   const AttentionParams& p = call.params;
   const Tensor out = new_like(call.q, p.Dv);
   const Tensor lse = new_tensor({p.B, p.H, p.M}, {p.H * p.M, p.M, 1}, compute_code(p.q.dtype));
@@ -276,23 +346,28 @@ void flash_backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
   const Tensor grad_out = in.next<Tensor>();
   Call call;
-  call.read_tensors(&in);
+  call.take_tensors(&in);
   const Tensor out = in.next<Tensor>(), lse = in.next<Tensor>();
-  call.read_band(&in);
+  call.take_band(&in);
   std::optional<Tensor> grad_lse;
   bool bias_grad = false;
   if (kDense) {
-    call.read_dense(&in);
+    call.take_dense(&in);
   } else {
     grad_lse = in.next_optional();
-    call.read_options(&in);
+    call.take_options(&in);
     bias_grad = in.next<bool>();
   }
+  call.read();
+  const AttentionParams& p = call.params;
+  check_sizes("out", out.sizes(), {p.B, p.H, p.M, p.Dv});
+  check_sizes("grad_out", grad_out.sizes(), {p.B, p.H, p.M, p.Dv});
+  check_sizes("lse", lse.sizes(), {p.B, p.H, p.M});
   BackwardTensors tensors;
   tensors.out = view_of(out);
   tensors.grad_out = view_of(grad_out);
   tensors.lse = view_of(lse);
-  tensors.grad_lse = optional_view(grad_lse, true);
+  tensors.grad_lse = optional_view("grad_lse", grad_lse, true, {p.B, p.H, p.M}, false);
   const Dtype compute = call.params.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
   STD_TORCH_CHECK(tensors.lse.dtype == compute && (!grad_lse || tensors.grad_lse.dtype == compute),
                   "cpu_flash: expected lse and its gradient in float32, or float64 for float64 inputs");
