@@ -11,10 +11,14 @@ CUTLASS ?= 4.2.0.0
 SANITIZER ?= compute-sanitizer
 # Processes that test on a GPU: nearly all of their time goes into compiling.
 GPU_JOBS ?= 8
+# For how long `make fuzz` begins new cases, from which seed (none: a random one), and how many at most (0: any number).
+SECONDS ?= 120
+SEED ?=
+CASES ?= 0
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-arm lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -31,6 +35,11 @@ test-interpreted: $(READY)
 # Arm without an Arm machine; what it downloads stays in build/aarch64. Where its tools cannot be had it says so and ends.
 test-arm: $(VENV)/torch-$(TORCH)
 	$(BIN)/python tests/arm/run.py
+
+# Reads and writes out of bounds, undefined arithmetic, leaks: the operators of cpu_flash, called at random. What fails has a
+# seed, and is called again alone by `make fuzz SEED=... CASES=1`.
+fuzz: $(READY)
+	$(BIN)/python tests/sanitize/run.py --seconds $(SECONDS) --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)

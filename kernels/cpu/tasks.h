@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 
+#include "carver.h"
 #include "primitives.h"
 
 namespace sdpa_cpu {
@@ -22,24 +23,6 @@ class Scratch {
   };
   int64_t stride_;
   std::unique_ptr<char, Free> memory_;
-};
-
-// Hands out parts of a thread's scratch; with a null base it only adds up sizes.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-  template <typename T>
-  T* take(int64_t count) {
-    T* part = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + kCacheLine - 1) / kCacheLine * kCacheLine;
-    return part;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  static constexpr int64_t kCacheLine = 64;
-  char* base_;
-  int64_t used_ = 0;
 };
 
 // Calls run(task, thread) for every task, in order of their numbers as threads become free; each thread sets its
