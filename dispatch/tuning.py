@@ -9,7 +9,7 @@ A table is one YAML file named after its device (`device.names`):
     command: sdpa tune --suite cpu
     entries:
       - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
-         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [192, 64, 0, 0]}}
+         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [768, 384, 0, 0]}}
 
 `tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages.
 

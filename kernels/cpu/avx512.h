@@ -27,6 +27,30 @@ inline __m512 larger(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 inline float largest(__m512 x) { return _mm512_reduce_max_ps(x); }
 inline float total(__m512 x) { return _mm512_reduce_add_ps(x); }
 
+// Sums of 16 vectors by adding halves of two into one: within 128 bits, then of the 128-bit parts.
+inline void totals(const __m512 (&x)[16], float* sums) {
+  __m512 four[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512* y = x + 4 * i;
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(y[0], y[1]), _mm512_unpackhi_ps(y[0], y[1]));
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(y[2], y[3]), _mm512_unpackhi_ps(y[2], y[3]));
+    four[i] = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+  }
+  const auto add_parts = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  _mm512_storeu_ps(sums, add_parts(add_parts(four[0], four[1]), add_parts(four[2], four[3])));
+}
+
+inline void interleave(__m512& even, __m512& odd) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512 first = _mm512_permutex2var_ps(even, low, odd);
+  odd = _mm512_permutex2var_ps(even, high, odd);
+  even = first;
+}
+
 // 16 x 16: pairs, then fours within 128 bits, then the 128-bit parts.
 inline void transpose(__m512* rows) {
   __m512 pairs[16], fours[16];

@@ -12,7 +12,7 @@ from sdpa.kernels.cpu.library import load_error
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 # The first stands for the library's own choice, which depends on the instruction set and the threads.
-TILES = (Tile(192, 64), Tile(96, 64), Tile(384, 64), Tile(192, 128))
+TILES = (Tile(768, 384), Tile(96, 64), Tile(192, 128), Tile(384, 512))
 
 # Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there. The last
 # ones, of packed and paged calls, never come here.

@@ -27,6 +27,12 @@ struct Plan {
 
 bool reads_in_place(const AttentionParams& p) { return p.M * p.G() <= kDirectRows && unit_stride(p.k); }
 
+// Whether rows of values are vectors as they lie.
+template <typename T, typename Operand>
+bool values_in_place(const AttentionParams& p, const Primitives<T, Operand>& prim) {
+  return unit_stride(p.v) && p.Dv % prim.lanes == 0;
+}
+
 Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   Plan plan;
   const double flops = 2.0 * p.B * p.H * p.M * p.N * (p.D + p.Dv);
@@ -63,7 +69,7 @@ class Forward {
     v_ld_ = round_up(p_.Dv, prim.lanes);
     const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
     base_ = terms_.present() ? Base::kE : Base::kTwo;
-    values_in_place_ = unit_stride(p_.v) && v_ld_ == p_.Dv && (own_type || plan_.direct);
+    values_in_place_ = (own_type || plan_.direct) && values_in_place(p_, prim);
   }
 
   void run() {
@@ -193,7 +199,7 @@ class Forward {
         f_.prim_.load_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
         block.values = {b_.values, p_.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32, f_.v_ld_, 1};
       }
-      if (kPack == 1 && cover == Cover::kCut) block.exact = !finite_values(block);
+      if ((kPack == 1 || f_.plan_.direct) && cover == Cover::kCut) block.exact = !finite_values(block);
       return block;
     }
 
@@ -217,51 +223,53 @@ class Forward {
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
       if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
-      const Operand* weights = weigh(group, row, block.begin, count);
       T* acc = b_.acc + row * f_.v_ld_;
-      if (block.exact && structured == Cover::kCut)
+      const bool direct = f_.plan_.direct, visible_only = block.exact && structured == Cover::kCut;
+      if (!direct && !visible_only && p_.dropout_p == 0.0)
+        return accumulate(group, count, softmax_left(group, row, count), block, acc);
+      f_.prim_.softmax_step(f_.base_, group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes,
+                            b_.keep);
+      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
+      if (visible_only)
         accumulate_visible(group, block, count, acc);
+      else if (direct)
+        f_.prim_.accumulate_direct(group.count, f_.v_ld_, count, b_.s, ld, block.values, acc, f_.v_ld_, b_.keep);
       else
-        f_.prim_.accumulate(group.count, f_.v_ld_, count, weights, f_.left_ld(), kTogether<Operand>, block.values, acc,
-                            f_.v_ld_, b_.keep);
+        accumulate(group, count, f_.prim_.as_left(group.count, count, b_.s, b_.left, ld), block, acc);
     }
 
-    // A step of the online softmax; the weights as a left operand.
-    const Operand* weigh(const RowGroup& group, int64_t row, int64_t begin, int64_t count) const {
-      const int64_t ld = f_.plan_.block_n;
-      T *row_max = b_.row_max + row, *row_sum = b_.row_sum + row * kMaxLanes;
-      if (p_.dropout_p == 0.0)
-        return f_.prim_.softmax_left(f_.base_, group.count, count, b_.s, ld, row_max, row_sum, b_.keep, b_.left);
-      f_.prim_.softmax_step(f_.base_, group.count, count, b_.s, ld, row_max, row_sum, b_.keep);
-      apply_dropout(p_, batch_, group, begin, count, b_.s, ld);
-      return f_.prim_.as_left(group.count, count, b_.s, b_.left, ld);
+    const Operand* softmax_left(const RowGroup& group, int64_t row, int64_t count) const {
+      return f_.prim_.softmax_left(f_.base_, group.count, count, b_.s, f_.plan_.block_n, b_.row_max + row,
+                                   b_.row_sum + row * kMaxLanes, b_.keep, b_.left);
+    }
+
+    void accumulate(const RowGroup& group, int64_t count, const Operand* weights, const KeyBlock& block, T* acc) const {
+      f_.prim_.accumulate(group.count, f_.v_ld_, count, weights, f_.left_ld(), kTogether<Operand>, block.values, acc,
+                          f_.v_ld_, b_.keep);
     }
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
       const int64_t ld = f_.plan_.block_n;
       const T factor = f_.to_base(p_.scale);
-      if constexpr (kPack == 1) {
-        if (f_.plan_.direct) {
-          f_.prim_.scores_direct(group.count, count, p_.D, queries_of(row), f_.q_ld_, block.keys, factor, b_.s, ld);
-          return;
-        }
-      }
-      f_.prim_.scores(group.count, count, p_.D, queries_of(row), f_.q_ld_ / kPack, b_.keys, ld, factor, b_.s, ld);
+      const Operand* queries = queries_of(row);
+      const int64_t q_ld = f_.q_ld_ / kPack;
+      if (f_.plan_.direct)
+        f_.prim_.scores_direct(group.count, count, p_.D, queries, q_ld, block.keys, factor, b_.s, ld);
+      else
+        f_.prim_.scores(group.count, count, p_.D, queries, q_ld, b_.keys, ld, factor, b_.s, ld);
     }
 
     // Key by key, without touching the values of keys that a structured mask hides.
     void accumulate_visible(const RowGroup& group, const KeyBlock& block, int64_t count, T* acc) const {
-      if constexpr (kPack == 1) {
-        const int64_t ld = f_.plan_.block_n;
-        f_.prim_.accumulate(group.count, f_.v_ld_, 0, b_.s, ld, 1, block.values, acc, f_.v_ld_, b_.keep);
-        for (int64_t r = 0; r < group.count; ++r)
-          for (int64_t j = 0; j < count; ++j) {
-            if (!mask_.visible(group.query_of(r), block.begin + j)) continue;
-            Source value = block.values;
-            value.data = static_cast<const char*>(value.data) + j * value.row_stride * size_of(value.dtype);
-            f_.prim_.accumulate(1, f_.v_ld_, 1, b_.s + r * ld + j, ld, 1, value, acc + r * f_.v_ld_, f_.v_ld_, nullptr);
-          }
-      }
+      const int64_t ld = f_.plan_.block_n, width = f_.v_ld_;
+      f_.prim_.accumulate_direct(group.count, width, 0, b_.s, ld, block.values, acc, width, b_.keep);
+      for (int64_t r = 0; r < group.count; ++r)
+        for (int64_t j = 0; j < count; ++j) {
+          if (!mask_.visible(group.query_of(r), block.begin + j)) continue;
+          Source value = block.values;
+          value.data = static_cast<const char*>(value.data) + j * value.row_stride * size_of(value.dtype);
+          f_.prim_.accumulate_direct(1, width, 1, b_.s + r * ld + j, ld, value, acc + r * width, width, nullptr);
+        }
     }
 
     void finish() const {
@@ -314,7 +322,10 @@ class Forward {
 template <typename T>
 void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
-  if (tools.pairs && !reads_in_place(params) && pairs_are_exact(params, tools.plain, {&params.v}))
+  const bool direct = reads_in_place(params);
+  const bool pairs = tools.pairs && (direct ? tools.pairs->scores_direct && values_in_place(params, *tools.pairs)
+                                            : pairs_are_exact(params, tools.plain, {&params.v}));
+  if (pairs)
     Forward<T, Narrow>(params, *tools.pairs, results).run();
   else
     Forward<T, T>(params, tools.plain, results).run();

@@ -1,7 +1,7 @@
 // The primitives, written once on vectors of the compiler and instantiated by each instruction set in its own unnamed
 // namespace. The including file defines kVectorBytes, kPanel (vectors side by side in a tile) and the conversions
 // widen_bf16, widen_f16, narrow_bf16, narrow_f16 and widen_bytes (to as many integers as floats fill a vector); it may
-// overload larger, largest, total and transpose.
+// overload larger, largest, total, totals, interleave and transpose.
 #pragma once
 
 template <typename T>
@@ -64,6 +64,16 @@ inline auto total(V x) {
   for (unsigned i = 1; i < sizeof(V) / sizeof(x[0]); ++i) result += x[i];
   return result;
 }
+// The first halves of both by turns, then the second halves.
+template <typename V>
+inline void interleave(V& even, V& odd) {
+  constexpr int kSize = sizeof(V) / sizeof(even[0]), kHalf = kSize / 2;
+  const V a = even, b = odd;
+  for (int i = 0; i < kSize; ++i) {
+    even[i] = i % 2 == 0 ? a[i / 2] : b[i / 2];
+    odd[i] = i % 2 == 0 ? a[kHalf + i / 2] : b[kHalf + i / 2];
+  }
+}
 template <typename V>
 inline void transpose(V* rows) {
   constexpr int kSize = sizeof(V) / sizeof(rows[0][0]);
@@ -124,14 +134,18 @@ void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   });
 }
 
+// Of __builtin_prefetch; and elements of a line of the caches.
+constexpr int kForReading = 0, kSecondCache = 2;
+template <typename S>
+constexpr int64_t kLine = 64 / sizeof(S);
+
 // Asks the second cache for rows that are packed a little later, of this block or the next: reading across rows is not
 // what a processor foresees.
 template <typename S>
 inline void fetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t width) {
-  constexpr int64_t kRowsAhead = 32, kLine = 64 / sizeof(S);
-  constexpr int kForReading = 0, kSecondCache = 2;
+  constexpr int64_t kRowsAhead = 32;
   for (int64_t row = kRowsAhead; row < kRowsAhead + count; ++row)
-    for (int64_t c = 0; c < width; c += kLine)
+    for (int64_t c = 0; c < width; c += kLine<S>)
       __builtin_prefetch(rows + row * row_stride + c, kForReading, kSecondCache);
 }
 
@@ -173,11 +187,45 @@ void store_rows(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t
   });
 }
 
-// Rows that are fetched ahead of their use where keys are read once, from memory and not from a cache.
-constexpr int kKeysAhead = 16;
+// Rows that the second cache is asked for ahead of their use, where they are read once and from memory: 16 KiB of heads
+// of 128 values. The first cache can ask for fewer lines at a time than memory delivers.
+template <typename S>
+constexpr int64_t kKeysAhead = 128 / sizeof(S);
+
+// Vectors of a row from memory. bfloat16 comes two vectors at a time, those in even places first: one operation makes
+// a vector of them.
+template <typename T, int kVectors, typename S, typename V>
+inline void read_row(const S* p, V (&line)[kVectors]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < kVectors; ++v) line[v] = widen(p + v * kLanes<T>);
+}
+template <typename T, int kVectors>
+inline void read_row(const BFloat16* p, Vec<float> (&line)[kVectors]) {
+  typedef uint32_t Both __attribute__((vector_size(kVectorBytes)));
+#pragma GCC unroll 4
+  for (int v = 0; v + 1 < kVectors; v += 2) {
+    const Both both = (Both)load(reinterpret_cast<const float*>(p + v * kLanes<float>));
+    line[v] = (Vec<float>)(both << 16);
+    line[v + 1] = (Vec<float>)(both & 0xffff0000u);
+  }
+  if (kVectors % 2 != 0) line[kVectors - 1] = widen(p + (kVectors - 1) * kLanes<float>);
+}
+
+// Sums of what `read_row` read, in the order of memory.
+template <int kVectors, typename S, typename V>
+inline void put_in_order(const S*, V (&)[kVectors]) {}
+template <int kVectors, typename V>
+inline void put_in_order(const BFloat16*, V (&sums)[kVectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v + 1 < kVectors; v += 2) interleave(sums[v], sums[v + 1]);
+}
 
 template <typename T>
 inline void add_product(Vec<T>& sum, T a, Vec<T> b) {
+  sum += a * b;
+}
+template <typename T>
+inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
   sum += a * b;
 }
 
@@ -187,14 +235,14 @@ template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
           int64_t ldc, const T* keep) {
   constexpr int L = kLanes<T>;
+  constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
   Vec<T> acc[kRows][kVectors] = {};
   for (int64_t k = 0; k < steps; ++k) {
     decltype(widen(b)) line[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      if (kRows == 1) __builtin_prefetch(b + (k + kKeysAhead) * ldb + v * L);
-      line[v] = widen(b + k * ldb + v * L);
-    }
+    for (int v = 0; kReadOnce && v < kVectors; v += kLine<S> / L)
+      __builtin_prefetch(b + (k + kKeysAhead<S>)*ldb + v * L, kForReading, kSecondCache);
+    read_row<T>(b + k * ldb, line);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const A x = a[r * row_stride + k * step_stride];
@@ -203,7 +251,8 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kRows; ++r) {
+    put_in_order(b, acc[r]);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       T* at = c + r * ldc + v * L;
@@ -212,6 +261,7 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
       else
         store(at, acc[r][v] * factor);
     }
+  }
 }
 
 template <typename T, typename A, typename S>
@@ -277,54 +327,7 @@ const T* as_left_transposed(int64_t, int64_t, T* s, T*, int64_t) {
   return s;
 }
 
-// Dot products of kRows queries with kKeys keys in their own memory.
-template <typename T, typename S, int kRows, int kKeys>
-void dots(int64_t depth, const T* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c, int64_t ldc) {
-  Vec<T> acc[kRows][kKeys] = {};
-  for (int64_t d = 0; d < depth; d += kLanes<T>) {
-    Vec<T> line[kKeys];
-#pragma GCC unroll 4
-    for (int j = 0; j < kKeys; ++j) {
-      __builtin_prefetch(keys + (j + kKeysAhead) * stride + d);
-      line[j] = widen_part<T>(keys + j * stride + d, 1, depth - d);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-      for (int j = 0; j < kKeys; ++j) acc[r][j] += load(a + r * lda + d) * line[j];
-  }
-  for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kKeys; ++j) c[r * ldc + j] = factor * total(acc[r][j]);
-}
-
-template <typename T, typename S, int kRows>
-void dot_rows(int64_t columns, int64_t depth, const T* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c,
-              int64_t ldc) {
-  constexpr int kKeys = 4;  // with 4 rows 16 accumulators
-  int64_t j = 0;
-  for (; j + kKeys <= columns; j += kKeys)
-    dots<T, S, kRows, kKeys>(depth, a, lda, keys + j * stride, stride, factor, c + j, ldc);
-  for (; j < columns; ++j) dots<T, S, kRows, 1>(depth, a, lda, keys + j * stride, stride, factor, c + j, ldc);
-}
-
-template <typename T>
-void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor, T* c,
-                   int64_t ldc) {
-  with_type(T(), keys.dtype, [=](auto* type) {
-    auto* data = static_cast<decltype(type)>(keys.data);
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-      dot_rows<T, typename Pointee<decltype(type)>::type, 4>(columns, depth, a + r * lda, lda, data, keys.row_stride,
-                                                             factor, c + r * ldc, ldc);
-    for (; r + 2 <= rows; r += 2)
-      dot_rows<T, typename Pointee<decltype(type)>::type, 2>(columns, depth, a + r * lda, lda, data, keys.row_stride,
-                                                             factor, c + r * ldc, ldc);
-    for (; r < rows; ++r)
-      dot_rows<T, typename Pointee<decltype(type)>::type, 1>(columns, depth, a + r * lda, lda, data, keys.row_stride,
-                                                             factor, c + r * ldc, ldc);
-  });
-}
-
+#include "direct.h"
 #include "softmax.h"
 
 template <typename T>
@@ -460,8 +463,8 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
 
 template <typename T, typename E = typename ExpOf<T>::type>
 constexpr ScorePrimitives<T> kScorePrimitives = {
-    softmax_step<T, E>, probabilities<T>,     score_gradient<T>, softcap<T>,
-    add_bias<T>,        subtract_distance<T>, hide<T>,           finite<T>};
+    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>,          add_bias<T>,
+    subtract_distance<T>, hide<T>,          finite<T>,         accumulate_direct<T>};
 
 template <typename T>
 constexpr Primitives<T> kPrimitives = {

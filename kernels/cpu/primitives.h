@@ -58,8 +58,8 @@ struct Blocking {
   int64_t least_m;  // so many are halved no more to give all threads something
   int64_t block_n;  // keys
 };
-// 6 x 64 fill the registers. Packing a key costs as much as using it for 10 to 20 queries; a block of keys costs reading
-// and writing its queries' outputs once.
+// 6 x 64 fill the registers. Packing a key costs as much as using it for 10 to 20 queries; a block of keys costs
+// reading and writing its queries' outputs once.
 constexpr Blocking kVectorBlocking = {6, 768, 48, 384};
 
 // What a thread does before its products and after them, where those need registers set up; `saved` is room for what
@@ -96,6 +96,10 @@ struct ScorePrimitives {
                int64_t ld);
   // Whether all of x [rows, width] is finite.
   bool (*finite)(const T* x, int64_t rows, int64_t width, int64_t ld);
+  // c = keep[row] * c + a b (keep null: 1): c [rows, width], a [rows, depth], b rows of values in memory, of column
+  // stride 1; width is a multiple of `lanes`.
+  void (*accumulate_direct)(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t lda, Source b, T* c,
+                            int64_t ldc, const T* keep);
 };
 
 // T is the type computed in: float for everything but float64. Products take operands of another type where the
@@ -132,12 +136,11 @@ struct Primitives : ScorePrimitives<T> {
   // c = factor * a b: c [rows, columns up to a whole vector], a [rows, depth] of leading dimension lda operands.
   void (*scores)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, const Operand* b,
                  int64_t ldb, T factor, T* c, int64_t ldc);
-  // The same with b as rows of keys in memory, column stride 1: no packing, for few rows. Null for operands not T.
-  void (*scores_direct)(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor,
-                        T* c, int64_t ldc);
+  // The same with b as rows of keys in memory, column stride 1: no packing, for few rows. Null where it is not there.
+  void (*scores_direct)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, Source keys,
+                        T factor, T* c, int64_t ldc);
   // c = keep[row] * c + a b (keep null: 1): c [rows, width], a[row * row_stride + k * depth_stride], where one of these
-  // strides is 1, b a right operand with column stride 1, or where T is the operand also rows of values in memory;
-  // width is a multiple of `lanes`.
+  // strides is 1, b a right operand with column stride 1; width is a multiple of `lanes`.
   void (*accumulate)(int64_t rows, int64_t width, int64_t depth, const Operand* a, int64_t row_stride,
                      int64_t depth_stride, Source b, T* c, int64_t ldc, const T* keep);
 

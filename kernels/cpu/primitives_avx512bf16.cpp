@@ -25,6 +25,16 @@ inline void add_product(__m512& sum, Pair a, __m512i b) {
   sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)b);
 }
 
+template <typename T>
+inline void add_product(__m512& sum, __m512i a, __m512i b) {
+  sum = _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+
+// Of a dot product: pairs of a query, of which `count` values are left.
+inline __m512i query_part(const Pair* a, int64_t count) {
+  return count >= 32 ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi32((1u << (count + 1) / 2) - 1, a);
+}
+
 #include "microkernels.h"
 
 const BFloat16* bf16_row(Source src, int64_t row) {
@@ -39,6 +49,15 @@ inline __m512i pairs_of(Source src, int64_t row, int64_t column, int64_t width) 
   uint16_t part[kValues] = {};
   for (int64_t i = 0; i < kValues && column + i < width; ++i) part[i] = p[i * src.column_stride].bits;
   return _mm512_loadu_si512(part);
+}
+
+inline __m512i key_part(const BFloat16* key, int64_t count, Pair) {
+  return count >= 32 ? _mm512_loadu_si512(key) : _mm512_maskz_loadu_epi16((1u << count) - 1, key);
+}
+
+void score_pairs_direct(int64_t rows, int64_t columns, int64_t depth, const Pair* a, int64_t lda, Source keys,
+                        float factor, float* c, int64_t ldc) {
+  dot_products(rows, columns, depth, a, lda, bf16_row(keys, 0), keys.row_stride, factor, c, ldc);
 }
 
 void load_left(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
@@ -152,7 +171,7 @@ constexpr Primitives<float, Pair> kPairs = {kScorePrimitives<float, ExpShort>,
                                             softmax_left_pairs,
                                             as_left_transposed_pairs,
                                             scores<float, Pair>,
-                                            nullptr,
+                                            score_pairs_direct,
                                             accumulate_pairs};
 
 }  // namespace

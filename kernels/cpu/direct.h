@@ -1,0 +1,80 @@
+// Products with keys and values as they lie in memory, for few queries: a part of microkernels.h, in the including
+// file's unnamed namespace.
+#pragma once
+
+// Sums of each of the vectors.
+template <typename V, typename T, int kCount>
+inline void totals(const V (&x)[kCount], T* sums) {
+  for (int i = 0; i < kCount; ++i) sums[i] = total(x[i]);
+}
+
+// A vector of operands of queries, and one of keys of which `count` values are left.
+template <typename T>
+inline Vec<T> query_part(const T* a, int64_t) {
+  return load(a);
+}
+template <typename T, typename S>
+inline Vec<T> key_part(const S* key, int64_t count, T) {
+  return widen_part<T>(key, 1, count);
+}
+
+// Dot products of kRows queries with kKeys keys.
+template <typename T, typename A, typename S, int kRows, int kKeys>
+void dots(int64_t depth, const A* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c, int64_t ldc) {
+  constexpr int64_t kStep = kLanes<T> * kDepth<A>;
+  Vec<T> acc[kRows * kKeys] = {};
+  for (int64_t d = 0; d < depth; d += kStep) {
+    decltype(query_part(a, depth)) line[kKeys];
+#pragma GCC unroll 16
+    for (int j = 0; j < kKeys; ++j) {
+      __builtin_prefetch(keys + (j + kKeysAhead<S>)*stride + d, kForReading, kSecondCache);
+      line[j] = key_part(keys + j * stride + d, depth - d, A());
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const auto x = query_part(a + r * lda + d / kDepth<A>, depth - d);
+#pragma GCC unroll 16
+      for (int j = 0; j < kKeys; ++j) add_product<T>(acc[r * kKeys + j], x, line[j]);
+    }
+  }
+  T sums[kRows * kKeys];
+  totals(acc, sums);
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kKeys; ++j) c[r * ldc + j] = factor * sums[r * kKeys + j];
+}
+
+template <typename T, typename A, typename S, int kRows>
+void dot_rows(int64_t columns, int64_t depth, const A* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c,
+              int64_t ldc) {
+  constexpr int kAccumulators = kPanel < 4 ? 8 : 16;  // of 16 or 32 registers
+  constexpr int kKeys = kAccumulators / kRows;
+  int64_t j = 0;
+  for (; j + kKeys <= columns; j += kKeys)
+    dots<T, A, S, kRows, kKeys>(depth, a, lda, keys + j * stride, stride, factor, c + j, ldc);
+  for (; j < columns; ++j) dots<T, A, S, kRows, 1>(depth, a, lda, keys + j * stride, stride, factor, c + j, ldc);
+}
+
+template <typename T, typename A, typename S>
+void dot_products(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const S* keys, int64_t stride,
+                  T factor, T* c, int64_t ldc) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    dot_rows<T, A, S, 4>(columns, depth, a + r * lda, lda, keys, stride, factor, c + r * ldc, ldc);
+  for (; r + 2 <= rows; r += 2)
+    dot_rows<T, A, S, 2>(columns, depth, a + r * lda, lda, keys, stride, factor, c + r * ldc, ldc);
+  for (; r < rows; ++r) dot_rows<T, A, S, 1>(columns, depth, a + r * lda, lda, keys, stride, factor, c + r * ldc, ldc);
+}
+
+template <typename T>
+void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor, T* c,
+                   int64_t ldc) {
+  with_type(T(), keys.dtype, [=](auto* type) {
+    dot_products(rows, columns, depth, a, lda, static_cast<decltype(type)>(keys.data), keys.row_stride, factor, c, ldc);
+  });
+}
+
+template <typename T>
+void accumulate_direct(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t lda, Source b, T* c, int64_t ldc,
+                       const T* keep) {
+  accumulate(rows, width, depth, a, lda, 1, b, c, ldc, keep);
+}
