@@ -10,6 +10,7 @@
 namespace sdpa_cpu {
 namespace {
 
+constexpr int64_t kSkippedKeys = 64;    // hidden ones, beside others that are seen
 constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
 constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
 constexpr double kLog2E = 1.44269504088896340736;
@@ -57,6 +58,7 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
 struct KeyBlock {
   int64_t begin, count;
   Source keys, values;
+  int64_t packed = 0;  // where its keys begin among those packed
   bool exact = false;  // values that a structured mask hides are not finite: 0 * NaN must not happen
 };
 
@@ -188,8 +190,47 @@ class Forward {
           if (dense == Cover::kNone) continue;
           if (!loaded) block = load(begin, count, cover);
           loaded = true;
-          attend(group, h * rows_ + first, block, structured, dense);
+          const int64_t row = h * rows_ + first;
+          if (structured == Cover::kWhole && dense == Cover::kWhole)
+            attend(group, row, block, structured, dense);
+          else
+            attend_seen(group, row, block, structured, dense);
         }
+    }
+
+    // Only the runs of keys that any of these rows may see.
+    void attend_seen(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
+      const int64_t end = block.begin + block.count;
+      const KeyRange range = mask_.keys(group.query, group.last_query());
+      for (KeyRange run = next_run(group, block.begin, end); run.begin < end; run = next_run(group, run.end, end)) {
+        const int64_t first = std::max(run.begin, range.begin) - block.begin, last = std::min(run.end, range.end);
+        attend(group, row, part(block, first / kMaxLanes * kMaxLanes, last), structured, dense);
+      }
+    }
+
+    KeyRange next_run(const RowGroup& group, int64_t from, int64_t end) const {
+      const auto hidden = [&](int64_t at) {
+        const int64_t count = std::min(kSkippedKeys, end - at);
+        return mask_.structured(group.query, group.last_query(), at, count) == Cover::kNone ||
+               mask_.dense(group, at, count) == Cover::kNone;
+      };
+      while (from < end && hidden(from)) from += kSkippedKeys;
+      int64_t to = from;
+      while (to < end && !hidden(to)) to += kSkippedKeys;
+      return {from, std::min(to, end)};
+    }
+
+    // From its key `first` on, a multiple of what operands hold, to the key before `end`.
+    KeyBlock part(KeyBlock block, int64_t first, int64_t end) const {
+      const Source& v = block.values;
+      const int64_t skipped = f_.values_in_place_ ? first * v.row_stride * static_cast<int64_t>(size_of(v.dtype))
+                                                  : first / kPack * v.row_stride * int64_t{sizeof(Operand)};
+      block.values.data = static_cast<const char*>(v.data) + skipped;
+      block.keys.data = static_cast<const char*>(block.keys.data) + first * block.keys.row_stride * p_.k.element;
+      block.packed += first;
+      block.begin += first;
+      block.count = end - block.begin;
+      return block;
     }
 
     KeyBlock load(int64_t begin, int64_t count, Cover cover) const {
@@ -217,9 +258,7 @@ class Forward {
 
     void attend(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
       const int64_t ld = f_.plan_.block_n;
-      int64_t count = block.count;
-      if (structured == Cover::kCut)
-        count = std::min(count, mask_.keys(group.query, group.last_query()).end - block.begin);
+      const int64_t count = block.count;
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
       if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
@@ -256,7 +295,7 @@ class Forward {
       if (f_.plan_.direct)
         f_.prim_.scores_direct(group.count, count, p_.D, queries, q_ld, block.keys, factor, b_.s, ld);
       else
-        f_.prim_.scores(group.count, count, p_.D, queries, q_ld, b_.keys, ld, factor, b_.s, ld);
+        f_.prim_.scores(group.count, count, p_.D, queries, q_ld, b_.keys + block.packed, ld, factor, b_.s, ld);
     }
 
     // Key by key, without touching the values of keys that a structured mask hides.
