@@ -204,7 +204,7 @@ inline void read_row(const BFloat16* p, Vec<float> (&line)[kVectors]) {
   typedef uint32_t Both __attribute__((vector_size(kVectorBytes)));
 #pragma GCC unroll 4
   for (int v = 0; v + 1 < kVectors; v += 2) {
-    const Both both = (Both)load(reinterpret_cast<const float*>(p + v * kLanes<float>));
+    const Both both = (Both)load(&p[v * kLanes<float>].bits);
     line[v] = (Vec<float>)(both << 16);
     line[v + 1] = (Vec<float>)(both & 0xffff0000u);
   }
