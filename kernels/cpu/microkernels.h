@@ -230,7 +230,7 @@ inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
 }
 
 // One register tile of c = a b. With kAdd, c = keep * c + a b (keep null: 1); without, c = factor * a b. Sums start
-// from zero and meet the older ones at the end: a chain of roundings is no longer than a block.
+// from zero and meet the older ones at the end.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
           int64_t ldc, const T* keep) {
@@ -307,13 +307,22 @@ void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t ld
   multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
 }
 
+// Keys whose products are summed in a chain of roundings, before they meet the sums of others.
+constexpr int64_t kChain = 64;
+
 template <typename T>
 void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t row_stride, int64_t depth_stride,
                 Source b, T* c, int64_t ldc, const T* keep) {
   with_type(T(), b.dtype, [=](auto* type) {
     using S = typename Pointee<decltype(type)>::type;
-    multiply<T, T, S, true>(rows, width / kLanes<T>, depth, a, row_stride, depth_stride, static_cast<const S*>(b.data),
-                            b.row_stride, T(1), c, ldc, keep);
+    const S* values = static_cast<const S*>(b.data);
+    int64_t k = 0;
+    do {
+      const int64_t steps = depth - k < kChain ? depth - k : kChain;
+      multiply<T, T, S, true>(rows, width / kLanes<T>, steps, a + k * depth_stride, row_stride, depth_stride,
+                              values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? keep : nullptr);
+      k += steps;
+    } while (k < depth);
   });
 }
 

@@ -5,8 +5,7 @@
 
 namespace sdpa_cpu {
 
-// From a product q k^T to a score: softcap(scale * q k^T) - alibi * |distance| + bias. Scores are natural and not in
-// base 2, so that a bias of the lowest finite number stays finite.
+// From a product q k^T to a natural score: softcap(scale * q k^T) - alibi * |distance| + bias.
 template <typename T>
 class ScoreTerms {
  public:
