@@ -11,7 +11,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
+from helpers import CPU_TILES
 from sdpa.dispatch import cost, device, tuning
+from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
 from sdpa.nn.padding import Packing
@@ -79,6 +81,15 @@ def user(tmp_path, monkeypatch):
     (tmp_path / "shipped").mkdir()
     clear_caches()
     yield folder
+    clear_caches()
+
+
+@pytest.fixture
+def several_tiles(monkeypatch):
+    """cpu_flash as a kernel that offers a choice."""
+    monkeypatch.setattr(by_name()["cpu_flash"].load(), "TILES", CPU_TILES)
+    clear_caches()
+    yield
     clear_caches()
 
 

@@ -13,7 +13,7 @@ from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Timing
 from sdpa.dispatch import device
 from sdpa.dispatch.catalog import by_name
-from sdpa.problem import AttentionProblem
+from sdpa.problem import AttentionProblem, Tile
 
 # the command
 
@@ -70,7 +70,8 @@ def some_rows(suite: str = "gpu-forward", kernel: str = "triton_flash", few: int
 PROBLEM = AttentionProblem("cpu", torch.float32, 1, 8, 8, 1024, 1024, 64, 64)
 ON_GPU = AttentionProblem("cuda:0", torch.bfloat16, 16, 16, 16, 1024, 1024, 128, 128)
 DEVICE_NAME = device.device_of("cpu").names[0]
-CPU_TILES = by_name()["cpu_flash"].load().TILES
+# More than cpu_flash offers, for `several_tiles`.
+CPU_TILES = (*by_name()["cpu_flash"].load().TILES, Tile(96, 64), Tile(192, 128), Tile(384, 512))
 
 
 def entry(ms, **changes):

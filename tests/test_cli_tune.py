@@ -134,7 +134,7 @@ def test_tune_keeps_what_was_measured_where_it_is_killed(tiny_grid, tmp_path, mo
     assert states == [None, 1]
 
 
-def test_tune_of_one_kernel_leaves_the_figures_of_the_others(tiny_grid, tmp_path):
+def test_tune_of_one_kernel_leaves_the_figures_of_the_others(tiny_grid, several_tiles, tmp_path):
     call("tune", "--out", str(tmp_path))
     path = table_in(tmp_path)
     before = yaml.safe_load(path.read_text())

@@ -241,7 +241,7 @@ def test_sizes(isa, sizes, right, dtype):
     check(make(Case(sizes, {"right": right, "bottom_right": True}), dtype))
 
 
-@pytest.mark.parametrize("tile", [*flash.TILES, Tile(7, 16), Tile(1, 1)], ids=str)
+@pytest.mark.parametrize("tile", [*flash.TILES, Tile(96, 64), Tile(192, 128), Tile(7, 16), Tile(1, 1)], ids=str)
 def test_tiles(isa, tile):
     check_forward(make(Case(Sizes(M=211, N=150), {"left": 100, "right": 30}), torch.float32), tile)
 

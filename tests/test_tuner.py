@@ -17,6 +17,8 @@ from sdpa.dispatch import select, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.problem import AttentionProblem, Results, Tile
 
+pytestmark = pytest.mark.usefixtures("several_tiles")
+
 
 def test_the_grid_of_a_gpu():
     cells = tuner.grid("cuda:1")

@@ -183,7 +183,7 @@ def test_shipped_tables_are_readable():
 # tiles
 
 
-def test_the_measured_tile_is_passed_as_the_kernel_offers_it(user):
+def test_the_measured_tile_is_passed_as_the_kernel_offers_it(user, several_tiles):
     put(user, table(entry({"cpu_flash": 0.001, "math": 9.0}, tile={"cpu_flash": list(CPU_TILES[2])})))
     choice = select.choose(PROBLEM, "", ALL_TOGGLES)
     assert choice.kernel.name == "cpu_flash" and choice.tile is CPU_TILES[2]
