@@ -23,11 +23,11 @@ template <typename T, typename A, typename S, int kRows, int kKeys>
 void dots(int64_t depth, const A* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c, int64_t ldc) {
   constexpr int64_t kStep = kLanes<T> * kDepth<A>;
   Vec<T> acc[kRows * kKeys] = {};
+  fetch_rows(keys + kKeysAhead<S> * stride, kKeys, stride, depth);
   for (int64_t d = 0; d < depth; d += kStep) {
     decltype(query_part(a, depth)) line[kKeys];
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) {
-      __builtin_prefetch(keys + (j + kKeysAhead<S>)*stride + d, kForReading, kSecondCache);
       line[j] = key_part(keys + j * stride + d, depth - d, A());
     }
 #pragma GCC unroll 4

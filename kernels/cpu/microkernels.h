@@ -139,22 +139,23 @@ constexpr int kForReading = 0, kSecondCache = 2;
 template <typename S>
 constexpr int64_t kLine = 64 / sizeof(S);
 
-// Asks the second cache for rows that are packed a little later, of this block or the next: reading across rows is not
-// what a processor foresees.
+// Asks the second cache for rows that are read a little later, of this block or the next, in the order of memory: a
+// processor does not foresee reading across rows.
 template <typename S>
 inline void fetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t width) {
-  constexpr int64_t kRowsAhead = 32;
-  for (int64_t row = kRowsAhead; row < kRowsAhead + count; ++row)
+  for (int64_t row = 0; row < count; ++row)
     for (int64_t c = 0; c < width; c += kLine<S>)
       __builtin_prefetch(rows + row * row_stride + c, kForReading, kSecondCache);
 }
+constexpr int64_t kPackedAhead = 32;  // rows, of those that are packed
 
 template <typename T>
 void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
     for (int64_t row = 0; row < rows; row += kLanes<T>) {
-      if (src.column_stride == 1) fetch_rows(data + row * src.row_stride, kLanes<T>, src.row_stride, width);
+      if (src.column_stride == 1)
+        fetch_rows(data + (row + kPackedAhead) * src.row_stride, kLanes<T>, src.row_stride, width);
       for (int64_t c = 0; c < width; c += kLanes<T>) {
         Vec<T> block[kLanes<T>];
         for (int i = 0; i < kLanes<T>; ++i)

@@ -73,7 +73,7 @@ void load_left(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
 void load_pair_columns(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
   constexpr int64_t kSquare = 16;
   for (int64_t row = 0; row < rows; row += kSquare) {
-    if (src.column_stride == 1) fetch_rows(bf16_row(src, row), kSquare, src.row_stride, width);
+    if (src.column_stride == 1) fetch_rows(bf16_row(src, row + kPackedAhead), kSquare, src.row_stride, width);
     for (int64_t c = 0; c < width; c += 2 * kSquare) {
       __m512 block[kSquare];
       for (int64_t i = 0; i < kSquare; ++i)
@@ -102,7 +102,7 @@ inline __m256i values_of(Source src, int64_t row, int64_t rows, int64_t column, 
 
 void load_steps(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
   for (int64_t row = 0; row < rows; row += 2) {
-    if (src.column_stride == 1) fetch_rows(bf16_row(src, row), 2, src.row_stride, width);
+    if (src.column_stride == 1) fetch_rows(bf16_row(src, row + kPackedAhead), 2, src.row_stride, width);
     for (int64_t c = 0; c < ld; c += kLanes<float>)
       _mm512_storeu_si512(dst + row / 2 * ld + c,
                           pair_up(values_of(src, row, rows, c, width), values_of(src, row + 1, rows, c, width)));
