@@ -252,12 +252,14 @@ class Forward {
     bool finite_values(const KeyBlock& block) const {
       if (block.values.dtype == Dtype::kFloat32 || block.values.dtype == Dtype::kFloat64)
         return f_.prim_.finite(static_cast<const T*>(block.values.data), block.count, p_.Dv, block.values.row_stride);
-      const size_t bytes = 2;
-      for (int64_t j = 0; j < block.count; ++j)
-        for (int64_t c = 0; c < p_.Dv; ++c) {
-          const char* at = static_cast<const char*>(block.values.data) + (j * block.values.row_stride + c) * bytes;
-          if (!std::isfinite(read_number(at, block.values.dtype))) return false;
-        }
+      // What is not finite has all bits of the exponent set.
+      const int16_t exponent = block.values.dtype == Dtype::kBFloat16 ? 0x7f80 : 0x7c00;
+      for (int64_t j = 0; j < block.count; ++j) {
+        const auto* line = static_cast<const int16_t*>(block.values.data) + j * block.values.row_stride;
+        int16_t largest = 0;
+        for (int64_t c = 0; c < p_.Dv; ++c) largest = std::max<int16_t>(largest, line[c] & exponent);
+        if (largest == exponent) return false;
+      }
       return true;
     }
 
