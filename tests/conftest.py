@@ -16,6 +16,7 @@ from sdpa.dispatch import cost, device, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
+from sdpa.kernels.cpu import library
 from sdpa.nn.padding import Packing
 from sdpa.problem import Gradients
 from sdpa.reference import attention as reference
@@ -44,6 +45,25 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_generate_tests(metafunc):
+    if "isa" in metafunc.fixturenames:
+        metafunc.parametrize("isa", library.isas(), indirect=True)
+
+
+@pytest.fixture
+def isa(request):
+    """The native CPU kernel's instruction sets that this machine has, one after the other."""
+    before = library.isa()
+    library.set_isa(request.param)
+    yield request.param
+    library.set_isa(before)
+
+
+@pytest.fixture
+def two_threads(threads_restored):
+    torch.set_num_threads(2)
 
 
 @pytest.fixture

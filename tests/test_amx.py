@@ -283,7 +283,8 @@ def test_attention_by_tiles(tmp_path):
     """All of cpu_flash's tests in bfloat16, with amx as it is chosen on a machine that has it."""
     built = "kernels/cpu/libsdpa_cpu.so"
     built = str(build(tmp_path, (built,)) / built)
-    cases = [str(ROOT / "tests/test_cpu_flash.py"), "-q", "-k", "amx and bfloat16", "-p", "no:cacheprovider"]
+    files = [str(ROOT / "tests" / name) for name in ("test_cpu_flash.py", "test_cpu_blocks.py")]
+    cases = [*files, "-q", "-k", "amx and bfloat16", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS, built, *cases], capture_output=True, text=True, check=False, cwd=ROOT
     )

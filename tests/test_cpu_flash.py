@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
+from cpu_cases import DTYPES, Case, Sizes, check_forward, coins, expect, lay_out, lengths, make, random, run_forward
 from torch import Tensor
 
 from sdpa import philox
@@ -13,60 +12,10 @@ from sdpa.dense import visible
 from sdpa.kernels.cpu import flash, library
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 from sdpa.reference import attention
-from sdpa.testing import Comparison, accumulator, backward_bands, check_inputs, compare, from_scores, largest
+from sdpa.testing import accumulator, backward_bands, check_inputs, compare, from_scores, largest
 
 if library.load_error() is not None:
     pytest.skip(library.load_error(), allow_module_level=True)
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ISAS = library.isas()
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    before = library.isa()
-    library.set_isa(request.param)
-    yield request.param
-    library.set_isa(before)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    B: int = 2
-    H: int = 4
-    Hkv: int = 2
-    M: int = 37
-    N: int = 83
-    D: int = 24
-    Dv: int = 24
-
-
-@dataclass
-class Case:
-    """Sizes, and the features of AttentionInputs by name."""
-
-    sizes: Sizes = Sizes()
-    features: dict[str, object] = field(default_factory=dict)
-
-
-def lengths(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).to(dtype)
-
-
-def coins(*shape: int) -> Tensor:
-    return torch.rand(*shape) < 0.6
 
 
 def documents(B: int, length: int) -> Tensor:
@@ -125,17 +74,6 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def make(case: Case, dtype: torch.dtype, seed: int = 0) -> AttentionInputs:
-    torch.manual_seed(seed)
-    s = case.sizes
-    q, k, v = random(s.B, s.H, s.M, s.D), random(s.B, s.Hkv, s.N, s.D), random(s.B, s.Hkv, s.N, s.Dv)
-    return AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), s.D**-0.5, **case.features)
-
-
-def run_forward(inputs: AttentionInputs, tile: Tile | None = None) -> Results:
-    return flash.forward(inputs, AttentionProblem.of(inputs), tile)
-
-
 def gradients(inputs: AttentionInputs, upstream: Results) -> dict[str, Tensor]:
     extra = frozenset() if inputs.bias is None else frozenset({"bias_grad"})
     problem = AttentionProblem.of(inputs, "backward", extra)
@@ -147,16 +85,6 @@ def check(inputs: AttentionInputs) -> None:
     """Result, log-sum-exp and gradients against the float64 reference."""
     grad_out = random(*inputs.q.shape[:3], inputs.v.shape[3], dtype=inputs.q.dtype)
     expect(check_inputs("cpu_flash", inputs, grad_out, inputs.bias is not None))
-
-
-def check_forward(inputs: AttentionInputs, tile: Tile | None = None) -> None:
-    found, exact, plain = run_forward(inputs, tile), attention(inputs), attention(inputs, inputs.q.dtype)
-    terms = inputs.k.shape[2]
-    expect([compare(n, *results, terms) for n, *results in zip(Results._fields, found, exact, plain, strict=True)])
-
-
-def expect(comparisons: list[Comparison]) -> None:
-    assert all(c.ok for c in comparisons), "; ".join(str(c) for c in comparisons if not c.ok)
 
 
 def expected_gradients(inputs: AttentionInputs, upstream: Results, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -244,19 +172,6 @@ def test_sizes(isa, sizes, right, dtype):
 @pytest.mark.parametrize("tile", [*flash.TILES, Tile(96, 64), Tile(192, 128), Tile(7, 16), Tile(1, 1)], ids=str)
 def test_tiles(isa, tile):
     check_forward(make(Case(Sizes(M=211, N=150), {"left": 100, "right": 30}), torch.float32), tile)
-
-
-def lay_out(tensor: Tensor, kind: str) -> Tensor:
-    """The same values in other memory."""
-    if kind == "bmhd":
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    if kind == "strided":
-        return tensor.repeat_interleave(3, dim=-1)[..., ::3]
-    if kind == "transposed":
-        return tensor.mT.contiguous().mT
-    if kind == "unaligned":
-        return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
-    return tensor[:1].expand_as(tensor)
 
 
 @pytest.mark.parametrize("kind", ["bmhd", "strided", "transposed", "unaligned", "expanded"])

@@ -46,8 +46,13 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.block_m = std::min(plan.block_m, p.M);
   plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
-  plan.heads = std::clamp<int64_t>(blocking.block_m / std::max<int64_t>(plan.block_m, 1), 1, p.G());
   plan.query_blocks = blocks_of(p.M, plan.block_m);
+  const int64_t most = std::clamp<int64_t>(blocking.block_m / plan.block_m, 1, p.G());
+  plan.heads = blocks_of(p.G(), blocks_of(p.G(), most));
+  const auto few = [&] { return p.B * p.Hkv * blocks_of(p.G(), plan.heads) * plan.query_blocks < 2 * plan.threads; };
+  // Keys in place cost nothing to share, and reading them from memory more than once does.
+  const auto too_many = [&] { return !plan.direct && plan.heads > 1 && plan.heads * plan.block_m > blocking.least_m; };
+  while (plan.threads > 1 && too_many() && few()) plan.heads = blocks_of(plan.heads, 2);
   plan.head_blocks = blocks_of(p.G(), plan.heads);
   plan.tasks = p.B * p.Hkv * plan.head_blocks * plan.query_blocks;
   plan.threads = std::min(plan.threads, plan.tasks);
@@ -247,12 +252,14 @@ class Forward {
     bool finite_values(const KeyBlock& block) const {
       if (block.values.dtype == Dtype::kFloat32 || block.values.dtype == Dtype::kFloat64)
         return f_.prim_.finite(static_cast<const T*>(block.values.data), block.count, p_.Dv, block.values.row_stride);
-      const size_t bytes = 2;
-      for (int64_t j = 0; j < block.count; ++j)
-        for (int64_t c = 0; c < p_.Dv; ++c) {
-          const char* at = static_cast<const char*>(block.values.data) + (j * block.values.row_stride + c) * bytes;
-          if (!std::isfinite(read_number(at, block.values.dtype))) return false;
-        }
+      // What is not finite has all bits of the exponent set.
+      const int16_t exponent = block.values.dtype == Dtype::kBFloat16 ? 0x7f80 : 0x7c00;
+      for (int64_t j = 0; j < block.count; ++j) {
+        const auto* line = static_cast<const int16_t*>(block.values.data) + j * block.values.row_stride;
+        int16_t largest = 0;
+        for (int64_t c = 0; c < p_.Dv; ++c) largest = std::max<int16_t>(largest, line[c] & exponent);
+        if (largest == exponent) return false;
+      }
       return true;
     }
 

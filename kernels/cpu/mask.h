@@ -16,7 +16,6 @@ struct RowGroup {
   int64_t head_of(int64_t row) const { return across_heads ? head + row : head; }
   int64_t query_of(int64_t row) const { return across_heads ? query : query + row; }
   int64_t last_query() const { return query_of(count - 1); }
-  RowGroup part(int64_t first, int64_t rows) const { return {head_of(first), query_of(first), rows, across_heads}; }
 };
 
 struct KeyRange {

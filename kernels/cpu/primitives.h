@@ -112,8 +112,7 @@ struct Primitives : ScorePrimitives<T> {
 
   // dst[row][column] = src, columns beyond width up to ld are zero.                            dst [rows, ld]
   void (*load_rows)(Source src, int64_t rows, int64_t width, T* dst, int64_t ld);
-  // The same as a left operand whose depth is the width.                                       ld / kDepth operands a
-  // row
+  // The same as a left operand whose depth is the width.                                       dst [rows, ld / kDepth]
   void (*load_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
   // A right operand whose depth is the width and whose columns are the rows of src.
   void (*load_columns)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
