@@ -75,7 +75,7 @@ class Forward {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
-    base_ = terms_.present() ? Base::kE : Base::kTwo;
+    base_ = terms_.present() || p_.sinks ? Base::kE : Base::kTwo;
     values_in_place_ = (own_type || plan_.direct) && values_in_place(p_, prim);
   }
 
@@ -91,9 +91,6 @@ class Forward {
 
  private:
   static constexpr int64_t kPack = kDepth<Operand>;
-
-  // A natural exponent as one of base_.
-  T to_base(double x) const { return static_cast<T>(base_ == Base::kTwo ? x * kLog2E : x); }
 
   // The leading dimension of scores as a left operand.
   int64_t left_ld() const { return plan_.block_n * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
@@ -166,7 +163,7 @@ class Forward {
         if (!across_)
           f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
-        if (p_.sinks) top = f_.to_base(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
+        if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
         for (int64_t row = h * rows_; row < h * rows_ + queries_; ++row) {
           b_.row_max[row] = top;
@@ -296,7 +293,7 @@ class Forward {
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
       const int64_t ld = f_.plan_.block_n;
-      const T factor = f_.to_base(p_.scale);
+      const T factor = static_cast<T>(f_.base_ == Base::kTwo ? p_.scale * kLog2E : p_.scale);
       const Operand* queries = queries_of(row);
       const int64_t q_ld = f_.q_ld_ / kPack;
       if (f_.plan_.direct)

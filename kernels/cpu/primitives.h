@@ -58,7 +58,7 @@ struct Blocking {
   int64_t least_m;  // so many are halved no more to give all threads something
   int64_t block_n;  // keys
 };
-// 6 x 64 fill the registers. Packing a key costs as much as using it for 10 to 20 queries; a block of keys costs
+// Rows of the widest tile. Packing a key costs as much as using it for 10 to 20 queries; a block of keys costs
 // reading and writing its queries' outputs once.
 constexpr Blocking kVectorBlocking = {6, 768, 48, 384};
 
@@ -71,7 +71,7 @@ struct Setup {
 };
 
 // Of the powers that scores are exponents of. Scores of base 2 spare each key a product; natural ones stay finite where
-// a bias is the lowest finite number.
+// a bias or a sink is the lowest finite number.
 enum class Base : int { kE, kTwo };
 
 // What is done to scores [rows, ld] as they are, whatever takes part in products. Rows are written up to a whole

@@ -198,8 +198,8 @@ constexpr Setup kSetup = {begin, end};
 
 // Scores of 32 x 128 and their pairs are half of a first cache of 48 KiB, and four steps of tiles pay for fetching and
 // storing an output. So fast are products that packing a key costs about a tenth of using it for 512 queries, and
-// nearly as much as using it for 64. Multiples of 32: which rows are left over, and so every bit, depends on M alone
-// and not on the threads.
+// nearly as much as using it for 64. Multiples of 32: a part of a square takes as long as
+// the whole.
 constexpr Blocking kBlocking = {kSide, 512, 64, 128};
 
 }  // namespace
