@@ -242,7 +242,7 @@ class Backward {
         if (block.structured == Cover::kNone || block.dense == Cover::kNone) continue;
         load_keys(begin, std::min(f_.block_n_, p_.N - begin));
         score(block, nullptr);
-        prim_.softmax_step(Base::kE, rows.count, block.count, b_.s, f_.block_n_, b_.row_max, row_sum, b_.keep);
+        prim_.softmax_step(rows.count, block.count, b_.s, f_.block_n_, b_.row_max, row_sum, b_.keep);
       }
       for (int64_t r = 0; r < rows.count; ++r) {
         const int64_t i = rows.query + r;

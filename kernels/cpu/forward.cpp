@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kSkippedKeys = 64;    // hidden ones, beside others that are seen
 constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
 constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
-constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -75,7 +74,6 @@ class Forward {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
-    base_ = terms_.present() || p_.sinks ? Base::kE : Base::kTwo;
     values_in_place_ = (own_type || plan_.direct) && values_in_place(p_, prim);
   }
 
@@ -270,8 +268,7 @@ class Forward {
       const bool direct = f_.plan_.direct, visible_only = block.exact && structured == Cover::kCut;
       if (!direct && !visible_only && p_.dropout_p == 0.0)
         return accumulate(group, count, softmax_left(group, row, count), block, acc);
-      f_.prim_.softmax_step(f_.base_, group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes,
-                            b_.keep);
+      f_.prim_.softmax_step(group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes, b_.keep);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
       if (visible_only)
         accumulate_visible(group, block, count, acc);
@@ -282,7 +279,7 @@ class Forward {
     }
 
     const Operand* softmax_left(const RowGroup& group, int64_t row, int64_t count) const {
-      return f_.prim_.softmax_left(f_.base_, group.count, count, b_.s, f_.plan_.block_n, b_.row_max + row,
+      return f_.prim_.softmax_left(group.count, count, b_.s, f_.plan_.block_n, b_.row_max + row,
                                    b_.row_sum + row * kMaxLanes, b_.keep, b_.left);
     }
 
@@ -293,7 +290,7 @@ class Forward {
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
       const int64_t ld = f_.plan_.block_n;
-      const T factor = static_cast<T>(f_.base_ == Base::kTwo ? p_.scale * kLog2E : p_.scale);
+      const T factor = static_cast<T>(p_.scale);
       const Operand* queries = queries_of(row);
       const int64_t q_ld = f_.q_ld_ / kPack;
       if (f_.plan_.direct)
@@ -336,7 +333,7 @@ class Forward {
         std::fill_n(b_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
         return T(0);
       }
-      *lse = (f_.base_ == Base::kTwo ? b_.row_max[row] * static_cast<T>(1 / kLog2E) : b_.row_max[row]) + std::log(sum);
+      *lse = b_.row_max[row] + std::log(sum);
       return T(1) / sum;
     }
 
@@ -356,7 +353,6 @@ class Forward {
   const Plan plan_;
   const ScoreTerms<T> terms_;
   int64_t q_ld_, v_ld_;
-  Base base_;  // of the scores
   bool values_in_place_;
 };
 

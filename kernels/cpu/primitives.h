@@ -70,17 +70,13 @@ struct Setup {
   void (*end)(const void* saved);
 };
 
-// Of the powers that scores are exponents of. Scores of base 2 spare each key a product; natural ones stay finite where
-// a bias or a sink is the lowest finite number.
-enum class Base : int { kE, kTwo };
-
 // What is done to scores [rows, ld] as they are, whatever takes part in products. Rows are written up to a whole
 // vector.
 template <typename T>
 struct ScorePrimitives {
-  // One step of the online softmax: s becomes base^(s - row_max), keep[row] what older sums are worth now.
+  // One step of the online softmax: s becomes exp(s - row_max), keep[row] what older sums are worth now.
   // row_sum [rows, kMaxLanes].
-  void (*softmax_step)(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
+  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
   // s = exp(s - lse[row]).
   void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
   // dp = p * (dp - delta[row]).
@@ -126,8 +122,8 @@ struct Primitives : ScorePrimitives<T> {
   // itself where T is one.
   const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
   // softmax_step and as_left in one.
-  const Operand* (*softmax_left)(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum,
-                                 T* keep, Operand* room);
+  const Operand* (*softmax_left)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep,
+                                 Operand* room);
   // The transpose of s as a left operand, in `room` where kTogether rows lie together and in s elsewhere: each column
   // is one operand after the other, each step takes as many bytes as kDepth rows of s.
   const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);

@@ -126,20 +126,11 @@ inline void store_pairs(const __m512 (&p)[4], Pair* to) {
   _mm512_storeu_si512(to + kLanes<float>, (__m512i)_mm512_cvtne2ps_pbh(p[3], p[2]));
 }
 
-template <Base kBase>
-void softmax_pairs(int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max, float* row_sum, float* keep,
-                   Pair* room) {
-  softmax<float, ExpShort, kBase>(rows, columns, s, ld, row_max, row_sum, keep,
-                                  [=](int64_t r, int64_t c, const auto& p) { store_pairs(p, room + r * ld + c / 2); });
-}
-
 // Weights beyond the columns are zero.
-const Pair* softmax_left_pairs(Base base, int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max,
-                               float* row_sum, float* keep, Pair* room) {
-  if (base == Base::kE)
-    softmax_pairs<Base::kE>(rows, columns, s, ld, row_max, row_sum, keep, room);
-  else
-    softmax_pairs<Base::kTwo>(rows, columns, s, ld, row_max, row_sum, keep, room);
+const Pair* softmax_left_pairs(int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max, float* row_sum,
+                               float* keep, Pair* room) {
+  softmax<float, ExpShort>(rows, columns, s, ld, row_max, row_sum, keep,
+                           [=](int64_t r, int64_t c, const auto& p) { store_pairs(p, room + r * ld + c / 2); });
   return room;
 }
 

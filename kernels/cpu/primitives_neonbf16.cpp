@@ -94,9 +94,9 @@ const Quad* as_left_quads(int64_t rows, int64_t columns, float* s, Quad* room, i
   return room;
 }
 
-const Quad* softmax_left_quads(Base base, int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max,
-                               float* row_sum, float* keep, Quad* room) {
-  softmax_step<float, ExpShort>(base, rows, columns, s, ld, row_max, row_sum, keep);
+const Quad* softmax_left_quads(int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max, float* row_sum,
+                               float* keep, Quad* room) {
+  softmax_step<float, ExpShort>(rows, columns, s, ld, row_max, row_sum, keep);
   return as_left_quads(rows, columns, s, room, ld);
 }
 

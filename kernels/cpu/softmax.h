@@ -47,14 +47,18 @@ inline T zero_if_nothing(T x) {
   return x == kNothing<T> ? T(0) : x;
 }
 
-// 2^(round(y) + f) of several vectors as power * (1 + part); `sum` is y + magic. A product and not an integer addition
-// is to bring them together, so that NaN stays NaN. Several at once: one alone waits for itself.
+// e^x of several vectors as power * (1 + part), x log2(e) not rounded. A product and not an integer addition is to
+// bring them together, so that NaN stays NaN. Several at once: one alone waits for itself.
 template <typename E, typename V, int kVectors>
-inline void split_exp2(const V (&sum)[kVectors], const V (&f)[kVectors], V (&power)[kVectors], V (&part)[kVectors]) {
+inline void split_exp(const V (&x)[kVectors], V (&power)[kVectors], V (&part)[kVectors]) {
   typedef typename E::Int Bits __attribute__((vector_size(kVectorBytes)));
+  V f[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
-    power[v] = (V)((Bits)sum[v] << E::shift);
+    const V within = larger(V{} + E::lowest * E::ln2, x[v]);
+    const V sum = within * E::log2e + E::magic;
+    f[v] = within * E::log2e - (sum - E::magic);
+    power[v] = (V)((Bits)sum << E::shift);
     part[v] = f[v] * E::series[E::terms - 1] + E::series[E::terms - 2];
   }
 #pragma GCC unroll 16
@@ -65,48 +69,24 @@ inline void split_exp2(const V (&sum)[kVectors], const V (&f)[kVectors], V (&pow
   for (int v = 0; v < kVectors; ++v) part[v] *= f[v];
 }
 
-// e^x of each x as power * (1 + part), x log2(e) not rounded.
+// x = e^x.
 template <typename E, typename V, int kVectors>
-inline void split_exp(const V (&x)[kVectors], V (&power)[kVectors], V (&part)[kVectors]) {
-  V sum[kVectors], f[kVectors];
-#pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) {
-    const V within = larger(V{} + E::lowest * E::ln2, x[v]);
-    sum[v] = within * E::log2e + E::magic;
-    f[v] = within * E::log2e - (sum[v] - E::magic);
-  }
-  split_exp2<E>(sum, f, power, part);
-}
-
-// x = e^x, or 2^x.
-template <typename E, Base kBase, typename V, int kVectors>
 inline void exp(V (&x)[kVectors]) {
   V power[kVectors], part[kVectors];
-  if constexpr (kBase == Base::kE) {
-    split_exp<E>(x, power, part);
-  } else {
-    V sum[kVectors], f[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      x[v] = larger(V{} + E::lowest, x[v]);
-      sum[v] = x[v] + E::magic;
-      f[v] = x[v] - (sum[v] - E::magic);
-    }
-    split_exp2<E>(sum, f, power, part);
-  }
+  split_exp<E>(x, power, part);
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) x[v] = power[v] * part[v] + power[v];
 }
 
-template <typename E, Base kBase = Base::kE, typename V>
+template <typename E, typename V>
 inline V exp(V x) {
   V one[1] = {x};
-  exp<E, kBase>(one);
+  exp<E>(one);
   return one[0];
 }
 
 // The maxima of rows with these scores, and what sums are worth under them. Rows are filled up to a whole vector.
-template <typename T, typename E, Base kBase>
+template <typename T, typename E>
 inline void raise_maxima(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* keep) {
   for (int64_t r = 0; r < rows; ++r) {
     T* line = s + r * ld;
@@ -115,17 +95,17 @@ inline void raise_maxima(int64_t rows, int64_t columns, T* s, int64_t ld, T* row
     for (int64_t c = kLanes<T>; c < columns; c += kLanes<T>) top = larger(top, load(line + c));
     const T old_max = row_max[r], block_max = largest(top);
     const T new_max = old_max > block_max ? old_max : block_max;
-    keep[r] = old_max == new_max ? T(1) : exp<E, kBase>(fill(old_max - zero_if_nothing(new_max)))[0];
+    keep[r] = old_max == new_max ? T(1) : exp<E>(fill(old_max - zero_if_nothing(new_max)))[0];
     row_max[r] = new_max;
   }
 }
 
 // A step of the online softmax, whose weights go to store_at(row, column, vectors): all maxima first, so that no row
 // waits for its own.
-template <typename T, typename E, Base kBase, typename Store>
+template <typename T, typename E, typename Store>
 inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, Store store_at) {
   constexpr int kMany = 4;
-  raise_maxima<T, E, kBase>(rows, columns, s, ld, row_max, keep);
+  raise_maxima<T, E>(rows, columns, s, ld, row_max, keep);
   for (int64_t r = 0; r < rows; ++r) {
     const T* line = s + r * ld;
     const T top = zero_if_nothing(row_max[r]);
@@ -135,14 +115,14 @@ inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max,
       Vec<T> p[kMany];
 #pragma GCC unroll 4
       for (int v = 0; v < kMany; ++v) p[v] = load(line + c + v * kLanes<T>) - top;
-      exp<E, kBase>(p);
+      exp<E>(p);
       store_at(r, c, p);
 #pragma GCC unroll 4
       for (int v = 0; v < kMany; ++v) sum += p[v];
     }
     for (; c < columns; c += kLanes<T>) {
       Vec<T> p[1] = {load(line + c) - top};
-      exp<E, kBase>(p);
+      exp<E>(p);
       store_at(r, c, p);
       sum += p[0];
     }
@@ -150,26 +130,17 @@ inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max,
   }
 }
 
-// With the weights where the scores were.
-template <typename T, typename E, Base kBase>
-void softmax_in_place(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
-  softmax<T, E, kBase>(rows, columns, s, ld, row_max, row_sum, keep, [=](int64_t r, int64_t c, const auto& p) {
+template <typename T, typename E>
+void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
+  softmax<T, E>(rows, columns, s, ld, row_max, row_sum, keep, [=](int64_t r, int64_t c, const auto& p) {
     constexpr int kVectors = sizeof(p) / sizeof(p[0]);
     for (int v = 0; v < kVectors; ++v) store(s + r * ld + c + v * kLanes<T>, p[v]);
   });
 }
 
-template <typename T, typename E>
-void softmax_step(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
-  if (base == Base::kE)
-    softmax_in_place<T, E, Base::kE>(rows, columns, s, ld, row_max, row_sum, keep);
-  else
-    softmax_in_place<T, E, Base::kTwo>(rows, columns, s, ld, row_max, row_sum, keep);
-}
-
 // Where operands are T, weights are operands as they are.
 template <typename T>
-const T* softmax_left(Base base, int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, T*) {
-  softmax_step<T, typename ExpOf<T>::type>(base, rows, columns, s, ld, row_max, row_sum, keep);
+const T* softmax_left(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, T*) {
+  softmax_step<T, typename ExpOf<T>::type>(rows, columns, s, ld, row_max, row_sum, keep);
   return s;
 }
