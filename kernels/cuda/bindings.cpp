@@ -184,7 +184,10 @@ std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, doub
   p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, entries, q);
   p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, entries, q);
   p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
-  return forward(q, k, v, MaskKind::kBand, p);
+  // Lengths of keys alone move where the last block of keys ends, for which no band is needed.
+  const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
+  const bool plain = unlimited && !p.cu_q && !p.q_lengths && !p.sinks && p.softcap == 0.f;
+  return forward(q, k, v, plain ? MaskKind::kNone : MaskKind::kBand, p);
 }
 
 // (B, count) ids, or one row for all batch entries.

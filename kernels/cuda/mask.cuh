@@ -34,10 +34,10 @@ enum class Cut { kNone, kLeft, kBoth };
 template <Cut CUT>
 using CutBy = std::integral_constant<Cut, CUT>;
 
-// What rows of one batch entry see: every key, those up to the diagonal, or a band of those before the entry's length.
-// BN keys are a block. Where not causal, blocks end with the last key that there is; so the first one begins `pad` keys
-// before the first key, where the copy engine reads zeros, or the sequence before. What lies behind the length is not
-// even loaded. Of segments, this is the band without packed sequences.
+// What rows of one batch entry see: every key before the entry's length, those up to the diagonal, or a band of those
+// before the length. BN keys are a block. Where not causal, blocks end with the last key that there is; so the first
+// one begins `pad` keys before the first key, where the copy engine reads zeros, or the sequence before. What lies
+// behind the length is not even loaded. Of segments, this is the band without packed sequences.
 template <MaskKind KIND, int BN, int ROWS>
 struct Mask {
   static constexpr bool PACKED = KIND == MaskKind::kBand, BAND = PACKED || KIND == MaskKind::kSegments;
@@ -55,8 +55,9 @@ struct Mask {
 
   CUTE_DEVICE Mask(FlashParams const& p, int batch) : N(p.N), shift(p.shift) {
     if constexpr (ALL) {
-      N = (p.N + BN - 1) / BN * BN;
-      pad = N - p.N;
+      int const seen = p.k_lengths ? cute::max(0, cute::min(p.N, p.k_lengths[batch])) : p.N;
+      N = cute::max(1, (seen + BN - 1) / BN) * BN;
+      pad = N - seen;
     }
     if constexpr (BAND) {
       int const there = keys(p, batch).count;

@@ -32,7 +32,7 @@ struct FlashParams {
   // Of instances of MaskKind::kBand: row i sees the keys from i + shift - left to i + shift + right, where `shift` is 0
   // or, with `bottom_right`, each batch entry's key length minus its query length.
   int left = kUnlimited, right = kUnlimited;
-  const int32_t *k_lengths = nullptr, *q_lengths = nullptr;  // (B,)
+  const int32_t *k_lengths = nullptr, *q_lengths = nullptr;  // (B,); keys' also of MaskKind::kNone
   const float* sinks = nullptr;                              // (H,): one more key's score, without a value
   float softcap = 0.f;                                       // scores become softcap * tanh(score / softcap); 0: none
   // (B + 1,) where sequences are packed: (1, heads, rows, D) in memory, of which entry b has rows cu[b] .. cu[b + 1] -
