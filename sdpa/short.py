@@ -107,10 +107,12 @@ def learning_forward(
     """A forward with its log-sum-exp, for the backward."""
     state = (scale, left, right, bottom_right, setting, switches())
     inputs = AttentionInputs(q, k, v, *state[:4])
-    if has_nested(q, k, v) or is_empty(inputs):
+    if has_nested(q, k, v):
         return attention_forward(*inputs, True, setting)
     known = LEARNING.find(state, q, k, v)
     if known is None:
+        if is_empty(inputs):
+            return attention_forward(*inputs, True, setting)
         known = Forward(inputs, WITH_LSE, effective(setting)).run, empty_as(q, v.shape[3]).stride()
         LEARNING.keep(state, q, k, v, known)
     attend, stride = known
@@ -125,10 +127,12 @@ def plain_backward(
     """The gradients of q, k and v where none arrives at the log-sum-exp."""
     state = (scale, left, right, bottom_right, setting, switches())
     inputs = AttentionInputs(q, k, v, *state[:4])
-    if has_nested(q, k, v) or is_empty(inputs):
+    if has_nested(q, k, v):
         return attention_backward(grad_out, None, out, lse, *inputs, False, setting)[:3]
     known = BACKWARD.find(state, q, k, v)
     if known is None:
+        if is_empty(inputs):
+            return attention_backward(grad_out, None, out, lse, *inputs, False, setting)[:3]
         problem = AttentionProblem.of(inputs, "backward", NO_EXTRA)
         choice = select.select(problem, select.backward_setting(effective(setting)))
         known = BACKWARD.keep(state, q, k, v, (choice, [empty_as(t, t.shape[3]).stride() for t in (q, k, v)]))

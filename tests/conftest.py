@@ -20,7 +20,7 @@ from sdpa.kernels.cpu import library
 from sdpa.nn.padding import Packing
 from sdpa.problem import Gradients
 from sdpa.reference import attention as reference
-from sdpa.testing import Case, backward_bands, compare, forward_band
+from sdpa.testing import Case, backward_bands, compare, forward_band, problem_of
 
 FUZZ_SEED = 20260131
 FUZZ_CASES = 2000
@@ -120,6 +120,15 @@ GPU = device.Device("cuda", "A GPU", ("nvidia_test",), 132, 9e14, 6e13, 3e13, 3e
 def gpu(monkeypatch):
     for module in (tuning, cost):
         monkeypatch.setattr(module, "device_of", lambda name: GPU)
+
+
+@pytest.fixture
+def cuda_flash_able():
+    """A skip that says why this machine's GPU cannot run the native kernel."""
+    half = (torch.empty(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    reasons = by_name()["cuda_flash"].why_not(problem_of(build_inputs(*half, Options()), "forward"))
+    if reasons:
+        pytest.skip(f"cuda_flash: {reasons[0]}")
 
 
 @pytest.fixture

@@ -19,18 +19,10 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.sequences import Documents, build_packed
 from sdpa.testing import Draw, check_inputs, problem_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_flash_able")]
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 CORNERS = {"none": Mask(), "causal": Mask(causal=True), "bottom_right": Mask(causal=True, align="bottom_right")}
-
-
-@pytest.fixture(autouse=True)
-def _able():
-    inputs = build_inputs(*(torch.empty(1, 1, 8, 64, device="cuda", dtype=BFLOAT16) for _ in range(3)), Options())
-    reasons = by_name()["cuda_flash"].why_not(problem_of(inputs, "forward"))
-    if reasons:
-        pytest.skip(f"cuda_flash: {reasons[0]}")
 
 
 @pytest.mark.parametrize("D", [8, 64, 72, 96, 128, 192, 200, 256])

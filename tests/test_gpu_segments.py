@@ -14,19 +14,11 @@ from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
 from sdpa.testing import Draw, check_inputs, problem_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_flash_able")]
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 SIZES = ((70, 70), (513, 300), (300, 1025), (700, 700))
 FAR = (-(2**31), -1, 0, 2**31 - 1)
-
-
-@pytest.fixture(autouse=True)
-def _able():
-    inputs = build_inputs(*(torch.empty(1, 1, 8, 64, device="cuda", dtype=BFLOAT16) for _ in range(3)), Options())
-    reasons = by_name()["cuda_flash"].why_not(problem_of(inputs, "forward"))
-    if reasons:
-        pytest.skip(f"cuda_flash: {reasons[0]}")
 
 
 def forward(inputs):

@@ -20,6 +20,7 @@ int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
 
 struct Plan {
   int64_t rows, block_m, block_n;
+  int64_t ld;     // of scores and of packed keys
   int64_t heads;  // per task, of one key/value head
   int64_t query_blocks, head_blocks, tasks, threads;
   bool direct;  // keys and values are read in place
@@ -45,6 +46,7 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.block_m = std::min(plan.block_m, p.M);
   plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
+  plan.ld = plan.block_n + kMaxLanes;  // a power of two would send the rows of a tile to few sets of a cache
   plan.query_blocks = blocks_of(p.M, plan.block_m);
   const int64_t most = std::clamp<int64_t>(blocking.block_m / plan.block_m, 1, p.G());
   plan.heads = blocks_of(p.G(), blocks_of(p.G(), most));
@@ -91,7 +93,7 @@ class Forward {
   static constexpr int64_t kPack = kDepth<Operand>;
 
   // The leading dimension of scores as a left operand.
-  int64_t left_ld() const { return plan_.block_n * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
+  int64_t left_ld() const { return plan_.ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
 
   struct Buffers {
     Operand *q, *keys, *values, *left;
@@ -102,10 +104,10 @@ class Forward {
     const int64_t rows = plan_.heads * round_up(plan_.block_m, kTogether<Operand>);
     Buffers b;
     b.q = carver.take<Operand>(rows * q_ld_ / kPack);
-    b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.block_n);
+    b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.ld);
     b.values = carver.take<Operand>(values_in_place_ ? 0 : plan_.block_n / kPack * v_ld_);
-    b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * plan_.block_n);
-    b.s = carver.take<T>(plan_.rows * plan_.block_n);
+    b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * plan_.ld);
+    b.s = carver.take<T>(plan_.rows * plan_.ld);
     b.acc = carver.take<T>(rows * v_ld_);
     b.row_max = carver.take<T>(rows);
     b.row_sum = carver.take<T>(rows * kMaxLanes);
@@ -235,7 +237,7 @@ class Forward {
 
     KeyBlock load(int64_t begin, int64_t count, Cover cover) const {
       KeyBlock block{begin, count, p_.k.rows(batch_, kv_head_, begin), p_.v.rows(batch_, kv_head_, begin)};
-      if (!f_.plan_.direct) f_.prim_.load_columns(block.keys, count, p_.D, b_.keys, f_.plan_.block_n);
+      if (!f_.plan_.direct) f_.prim_.load_columns(block.keys, count, p_.D, b_.keys, f_.plan_.ld);
       if (!f_.values_in_place_) {
         f_.prim_.load_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
         block.values = {b_.values, p_.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32, f_.v_ld_, 1};
@@ -259,7 +261,7 @@ class Forward {
     }
 
     void attend(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
-      const int64_t ld = f_.plan_.block_n;
+      const int64_t ld = f_.plan_.ld;
       const int64_t count = block.count;
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
@@ -279,7 +281,7 @@ class Forward {
     }
 
     const Operand* softmax_left(const RowGroup& group, int64_t row, int64_t count) const {
-      return f_.prim_.softmax_left(group.count, count, b_.s, f_.plan_.block_n, b_.row_max + row,
+      return f_.prim_.softmax_left(group.count, count, b_.s, f_.plan_.ld, b_.row_max + row,
                                    b_.row_sum + row * kMaxLanes, b_.keep, b_.left);
     }
 
@@ -289,7 +291,7 @@ class Forward {
     }
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
-      const int64_t ld = f_.plan_.block_n;
+      const int64_t ld = f_.plan_.ld;
       const T factor = static_cast<T>(p_.scale);
       const Operand* queries = queries_of(row);
       const int64_t q_ld = f_.q_ld_ / kPack;
@@ -301,7 +303,7 @@ class Forward {
 
     // Key by key, without touching the values of keys that a structured mask hides.
     void accumulate_visible(const RowGroup& group, const KeyBlock& block, int64_t count, T* acc) const {
-      const int64_t ld = f_.plan_.block_n, width = f_.v_ld_;
+      const int64_t ld = f_.plan_.ld, width = f_.v_ld_;
       f_.prim_.accumulate_direct(group.count, width, 0, b_.s, ld, block.values, acc, width, b_.keep);
       for (int64_t r = 0; r < group.count; ++r)
         for (int64_t j = 0; j < count; ++j) {

@@ -196,11 +196,9 @@ void accumulate(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64
 
 constexpr Setup kSetup = {begin, end};
 
-// Scores of 32 x 128 and their pairs are half of a first cache of 48 KiB, and four steps of tiles pay for fetching and
-// storing an output. So fast are products that packing a key costs about a tenth of using it for 512 queries, and
-// nearly as much as using it for 64. Multiples of 32: a part of a square takes as long as
-// the whole.
-constexpr Blocking kBlocking = {kSide, 512, 64, 128};
+// So fast are products that packing a key and fetching an output are felt: many queries share a key, and many keys an
+// output, as the second cache allows. Multiples of 32: a part of a square takes as long as the whole.
+constexpr Blocking kBlocking = {kSide, 1024, 64, 512};
 
 }  // namespace
 
