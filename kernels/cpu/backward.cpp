@@ -447,7 +447,7 @@ class Backward {
 template <typename T>
 void attention_backward(const AttentionParams& params, const Toolbox<T>& tools, const BackwardTensors& tensors) {
   const auto operands = {&params.q, &params.k, &params.v, &tensors.grad_out, &tensors.out};
-  if (tools.pairs && pairs_are_exact(params, tools.plain, operands))
+  if (tools.pairs && pairs_are_exact(params, operands))
     Backward<T, Narrow>(params, *tools.pairs, tensors).run();
   else
     Backward<T, T>(params, tools.plain, tensors).run();

@@ -249,15 +249,7 @@ class Forward {
     bool finite_values(const KeyBlock& block) const {
       if (block.values.dtype == Dtype::kFloat32 || block.values.dtype == Dtype::kFloat64)
         return f_.prim_.finite(static_cast<const T*>(block.values.data), block.count, p_.Dv, block.values.row_stride);
-      // What is not finite has all bits of the exponent set.
-      const int16_t exponent = block.values.dtype == Dtype::kBFloat16 ? 0x7f80 : 0x7c00;
-      for (int64_t j = 0; j < block.count; ++j) {
-        const auto* line = static_cast<const int16_t*>(block.values.data) + j * block.values.row_stride;
-        int16_t largest = 0;
-        for (int64_t c = 0; c < p_.Dv; ++c) largest = std::max<int16_t>(largest, line[c] & exponent);
-        if (largest == exponent) return false;
-      }
-      return true;
+      return finite_halves(block.values, block.count, p_.Dv);
     }
 
     void attend(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
@@ -365,7 +357,7 @@ void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, c
   if (params.B * params.H * params.M == 0) return;
   const bool direct = reads_in_place(params);
   const bool pairs = tools.pairs && (direct ? tools.pairs->scores_direct && values_in_place(params, *tools.pairs)
-                                            : pairs_are_exact(params, tools.plain, {&params.v}));
+                                            : pairs_are_exact(params, {&params.v}));
   if (pairs)
     Forward<T, Narrow>(params, *tools.pairs, results).run();
   else
