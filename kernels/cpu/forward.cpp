@@ -43,6 +43,8 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.block_m = p.block_m > 0 ? p.block_m : blocking.block_m;
   const auto enough = [&] { return p.B * p.H * blocks_of(p.M, plan.block_m) >= 2 * plan.threads; };
   while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > blocking.least_m && !enough()) plan.block_m /= 2;
+  if (p.block_m <= 0 && plan.threads > 1)  // alike, so that no thread waits for a longer one
+    plan.block_m = round_up(blocks_of(p.M, blocks_of(p.M, plan.block_m)), plan.rows);
   plan.block_m = std::min(plan.block_m, p.M);
   plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));

@@ -198,7 +198,7 @@ constexpr Setup kSetup = {begin, end};
 
 // So fast are products that packing a key and fetching an output are felt: many queries share a key, and many keys an
 // output, as the second cache allows. Multiples of 32: a part of a square takes as long as the whole.
-constexpr Blocking kBlocking = {kSide, 1024, 64, 512};
+constexpr Blocking kBlocking = {kSide, 1024, kSide, 512};
 
 }  // namespace
 
