@@ -24,6 +24,9 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_
 
 # Whoever is this much slower than the fastest in its first call is not measured again: its rank is clear.
 HOPELESS = 4.0
+# Calls of that, where they take less than so many seconds: a single one may wait for a thread that the system took away.
+FIRST_CALLS = 5
+SHORT = 0.01
 # A tile this much slower than the kernel's best is not measured again; a kernel whose first guess is this much slower
 # than the fastest kernel is not saved by another tile.
 TILE_SLACK = 1.3
@@ -341,9 +344,11 @@ def first_sample(call: Call, device: str) -> float:
 
 
 def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
-    """Seconds of the second call, or of the first where that took so long that warming up cannot matter."""
+    """Seconds of a call once it is warm, or of the first where that took so long that warming up cannot matter."""
     cold = stopwatch(call, 1)
-    return cold if cold > 1.0 else min(cold, stopwatch(call, 1))
+    if cold > 1.0:
+        return cold
+    return min(cold, *(stopwatch(call, 1) for _ in range(FIRST_CALLS if cold <= SHORT else 1)))
 
 
 def gpu_race(calls: dict[Hashable, Call], device: str, time_limit: float) -> dict[Hashable, float]:

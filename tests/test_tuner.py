@@ -116,6 +116,15 @@ def test_a_launch_that_takes_the_host_longer_costs_a_share_of_it(monkeypatch):
     assert raced == {**expected, "hopeless": 1.0 + tuner.HOPELESS}
 
 
+def test_a_call_that_had_to_wait_is_not_hopeless():
+    waited = iter((2e-3, 1.4e-3, 1.3e-3, 1e-4, 1.2e-3, 1.1e-3))
+    assert tuner.warm_sample("call", lambda call, repeats: next(waited)) == 1e-4
+    slow = iter((0.5, 0.4))
+    assert tuner.warm_sample("call", lambda call, repeats: next(slow)) == 0.4, "long ones are called twice"
+    slowest = iter((1.5,))
+    assert tuner.warm_sample("call", lambda call, repeats: next(slowest)) == 1.5
+
+
 def test_the_host_does_not_matter_to_long_calls(monkeypatch):
     long = tuner.HOST_MATTERS * 1.01
     monkeypatch.setattr(tuner, "device_race", lambda *_: [Timing((long,))])
