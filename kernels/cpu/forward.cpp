@@ -48,7 +48,7 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.block_m = std::min(plan.block_m, p.M);
   plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
-  plan.ld = plan.block_n + kMaxLanes;  // a power of two would send the rows of a tile to few sets of a cache
+  plan.ld = plan.block_n | kMaxLanes;  // of no power of two, which would send the rows of a tile to few sets of a cache
   plan.query_blocks = blocks_of(p.M, plan.block_m);
   const int64_t most = std::clamp<int64_t>(blocking.block_m / plan.block_m, 1, p.G());
   plan.heads = blocks_of(p.G(), blocks_of(p.G(), most));

@@ -25,12 +25,11 @@ bool finite_line(const int16_t* values, int64_t count, int64_t stride, int16_t e
 bool all_finite(const View& view, const int64_t size[4], int64_t threads) {
   const int64_t blocks = (size[2] + kRows - 1) / kRows, tasks = size[0] * size[1] * blocks;
   std::atomic<bool> finite{true};
-  run_tasks(tasks, tasks * kRows * size[3] < kParallelValues ? 1 : std::min(threads, tasks), nullptr,
-            [&](int64_t task, int64_t) {
-              const int64_t head = task / blocks, row = task % blocks * kRows, rows = std::min(kRows, size[2] - row);
-              if (finite && !finite_halves(view.rows(head / size[1], head % size[1], row), rows, size[3]))
-                finite = false;
-            });
+  const int64_t values = size[0] * size[1] * size[2] * size[3];
+  run_tasks(tasks, values < kParallelValues ? 1 : std::min(threads, tasks), nullptr, [&](int64_t task, int64_t) {
+    const int64_t head = task / blocks, row = task % blocks * kRows, rows = std::min(kRows, size[2] - row);
+    if (finite && !finite_halves(view.rows(head / size[1], head % size[1], row), rows, size[3])) finite = false;
+  });
   return finite;
 }
 

@@ -53,7 +53,7 @@ typedef Pair Narrow;
 
 // How the forward loop cuts its work.
 struct Blocking {
-  int64_t rows;     // of scores computed together, those of the widest tile: they stay in the first cache
+  int64_t rows;     // of scores computed together, those of the widest tile: they stay in a near cache
   int64_t block_m;  // queries that share the packing of a key
   int64_t least_m;  // so many are halved no more to give all threads something
   int64_t block_n;  // keys

@@ -76,7 +76,7 @@ def is_empty(inputs: AttentionInputs, problem: AttentionProblem) -> bool:
 
 
 def is_banded(problem: AttentionProblem) -> bool:
-    """Whether it takes instances for bands."""
+    """Whether it takes the operator for bands, which lengths alone leave to instances without."""
     return bool(problem.features & BAND) or problem.left != UNLIMITED or problem.right not in (UNLIMITED, 0)
 
 
