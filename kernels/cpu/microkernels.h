@@ -230,8 +230,8 @@ inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
   sum += a * b;
 }
 
-// One register tile of c = a b. With kAdd, c = keep * c + a b (keep null: 1); without, c = factor * a b. Sums start
-// from zero and meet the older ones at the end.
+// One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null; without,
+// c = factor * a b. Sums start from zero and meet the older ones at the end.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
           int64_t ldc, const T* keep) {
@@ -258,7 +258,7 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
     for (int v = 0; v < kVectors; ++v) {
       T* at = c + r * ldc + v * L;
       if (kAdd)
-        store(at, keep ? load(at) * keep[r] + acc[r][v] : load(at) + acc[r][v]);
+        store(at, keep ? load(at) * keep[r] + acc[r][v] : load(at) + acc[r][v] * factor);
       else
         store(at, acc[r][v] * factor);
     }
@@ -301,15 +301,21 @@ void multiply(int64_t rows, int64_t vectors, int64_t steps, const A* a, int64_t 
   }
 }
 
+// Products that are summed in a chain of roundings, before they meet the sums of others; and how many are left whole.
+constexpr int64_t kChain = 64;
+constexpr int64_t kWholeDepth = 128;
+
 template <typename T, typename A>
 void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, T factor,
             T* c, int64_t ldc) {
   const int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>, steps = (depth + kDepth<A> - 1) / kDepth<A>;
-  multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
+  // What operands of several values round is more than any chain adds.
+  const int64_t first = kDepth<A> > 1 || depth <= kWholeDepth ? steps : kChain;
+  multiply<T, A, A, false>(rows, vectors, first, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
+  for (int64_t k = first; k < steps; k += kChain)
+    multiply<T, A, A, true>(rows, vectors, steps - k < kChain ? steps - k : kChain, a + k, lda, 1, b + k * ldb, ldb,
+                            factor, c, ldc, nullptr);
 }
-
-// Keys whose products are summed in a chain of roundings, before they meet the sums of others.
-constexpr int64_t kChain = 64;
 
 template <typename T>
 void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t row_stride, int64_t depth_stride,
