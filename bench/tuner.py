@@ -24,7 +24,7 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_
 
 # Whoever is this much slower than the fastest in its first call is not measured again: its rank is clear.
 HOPELESS = 4.0
-# Calls of that, where they take less than so many seconds: a single one may wait for a thread that the system took away.
+# Calls of that, where each takes less than so many seconds: one may wait for a thread that the system took away.
 FIRST_CALLS = 5
 SHORT = 0.01
 # A tile this much slower than the kernel's best is not measured again; a kernel whose first guess is this much slower
