@@ -18,7 +18,7 @@ PAIRED = [name for name in library.isas() if name in ("amx", "avx512bf16", "neon
 if not PAIRED:
     pytest.skip("no instruction set here multiplies pairs", allow_module_level=True)
 # Three parts of 256 rows, the last one not filled; more values in all than one thread scans.
-SCANNED = Sizes(2, 4, 2, 604, 604, 96, 96)
+SCANNED = Sizes(2, 4, 2, 604, 604, 112, 112)
 # The first and the last row of a part, of the last part, and amid one: nowhere the first row of a tile.
 POSITIONS = (1, 255, 256, 511, 603)
 # Infinities and NaN of either sign, by their bits.
