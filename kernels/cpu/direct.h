@@ -18,25 +18,29 @@ inline Vec<T> key_part(const S* key, int64_t count, T) {
   return widen_part<T>(key, 1, count);
 }
 
+// Adds to sums [kRows, ...] the products of kRows queries with a key. The keys ahead are asked for row by row: from
+// memory the order counts.
+template <typename T, typename A, typename S, int kRows, int kKeys>
+inline void add_dots(int64_t depth, const A* a, int64_t lda, const S* key, int64_t stride, Vec<T>* sums) {
+  constexpr int64_t kStep = kLanes<T> * kDepth<A>;
+  const auto add = [=](int64_t d, int64_t count) {
+    const auto line = key_part(key + d, count, A());
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+      add_product<T>(sums[r * kKeys], query_part(a + r * lda + d / kDepth<A>, count), line);
+  };
+  fetch_rows(key + kKeysAhead<S> * stride, 1, stride, depth);
+  int64_t d = 0;
+  for (; d + kStep <= depth; d += kStep) add(d, kStep);
+  if (d < depth) add(d, depth - d);
+}
+
 // Dot products of kRows queries with kKeys keys.
 template <typename T, typename A, typename S, int kRows, int kKeys>
 void dots(int64_t depth, const A* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c, int64_t ldc) {
-  constexpr int64_t kStep = kLanes<T> * kDepth<A>;
   Vec<T> acc[kRows * kKeys] = {};
-  fetch_rows(keys + kKeysAhead<S> * stride, kKeys, stride, depth);
-  for (int64_t d = 0; d < depth; d += kStep) {
-    decltype(query_part(a, depth)) line[kKeys];
 #pragma GCC unroll 16
-    for (int j = 0; j < kKeys; ++j) {
-      line[j] = key_part(keys + j * stride + d, depth - d, A());
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const auto x = query_part(a + r * lda + d / kDepth<A>, depth - d);
-#pragma GCC unroll 16
-      for (int j = 0; j < kKeys; ++j) add_product<T>(acc[r * kKeys + j], x, line[j]);
-    }
-  }
+  for (int j = 0; j < kKeys; ++j) add_dots<T, A, S, kRows, kKeys>(depth, a, lda, keys + j * stride, stride, acc + j);
   T sums[kRows * kKeys];
   totals(acc, sums);
   for (int r = 0; r < kRows; ++r)

@@ -10,10 +10,12 @@
 namespace sdpa_cpu {
 namespace {
 
-constexpr int64_t kSkippedKeys = 64;    // hidden ones, beside others that are seen
-constexpr int64_t kDirectRows = 8;      // up to here reading keys in place beats packing them
-constexpr int64_t kDirectBlockN = 256;  // nothing is packed then, so only the scores need room
-constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
+constexpr int64_t kSkippedKeys = 64;     // hidden ones, beside others that are seen
+constexpr int64_t kDirectRows = 8;       // up to here reading keys in place beats packing them
+constexpr int64_t kDirectScores = 8192;  // of a block then: nothing is packed, so only they need room
+constexpr int64_t kCutKeys = 256;        // of a block then where some are hidden: what is read twice stays near
+constexpr int64_t kFewestKeys = 512;     // of a part of a task
+constexpr double kParallelFlops = 1e6;   // about what waking the other threads costs
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
@@ -23,10 +25,22 @@ struct Plan {
   int64_t ld;     // of scores and of packed keys
   int64_t heads;  // per task, of one key/value head
   int64_t query_blocks, head_blocks, tasks, threads;
-  bool direct;  // keys and values are read in place
+  int64_t parts;  // of the keys of each task, that threads may share them
+  bool direct;    // keys and values are read in place
 };
 
 bool reads_in_place(const AttentionParams& p) { return p.M * p.G() <= kDirectRows && unit_stride(p.k); }
+
+int64_t direct_block(const AttentionParams& p) { return round_up(kDirectScores / (p.M * p.G()), kMaxLanes); }
+
+// The fewest parts with which so many threads end soonest; at most as many as there are threads.
+int64_t parts_of(int64_t tasks, int64_t threads, int64_t keys) {
+  int64_t best = 1;
+  const auto rounds = [=](int64_t parts) { return blocks_of(tasks * parts, threads); };
+  for (int64_t parts = 2; parts <= std::min(threads, keys / kFewestKeys); ++parts)
+    if (rounds(parts) * best < rounds(best) * parts) best = parts;
+  return best;
+}
 
 // Whether rows of values are vectors as they lie.
 template <typename T, typename Operand>
@@ -46,7 +60,7 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   if (p.block_m <= 0 && plan.threads > 1)  // alike, so that no thread waits for a longer one
     plan.block_m = round_up(blocks_of(p.M, blocks_of(p.M, plan.block_m)), plan.rows);
   plan.block_m = std::min(plan.block_m, p.M);
-  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? kDirectBlockN : blocking.block_n;
+  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? direct_block(p) : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
   plan.ld = plan.block_n | kMaxLanes;  // of no power of two, which would send the rows of a tile to few sets of a cache
   plan.query_blocks = blocks_of(p.M, plan.block_m);
@@ -58,7 +72,10 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   while (plan.threads > 1 && too_many() && few()) plan.heads = blocks_of(plan.heads, 2);
   plan.head_blocks = blocks_of(p.G(), plan.heads);
   plan.tasks = p.B * p.Hkv * plan.head_blocks * plan.query_blocks;
-  plan.threads = std::min(plan.threads, plan.tasks);
+  const bool band = p.left != kUnlimited && p.right != kUnlimited;
+  const int64_t keys = band ? std::min(p.N, p.left + p.right + plan.block_m) : p.N;
+  plan.parts = plan.tasks < plan.threads ? parts_of(plan.tasks, plan.threads, keys) : 1;
+  plan.threads = std::min(plan.threads, plan.tasks * plan.parts);
   return plan;
 }
 
@@ -82,13 +99,28 @@ class Forward {
   }
 
   void run() {
-    Carver sizes(nullptr);
+    Carver sizes(nullptr), state_sizes(nullptr);
     carve(sizes);
+    carve_state(state_sizes);
+    const bool shared = plan_.parts > 1;
     const Scratch scratch(plan_.threads, sizes.used());
-    run_tasks(plan_.tasks, plan_.threads, prim_.setup, [&](int64_t task, int64_t thread) {
+    const Scratch states(shared ? plan_.tasks * plan_.parts : plan_.threads, state_sizes.used());
+    const auto state = [&](int64_t of) {
+      Carver carver(states.of(of));
+      return carve_state(carver);
+    };
+    run_tasks(plan_.tasks * plan_.parts, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
       Carver carver(scratch.of(thread));
-      Task(*this, carve(carver), task).run();
+      Task task(*this, number / plan_.parts, carve(carver), state(shared ? number : thread));
+      task.attend_part(number % plan_.parts);
+      if (!shared) task.finish();
     });
+    for (int64_t number = 0; shared && number < plan_.tasks; ++number) {
+      Carver carver(scratch.of(0));
+      Task task(*this, number, carve(carver), state(number * plan_.parts));
+      for (int64_t part = 1; part < plan_.parts; ++part) task.merge(state(number * plan_.parts + part));
+      task.finish();
+    }
   }
 
  private:
@@ -99,20 +131,31 @@ class Forward {
 
   struct Buffers {
     Operand *q, *keys, *values, *left;
-    T *s, *acc, *row_max, *row_sum, *keep;
+    T *s, *keep;
   };
 
+  // What rows have come to so far: sums of weighted values and of weights, below the maximum of their scores.
+  struct State {
+    T *acc, *row_max, *row_sum;
+  };
+
+  int64_t most_rows() const { return plan_.heads * round_up(plan_.block_m, kTogether<Operand>); }
+
+  State carve_state(Carver& carver) const {
+    State state;
+    state.acc = carver.take<T>(most_rows() * v_ld_);
+    state.row_max = carver.take<T>(most_rows());
+    state.row_sum = carver.take<T>(most_rows() * kMaxLanes);
+    return state;
+  }
+
   Buffers carve(Carver& carver) const {
-    const int64_t rows = plan_.heads * round_up(plan_.block_m, kTogether<Operand>);
     Buffers b;
-    b.q = carver.take<Operand>(rows * q_ld_ / kPack);
+    b.q = carver.take<Operand>(most_rows() * q_ld_ / kPack);
     b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.ld);
     b.values = carver.take<Operand>(values_in_place_ ? 0 : plan_.block_n / kPack * v_ld_);
     b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * plan_.ld);
     b.s = carver.take<T>(plan_.rows * plan_.ld);
-    b.acc = carver.take<T>(rows * v_ld_);
-    b.row_max = carver.take<T>(rows);
-    b.row_sum = carver.take<T>(rows * kMaxLanes);
     b.keep = carver.take<T>(plan_.rows);
     return b;
   }
@@ -120,8 +163,8 @@ class Forward {
   class Task {
    public:
     // Tasks are numbered from the last block of queries to the first: under a causal mask the longest come first.
-    Task(const Forward& forward, const Buffers& buffers, int64_t task)
-        : f_(forward), p_(forward.p_), b_(buffers), batch_(batch_of(forward, task)), mask_(p_, batch_) {
+    Task(const Forward& forward, int64_t task, const Buffers& buffers, const State& state)
+        : f_(forward), p_(forward.p_), b_(buffers), state_(state), batch_(batch_of(forward, task)), mask_(p_, batch_) {
       const Plan& plan = f_.plan_;
       const int64_t heads = plan.head_blocks * p_.Hkv;
       const int64_t block = plan.query_blocks - 1 - task / (p_.B * heads);
@@ -136,16 +179,44 @@ class Forward {
       rows_ = across_ ? 1 : round_up(queries_, kTogether<Operand>);
     }
 
-    void run() {
-      start();
-      const KeyRange range = mask_.keys(query_, query_ + queries_ - 1);
-      for (int64_t begin = range.begin; begin < range.end; begin += f_.plan_.block_n) {
-        const int64_t count = std::min(f_.plan_.block_n, range.end - begin);
-        const Cover cover = mask_.structured(query_, query_ + queries_ - 1, begin, count);
-        if (cover == Cover::kNone) continue;
-        visit(begin, count, cover);
+    void attend_part(int64_t part) {
+      start(part == 0);
+      const KeyRange range = keys_of(part);
+      const int64_t last = query_ + queries_ - 1;
+      for (int64_t begin = range.begin, count; begin < range.end; begin += count) {
+        count = std::min(f_.plan_.block_n, range.end - begin);
+        Cover cover = mask_.structured(query_, last, begin, count);
+        if (cover == Cover::kCut && f_.plan_.direct && count > kCutKeys) {
+          count = kCutKeys;
+          cover = mask_.structured(query_, last, begin, count);
+        }
+        if (cover != Cover::kNone) visit(begin, count, cover);
       }
-      finish();
+    }
+
+    // The state of the rows after the keys of another part, too.
+    void merge(const State& other) const {
+      for (int64_t i = 0; i < heads_ * queries_; ++i) {
+        const int64_t row = i / queries_ * rows_ + i % queries_;
+        const T ours = state_.row_max[row], theirs = other.row_max[row], top = ours > theirs ? ours : theirs;
+        const T keep = ours == top ? T(1) : std::exp(ours - top), add = theirs == top ? T(1) : std::exp(theirs - top);
+        const auto weigh = [=](T* to, const T* from, int64_t count) {
+          for (int64_t c = 0; c < count; ++c) to[c] = keep * to[c] + add * from[c];
+        };
+        weigh(state_.acc + row * f_.v_ld_, other.acc + row * f_.v_ld_, f_.v_ld_);
+        weigh(state_.row_sum + row * kMaxLanes, other.row_sum + row * kMaxLanes, kMaxLanes);
+        state_.row_max[row] = top;
+      }
+    }
+
+    void finish() const {
+      for (int64_t h = 0; h < heads_; ++h) {
+        const int64_t row = h * rows_;
+        T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
+        for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = close_row(row + i, lse + i);
+        f_.prim_.store_rows(state_.acc + row * f_.v_ld_, f_.v_ld_, state_.row_max + row, queries_, p_.Dv,
+                            f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
+      }
     }
 
    private:
@@ -154,8 +225,14 @@ class Forward {
       return task / heads % f.p_.B;
     }
 
-    // Queries in the type computed in; an empty state, or with a sink the state after having seen it.
-    void start() {
+    KeyRange keys_of(int64_t part) const {
+      const KeyRange all = mask_.keys(query_, query_ + queries_ - 1);
+      const int64_t keys = round_up(blocks_of(std::max<int64_t>(all.end - all.begin, 0), f_.plan_.parts), kMaxLanes);
+      return {all.begin + part * keys, std::min(all.begin + (part + 1) * keys, all.end)};
+    }
+
+    // Queries in the type computed in; an empty state, or where a sink is seen the state after it.
+    void start(bool sees_sink) {
       if (across_) {
         Source rows = p_.q.rows(batch_, head_, query_);
         rows.row_stride = p_.q.stride[1];
@@ -165,15 +242,15 @@ class Forward {
         if (!across_)
           f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
-        if (p_.sinks) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
+        if (p_.sinks && sees_sink) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
         for (int64_t row = h * rows_; row < h * rows_ + queries_; ++row) {
-          b_.row_max[row] = top;
-          std::fill_n(b_.row_sum + row * kMaxLanes, kMaxLanes, T(0));
-          b_.row_sum[row * kMaxLanes] = sum;
+          state_.row_max[row] = top;
+          std::fill_n(state_.row_sum + row * kMaxLanes, kMaxLanes, T(0));
+          state_.row_sum[row * kMaxLanes] = sum;
         }
       }
-      std::fill_n(b_.acc, heads_ * rows_ * f_.v_ld_, T(0));
+      std::fill_n(state_.acc, heads_ * rows_ * f_.v_ld_, T(0));
     }
 
     Operand* queries_of(int64_t row) const { return b_.q + row * f_.q_ld_ / kPack; }
@@ -260,23 +337,22 @@ class Forward {
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
       if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
-      T* acc = b_.acc + row * f_.v_ld_;
-      const bool direct = f_.plan_.direct, visible_only = block.exact && structured == Cover::kCut;
-      if (!direct && !visible_only && p_.dropout_p == 0.0)
+      T* acc = state_.acc + row * f_.v_ld_;
+      const bool visible_only = block.exact && structured == Cover::kCut;
+      if (!visible_only && p_.dropout_p == 0.0)
         return accumulate(group, count, softmax_left(group, row, count), block, acc);
-      f_.prim_.softmax_step(group.count, count, b_.s, ld, b_.row_max + row, b_.row_sum + row * kMaxLanes, b_.keep);
+      f_.prim_.softmax_step(group.count, count, b_.s, ld, state_.row_max + row, state_.row_sum + row * kMaxLanes,
+                            b_.keep);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
       if (visible_only)
         accumulate_visible(group, block, count, acc);
-      else if (direct)
-        f_.prim_.accumulate_direct(group.count, f_.v_ld_, count, b_.s, ld, block.values, acc, f_.v_ld_, b_.keep);
       else
         accumulate(group, count, f_.prim_.as_left(group.count, count, b_.s, b_.left, ld), block, acc);
     }
 
     const Operand* softmax_left(const RowGroup& group, int64_t row, int64_t count) const {
-      return f_.prim_.softmax_left(group.count, count, b_.s, f_.plan_.ld, b_.row_max + row,
-                                   b_.row_sum + row * kMaxLanes, b_.keep, b_.left);
+      return f_.prim_.softmax_left(group.count, count, b_.s, f_.plan_.ld, state_.row_max + row,
+                                   state_.row_sum + row * kMaxLanes, b_.keep, b_.left);
     }
 
     void accumulate(const RowGroup& group, int64_t count, const Operand* weights, const KeyBlock& block, T* acc) const {
@@ -308,34 +384,25 @@ class Forward {
         }
     }
 
-    void finish() const {
-      for (int64_t h = 0; h < heads_; ++h) {
-        const int64_t row = h * rows_;
-        T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
-        for (int64_t i = 0; i < queries_; ++i) b_.row_max[row + i] = close_row(row + i, lse + i);
-        f_.prim_.store_rows(b_.acc + row * f_.v_ld_, f_.v_ld_, b_.row_max + row, queries_, p_.Dv,
-                            f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
-      }
-    }
-
     // The factor that makes an output of a row's sums, and its log-sum-exp.
     T close_row(int64_t row, T* lse) const {
-      const T* lanes = b_.row_sum + row * kMaxLanes;
+      const T* lanes = state_.row_sum + row * kMaxLanes;
       T parts[4] = {};  // short chains: this is felt in small calls
       for (int64_t lane = 0; lane < kMaxLanes; ++lane) parts[lane % 4] += lanes[lane];
       const T sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
       if (sum == T(0)) {
         *lse = -std::numeric_limits<T>::infinity();
-        std::fill_n(b_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
+        std::fill_n(state_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
         return T(0);
       }
-      *lse = b_.row_max[row] + std::log(sum);
+      *lse = state_.row_max[row] + std::log(sum);
       return T(1) / sum;
     }
 
     const Forward& f_;
     const AttentionParams& p_;
     const Buffers b_;
+    const State state_;
     const int64_t batch_;
     const Mask mask_;
     int64_t kv_head_, head_, heads_, query_, queries_;

@@ -135,7 +135,8 @@ struct Primitives : ScorePrimitives<T> {
   void (*scores_direct)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, Source keys,
                         T factor, T* c, int64_t ldc);
   // c = keep[row] * c + a b (keep null: 1): c [rows, width], a[row * row_stride + k * depth_stride], where one of these
-  // strides is 1, b a right operand with column stride 1; width is a multiple of `lanes`.
+  // strides is 1, b a right operand with column stride 1; width is a multiple of `lanes`. Where scores_direct is there
+  // and depth_stride is 1, b may be rows of values of a narrower type as they lie in memory.
   void (*accumulate)(int64_t rows, int64_t width, int64_t depth, const Operand* a, int64_t row_stride,
                      int64_t depth_stride, Source b, T* c, int64_t ldc, const T* keep);
 

@@ -183,7 +183,8 @@ void scores(int64_t rows, int64_t columns, int64_t depth, const Pair* a, int64_t
 
 void accumulate(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride, int64_t depth_stride,
                 Source b, float* c, int64_t ldc, const float* keep) {
-  const int64_t vectors = width / kTile, pairs = (depth + 1) / 2, end = tiled(rows);
+  const bool in_place = b.dtype == Dtype::kBFloat16;
+  const int64_t vectors = width / kTile, pairs = (depth + 1) / 2, end = in_place ? 0 : tiled(rows);
   for (int64_t r = 0; r < end; r += kSide) {
     const Left left = {a + r * row_stride, end - r < kSide ? end - r : kSide, row_stride, depth_stride};
     multiply_rows<true>(left, vectors, pairs, static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c + r * ldc, ldc,

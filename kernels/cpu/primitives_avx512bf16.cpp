@@ -145,8 +145,114 @@ const Pair* as_left_transposed_pairs(int64_t rows, int64_t columns, float* s, Pa
   return reinterpret_cast<const Pair*>(s);
 }
 
+constexpr int64_t kLineValues = kLine<BFloat16>;
+
+// The rows of values after those at hand, of which each pass over these asks for a share, row by row: so memory is
+// never waited for by all passes nor by none.
+struct RowsAhead {
+  const BFloat16* row;
+  int64_t stride, width, passes, due;
+
+  void ask_for(int64_t rows) {
+    for (due += rows; due >= passes; due -= passes, row += stride) fetch_rows(row, 1, stride, width);
+  }
+};
+
+// Two rows of a line of values as pairs, as instructions deal them out: four of the first, none of the next four.
+struct ValuePairs {
+  __m512i fours, others;
+};
+inline ValuePairs deal(__m512i first, __m512i second) {
+  return {_mm512_unpacklo_epi16(first, second), _mm512_unpackhi_epi16(first, second)};
+}
+
+// Of such sums, the first or the second vector in the order of memory.
+template <int kHalf>
+inline __m512 in_order(__m512 fours, __m512 others) {
+  constexpr int kEither = kHalf == 0 ? 0x44 : 0xee, kByTurns = 0xd8;
+  const __m512 both = _mm512_shuffle_f32x4(fours, others, kEither);
+  return _mm512_shuffle_f32x4(both, both, kByTurns);
+}
+
+// A tile of c = keep * c + a b with rows of values as they lie in memory: kLines lines, of the last one what `width`
+// leaves, a multiple of 16.
+template <int kRows, int kLines>
+void value_tile(int64_t depth, const Pair* a, int64_t lda, const BFloat16* b, int64_t ldb, int64_t width, float* c,
+                int64_t ldc, const float* keep, RowsAhead& ahead) {
+  __m512 acc[kRows][2 * kLines] = {};
+  const bool whole = width >= kLines * kLineValues;
+  const __mmask32 last = whole ? 0xffffffff : 0xffff;
+  for (int64_t k = 0; k < depth; k += 2, b += 2 * ldb) {
+    ahead.ask_for(2);
+    const bool both = k + 1 < depth;
+    ValuePairs pairs[kLines];
+#pragma GCC unroll 4
+    for (int l = 0; l < kLines; ++l) {
+      const __mmask32 inside = l + 1 < kLines ? 0xffffffff : last;
+      const BFloat16* at = b + l * kLineValues;
+      pairs[l] = deal(_mm512_maskz_loadu_epi16(inside, at), _mm512_maskz_loadu_epi16(both ? inside : 0, at + ldb));
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const Pair x = a[r * lda + k / 2];
+#pragma GCC unroll 4
+      for (int l = 0; l < kLines; ++l) {
+        add_product<float>(acc[r][2 * l], x, pairs[l].fours);
+        add_product<float>(acc[r][2 * l + 1], x, pairs[l].others);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int l = 0; l < kLines; ++l) {
+      const auto add = [=](float* at, __m512 sum) { store(at, (keep ? load(at) * keep[r] : load(at)) + sum); };
+      float* at = c + r * ldc + l * kLineValues;
+      add(at, in_order<0>(acc[r][2 * l], acc[r][2 * l + 1]));
+      if (l + 1 < kLines || whole) add(at + kLanes<float>, in_order<1>(acc[r][2 * l], acc[r][2 * l + 1]));
+    }
+}
+
+// A few rows of the product, in panels of kLines lines.
+template <int kRows, int kLines>
+void value_rows(int64_t depth, const Pair* a, int64_t lda, const BFloat16* b, int64_t ldb, int64_t width, float* c,
+                int64_t ldc, const float* keep, RowsAhead& ahead) {
+  int64_t v = 0;
+  for (; width - v > (kLines - 1) * kLineValues; v += kLines * kLineValues)
+    value_tile<kRows, kLines>(depth, a, lda, b + v, ldb, width - v, c + v, ldc, keep, ahead);
+  if constexpr (kLines > 1)
+    if (v < width) value_rows<kRows, kLines / 2>(depth, a, lda, b + v, ldb, width - v, c + v, ldc, keep, ahead);
+}
+
+// Panels of up to `most` lines, 2 or 4, that cover a width.
+inline int64_t panels(int64_t width, int64_t most) {
+  const int64_t lines = (width + kLineValues - 1) / kLineValues;
+  return lines / most + (lines % most + 1) / 2;
+}
+
+// c = keep * c + a b with rows of values as they lie in memory.
+void accumulate_values(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t lda, Source values, float* c,
+                       int64_t ldc, const float* keep) {
+  constexpr int64_t kNearValues = 4096, kFewest = 16, kMost = 128;  // of a block, which the first cache keeps
+  const int64_t fours = rows / 4, others = rows % 4 / 2 + rows % 2, ldb = values.row_stride;
+  const int64_t passes = fours * panels(width, 2) + others * panels(width, 4);
+  const int64_t keys = passes == 1 ? kMost : kNearValues / width < kFewest ? kFewest : kNearValues / width / 2 * 2;
+  for (int64_t k = 0; k < depth; k += keys, a += keys / 2, keep = nullptr) {
+    const BFloat16* b = bf16_row(values, k);
+    RowsAhead ahead = {b + keys * ldb, ldb, width, passes, 0};
+    const auto add = [&](auto product, int64_t r) {
+      product(depth - k < keys ? depth - k : keys, a + r * lda, lda, b, ldb, width, c + r * ldc, ldc,
+              keep ? keep + r : nullptr, ahead);
+    };
+    for (int64_t r = 0; r < fours * 4; r += 4) add(value_rows<4, 2>, r);
+    if (rows % 4 >= 2) add(value_rows<2, 4>, fours * 4);
+    if (rows % 2 == 1) add(value_rows<1, 4>, rows - 1);
+  }
+}
+
 void accumulate_pairs(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride,
                       int64_t depth_stride, Source b, float* c, int64_t ldc, const float* keep) {
+  if (b.dtype == Dtype::kBFloat16) return accumulate_values(rows, width, depth, a, row_stride, b, c, ldc, keep);
   multiply<float, Pair, Pair, true>(rows, width / kLanes<float>, (depth + 1) / 2, a, row_stride, depth_stride,
                                     static_cast<const Pair*>(b.data), b.row_stride, 1.0f, c, ldc, keep);
 }
