@@ -120,20 +120,19 @@ def cpu_model() -> str:
     return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
-# x86 families and models whose microarchitecture a table was or may be measured on.
-ZEN4_MODELS = (*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0))
-AMD_FAMILY_ZEN34 = 25
-SAPPHIRE_RAPIDS_MODELS = (0x8F, 0xCF)
+# Microarchitectures that a table was measured on, by vendor and family of x86 processors, with their models (those that
+# Linux's kernel takes for them).
+X86_TABLES = {
+    ("AuthenticAMD", "25"): ("amd_zen4", (*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0))),
+    ("AuthenticAMD", "26"): ("amd_zen5", (*range(0x00, 0x30), *range(0x40, 0x50), *range(0x60, 0x80))),
+    ("GenuineIntel", "6"): ("intel_sapphire_rapids", (0x8F, 0xCF)),
+}
 
 
 def cpu_table_name() -> str:
     info = cpu_info()
-    vendor, family, model = (info.get(key, "") for key in ("vendor_id", "cpu family", "model"))
-    if vendor == "AuthenticAMD" and family == str(AMD_FAMILY_ZEN34) and int(model or 0) in ZEN4_MODELS:
-        return "amd_zen4"
-    if vendor == "GenuineIntel" and family == "6" and int(model or 0) in SAPPHIRE_RAPIDS_MODELS:
-        return "intel_sapphire_rapids"
-    return f"cpu_{cpu_isa()}"
+    name, models = X86_TABLES.get((info.get("vendor_id"), info.get("cpu family")), ("", ()))
+    return name if int(info.get("model") or -1) in models else f"cpu_{cpu_isa()}"
 
 
 @lru_cache(maxsize=16)

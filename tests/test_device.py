@@ -157,7 +157,32 @@ def test_unknown_accelerators_are_estimated_too():
         assert 0 < cost.estimate(FUSED, PROBLEM._replace(device=name)) < 60
 
 
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "name"),
+    [
+        ("AuthenticAMD", "25", "17", "amd_zen4"), ("AuthenticAMD", "25", "97", "amd_zen4"),
+        ("AuthenticAMD", "25", "1", None), ("AuthenticAMD", "26", "2", "amd_zen5"),
+        ("AuthenticAMD", "26", "68", "amd_zen5"), ("AuthenticAMD", "26", "80", None),
+        ("GenuineIntel", "6", "143", "intel_sapphire_rapids"), ("GenuineIntel", "6", "85", None),
+        ("AuthenticAMD", "6", "143", None),
+    ],
+)  # fmt: skip
+def test_microarchitectures_that_tables_are_of(monkeypatch, vendor, family, model, name):
+    """Milan, a Zen 6 and a Skylake are none of them: their tables would be those of the instruction set."""
+    told = {"vendor_id": vendor, "cpu family": family, "model": model}
+    monkeypatch.setattr(device, "cpu_info", lambda: told)
+    monkeypatch.setattr(device, "cpu_isa", lambda: "avx512")
+    assert device.cpu_table_name() == (name or "cpu_avx512")
+
+
+def test_processors_that_tell_nothing(monkeypatch):
+    monkeypatch.setattr(device, "cpu_info", lambda: {})
+    monkeypatch.setattr(device, "cpu_isa", lambda: "neon")
+    assert device.cpu_table_name() == "cpu_neon"
+
+
 def test_unknown_instruction_set():
+    assert library.load_error() is None
     available = ",".join(library.isas())
     with pytest.raises(RuntimeError, match=f"'sse9' is not available on this machine, which has {available}"):
         library.set_isa("sse9")
