@@ -149,6 +149,19 @@ inline void fetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t
 }
 constexpr int64_t kPackedAhead = 32;  // rows, of those that are packed
 
+// The rows of values after those at hand, of which each of several passes over these asks for its share, row by row:
+// memory is to be busy all the time.
+template <typename S>
+struct RowsAhead {
+  const S* row;
+  int64_t stride, width, passes;
+  int64_t due = 0;
+
+  void ask_for(int64_t rows) {
+    for (due += rows; due >= passes; due -= passes, row += stride) fetch_rows(row, 1, stride, width);
+  }
+};
+
 template <typename T>
 void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   with_type(T(), src.dtype, [=](auto* type) {
@@ -230,19 +243,20 @@ inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
   sum += a * b;
 }
 
+// Whether so many rows of a product may be few enough for rows of b to come from memory.
+template <typename A, typename S, int kRows>
+constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
+
 // One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null; without,
 // c = factor * a b. Sums start from zero and meet the older ones at the end.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
-          int64_t ldc, const T* keep) {
+          int64_t ldc, const T* keep, RowsAhead<S>* ahead) {
   constexpr int L = kLanes<T>;
-  constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
   Vec<T> acc[kRows][kVectors] = {};
   for (int64_t k = 0; k < steps; ++k) {
     decltype(widen(b)) line[kVectors];
-#pragma GCC unroll 8
-    for (int v = 0; kReadOnce && v < kVectors; v += kLine<S> / L)
-      __builtin_prefetch(b + (k + kKeysAhead<S>)*ldb + v * L, kForReading, kSecondCache);
+    if (kReadOnce<A, S, kRows> && ahead) ahead->ask_for(1);
     read_row<T>(b + k * ldb, line);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -266,7 +280,7 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
 }
 
 template <typename T, typename A, typename S>
-using Tile = void (*)(int64_t, const A*, int64_t, int64_t, const S*, int64_t, T, T*, int64_t, const T*);
+using Tile = void (*)(int64_t, const A*, int64_t, int64_t, const S*, int64_t, T, T*, int64_t, const T*, RowsAhead<S>*);
 
 template <typename T, typename A, typename S, bool kAdd, int kVectors>
 Tile<T, A, S> tile_of_rows(int64_t rows) {
@@ -284,20 +298,27 @@ Tile<T, A, S> tile_of(int64_t rows, int64_t vectors) {
   return tile_of_rows<T, A, S, kAdd, kPanel>(rows);
 }
 
+// How often `multiply` goes over rows of b.
+inline int64_t passes_over(int64_t rows, int64_t vectors) {
+  const int64_t wide = rows == 1 ? vectors / kRowPanel : 0, rest = vectors - wide * kRowPanel;
+  return wide + (rest + kPanel - 1) / kPanel * ((rows + kTileRows - 1) / kTileRows);
+}
+
 // The whole product, tile by tile; `vectors` is its width.
 template <typename T, typename A, typename S, bool kAdd>
 void multiply(int64_t rows, int64_t vectors, int64_t steps, const A* a, int64_t row_stride, int64_t step_stride,
-              const S* b, int64_t ldb, T factor, T* c, int64_t ldc, const T* keep) {
+              const S* b, int64_t ldb, T factor, T* c, int64_t ldc, const T* keep, RowsAhead<S>* ahead = nullptr) {
   int64_t v = 0;
   // A single row has registers to spare, and reads the whole lines of b that memory delivers.
   for (; rows == 1 && v + kRowPanel <= vectors; v += kRowPanel)
     tile<T, A, S, 1, kRowPanel, kAdd>(steps, a, row_stride, step_stride, b + v * kLanes<T>, ldb, factor,
-                                      c + v * kLanes<T>, ldc, keep);
+                                      c + v * kLanes<T>, ldc, keep, ahead);
   for (; v < vectors; v += kPanel) {
     const int64_t panel = vectors - v < kPanel ? vectors - v : kPanel;
     for (int64_t r = 0; r < rows; r += kTileRows)
       tile_of<T, A, S, kAdd>(rows - r, panel)(steps, a + r * row_stride, row_stride, step_stride, b + v * kLanes<T>,
-                                              ldb, factor, c + r * ldc + v * kLanes<T>, ldc, keep ? keep + r : nullptr);
+                                              ldb, factor, c + r * ldc + v * kLanes<T>, ldc, keep ? keep + r : nullptr,
+                                              ahead);
   }
 }
 
@@ -323,11 +344,13 @@ void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t 
   with_type(T(), b.dtype, [=](auto* type) {
     using S = typename Pointee<decltype(type)>::type;
     const S* values = static_cast<const S*>(b.data);
+    const int64_t passes = passes_over(rows, width / kLanes<T>);
     int64_t k = 0;
     do {
       const int64_t steps = depth - k < kChain ? depth - k : kChain;
+      RowsAhead<S> ahead = {values + (k + steps) * b.row_stride, b.row_stride, width, passes};
       multiply<T, T, S, true>(rows, width / kLanes<T>, steps, a + k * depth_stride, row_stride, depth_stride,
-                              values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? keep : nullptr);
+                              values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? keep : nullptr, &ahead);
       k += steps;
     } while (k < depth);
   });

@@ -147,17 +147,6 @@ const Pair* as_left_transposed_pairs(int64_t rows, int64_t columns, float* s, Pa
 
 constexpr int64_t kLineValues = kLine<BFloat16>;
 
-// The rows of values after those at hand, of which each pass over these asks for a share, row by row: so memory is
-// never waited for by all passes nor by none.
-struct RowsAhead {
-  const BFloat16* row;
-  int64_t stride, width, passes, due;
-
-  void ask_for(int64_t rows) {
-    for (due += rows; due >= passes; due -= passes, row += stride) fetch_rows(row, 1, stride, width);
-  }
-};
-
 // Two rows of a line of values as pairs, as instructions deal them out: four of the first, none of the next four.
 struct ValuePairs {
   __m512i fours, others;
@@ -178,7 +167,7 @@ inline __m512 in_order(__m512 fours, __m512 others) {
 // leaves, a multiple of 16.
 template <int kRows, int kLines>
 void value_tile(int64_t depth, const Pair* a, int64_t lda, const BFloat16* b, int64_t ldb, int64_t width, float* c,
-                int64_t ldc, const float* keep, RowsAhead& ahead) {
+                int64_t ldc, const float* keep, RowsAhead<BFloat16>& ahead) {
   __m512 acc[kRows][2 * kLines] = {};
   const bool whole = width >= kLines * kLineValues;
   const __mmask32 last = whole ? 0xffffffff : 0xffff;
@@ -216,7 +205,7 @@ void value_tile(int64_t depth, const Pair* a, int64_t lda, const BFloat16* b, in
 // A few rows of the product, in panels of kLines lines.
 template <int kRows, int kLines>
 void value_rows(int64_t depth, const Pair* a, int64_t lda, const BFloat16* b, int64_t ldb, int64_t width, float* c,
-                int64_t ldc, const float* keep, RowsAhead& ahead) {
+                int64_t ldc, const float* keep, RowsAhead<BFloat16>& ahead) {
   int64_t v = 0;
   for (; width - v > (kLines - 1) * kLineValues; v += kLines * kLineValues)
     value_tile<kRows, kLines>(depth, a, lda, b + v, ldb, width - v, c + v, ldc, keep, ahead);
@@ -239,7 +228,7 @@ void accumulate_values(int64_t rows, int64_t width, int64_t depth, const Pair* a
   const int64_t keys = passes == 1 ? kMost : kNearValues / width < kFewest ? kFewest : kNearValues / width / 2 * 2;
   for (int64_t k = 0; k < depth; k += keys, a += keys / 2, keep = nullptr) {
     const BFloat16* b = bf16_row(values, k);
-    RowsAhead ahead = {b + keys * ldb, ldb, width, passes, 0};
+    RowsAhead<BFloat16> ahead = {b + keys * ldb, ldb, width, passes};
     const auto add = [&](auto product, int64_t r) {
       product(depth - k < keys ? depth - k : keys, a + r * lda, lda, b, ldb, width, c + r * ldc, ldc,
               keep ? keep + r : nullptr, ahead);
