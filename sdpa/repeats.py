@@ -30,8 +30,8 @@ flash_on, efficient_on = torch._C._get_flash_sdp_enabled, torch._C._get_mem_effi
 math_on, cudnn_on = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 deterministic, precision = torch._C._get_deterministic_algorithms, float32_precision
 
-# Whether tensors (query, key, value) are like those of a call before.
-Check = Callable[[Tensor, Tensor, Tensor], bool]
+# Whether tensors (query, key, value, and those of a mask) are like those of a call before.
+Check = Callable[..., bool]
 # Arguments and switches -> the last few calls: whether tensors are like theirs, and what there is to know of them.
 Recent = dict[tuple, tuple[tuple[Check, Any], ...]]
 
@@ -41,13 +41,13 @@ def switches() -> tuple:
     return (CURRENT.get(), flash_on(), efficient_on(), math_on(), cudnn_on(), deterministic(), precision())
 
 
-def check_of(query: Tensor, key: Tensor, value: Tensor) -> Check | None:
+def check_of(*tensors: Tensor) -> Check | None:
     """Recognises tensors like these; None where torch has no guards, or they refuse what they were made of: one tensor
     twice."""
-    if TensorGuards is None or query is key or key is value or query is value:
+    if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
         return None
-    sizes, strides = ([list(f(t)) for t in (query, key, value)] for f in (Tensor.size, Tensor.stride))
-    return TensorGuards(query, key, value, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def remember(recent: Recent, state: tuple, check: Check, known: object) -> None:

@@ -54,11 +54,12 @@ def vendor(*tensors, **options):
     return attend(*tensors, kernel="vendor_cpu_flash", **options)
 
 
-def test_training_is_left_to_torch(native):
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": sdpa.Mask(causal=True)}], ids=["flag", "mask"])
+def test_training_is_left_to_torch(native, options):
     tensors = qkv()
     with sdpa.sdpa_kernel("vendor_cpu_flash"):
         for _ in range(3):
-            out = attend(*tensors, is_causal=True)
+            out = attend(*tensors, **options)
     assert type(out.grad_fn).__name__ == NODE
     assert native == [True] * 3
     assert sdpa.last_choice().kernel.name == "vendor_cpu_flash"
@@ -72,8 +73,9 @@ def test_training_is_left_to_torch(native):
 def test_explain_tells_who_differentiates():
     tensors = qkv()
     sdpa.explain(*tensors, direction="forward")
-    found = sdpa.explain(*tensors, kernel="vendor_cpu_flash", direction="backward")
-    assert "torch differentiates its operator" in found.reason
+    for mask in (None, sdpa.Mask(), sdpa.Mask(causal=True)):
+        found = sdpa.explain(*tensors, mask, kernel="vendor_cpu_flash", direction="backward")
+        assert "torch differentiates its operator" in found.reason
     for other in ({"kernel": "cpu_flash"}, {"kernel": "vendor_cpu_flash", "attn_mask": torch.zeros(12, 12)}):
         assert "torch differentiates" not in sdpa.explain(*tensors, direction="backward", **other).reason
 
