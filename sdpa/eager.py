@@ -2,13 +2,14 @@
 
 The plan of a call is found by a key of everything that it depends on, and before that among the last few plans, which
 one call into torch compares with the tensors at hand. Calls under torch.compile, functorch, forward mode, autocast,
-dispatch or function modes, with subclasses, a `Mask` that holds tensors or a mask that learns take the ordinary path.
+dispatch or function modes, with subclasses or a mask that learns take the ordinary path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.inputs import Options, build_inputs
 from sdpa.mask import Mask
 from sdpa.ops import is_empty
-from sdpa.plans import PackedPlan, Plan, select_by_modes
+from sdpa.plans import MaskedPlan, PackedPlan, Plan, select_by_modes
 from sdpa.repeats import (
     Recent,
     check_of,
@@ -35,15 +36,17 @@ from sdpa.sequences import Documents, build_packed, served_form
 
 MAX_PLANS = 4096
 KERNEL_END = 5  # of a state: its arguments, what follows are switches
-NO_MASK: tuple = (None, ())
-UNKNOWN = object()  # a mask of another type
+NO_MASK: tuple = (None, (), ())
+UNKNOWN: tuple = (None, None, ())  # a mask for which the ordinary path must be taken
 UNSEEN = object()  # no plan yet; None is one: the ordinary path
 PLANS: dict[tuple, Plan | None] = {}
 RECENT: Recent = {}
 select.CACHES += (PLANS.clear, RECENT.clear)
 
 band_of = attrgetter("causal", "align", "window")
-tensors_of = attrgetter("lengths", "query_lengths", "segments", "cu_seqlens", "prefix", "alibi", "allowed", "bias")
+fields_of = attrgetter("lengths", "query_lengths", "segments", "cu_seqlens", "prefix", "alibi", "allowed", "bias")
+NO_FIELDS = tuple(map(type, fields_of(Mask())))
+is_nested = attrgetter("is_nested")
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -58,8 +61,8 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
         return None
     if scale is not None and type(scale) is not float:
         return None
-    form, masks = NO_MASK if mask is None else parts_of(mask)
-    if form is UNKNOWN:
+    form, masks, given = parts = NO_MASK if mask is None else parts_of(mask)
+    if parts is UNKNOWN:
         return None
     # fmt: off
     state = (form, is_causal, scale, enable_gqa, kernel, CURRENT.get(), flash_on(), efficient_on(), math_on(),
@@ -73,16 +76,17 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
         return None
     for is_alike, run in recent:
         if is_alike(query, key, value, *masks):
-            return run(query, key, value, *masks)
-    return look_up(query, key, value, mask, masks, state)
+            return run(query, key, value, *given)
+    return look_up(query, key, value, mask, parts, state)
 
 
-def look_up(query, key, value, mask, masks, state) -> Tensor | None:
+def look_up(query, key, value, mask, parts, state) -> Tensor | None:
     """The result by the plan of the call's key, which is made where there is none; it becomes recent."""
+    _, masks, given = parts
     tensors = (query, key, value, *masks)
     if any(type(tensor) is not Tensor or is_wrapped(tensor) for tensor in tensors) or transformed():
         return None
-    if any(tensor.requires_grad for tensor in masks):
+    if grad_enabled() and any(tensor.requires_grad for tensor in masks):
         return None
     _, is_causal, scale, enable_gqa, kernel = asked = state[:KERNEL_END]
     learns = grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -96,16 +100,32 @@ def look_up(query, key, value, mask, masks, state) -> Tensor | None:
     if plan is None:
         return None
     remember_recent(state, tensors, plan)
-    return plan.attend(*tensors)
+    return plan.attend(query, key, value, *given)
 
 
-def parts_of(mask: object) -> tuple[Hashable, tuple[Tensor, ...]]:
-    """What a mask says beside its tensors, and those; UNKNOWN where the ordinary path must be taken."""
-    if type(mask) is Tensor and not mask.is_nested:
-        return Tensor, (mask,)
-    if type(mask) is not Mask or any(value is not None for value in tensors_of(mask)):
-        return UNKNOWN, ()
-    return band_of(mask), ()
+def parts_of(mask: object) -> tuple[Hashable, Sequence[Tensor], tuple]:
+    """What a mask says beside its tensors, those, and what its plan is given to fit: the mask, if it has any."""
+    if mask is None:
+        return NO_MASK
+    if type(mask) is Tensor:
+        return UNKNOWN if mask.is_nested else (Tensor, (mask,), (mask,))
+    if type(mask) is not Mask:
+        return UNKNOWN
+    fields = fields_of(mask)
+    kinds = tuple(map(type, fields))
+    if kinds == NO_FIELDS:
+        return band_of(mask), (), ()
+    tensors: list[Tensor] = []
+    for kind, field in zip(kinds, fields, strict=True):
+        if kind is Tensor:
+            tensors.append(field)
+        elif kind is tuple:
+            tensors += field
+        elif kind is not NoneType and kind is not int:
+            return UNKNOWN
+    if any(map(is_nested, tensors)):
+        return UNKNOWN
+    return (band_of(mask), kinds), tensors, (mask,)
 
 
 def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel) -> Tensor | None:
@@ -192,7 +212,8 @@ def make_plan(
     as_given = inputs.q is query and inputs.k is key and inputs.v is value
     if not as_given or not (query.numel() and key.numel() and value.numel()):
         return None
-    return Plan(inputs, learns, effective(request_text(kernel)))
+    plan = MaskedPlan if parts_of(options.attn_mask)[2] else Plan
+    return plan(inputs, learns, effective(request_text(kernel)))
 
 
 def make_packed_plan(
@@ -224,8 +245,8 @@ def left_to_torch(query: Tensor, key: Tensor, value: Tensor, options: Options, k
 
 def can_be_left(options: Options) -> bool:
     """Whether torch's own operators can say all that is asked."""
-    form, masks = NO_MASK if options.attn_mask is None else parts_of(options.attn_mask)
-    asked = form is UNKNOWN or masks or options.softcap is not None or options.sinks is not None
+    parts = parts_of(options.attn_mask)
+    asked = parts is UNKNOWN or parts[2] or options.softcap is not None or options.sinks is not None
     return not asked and not options.dropout_p
 
 

@@ -243,11 +243,15 @@ def test_a_nested_tensor_without_strides_is_refused_as_before():
     script = "\n".join([
         "import torch, sdpa",
         "q = torch.randn(1, 2, 4, 8)",
-        "[sdpa.scaled_dot_product_attention(q, q.clone(), q + 1) for _ in range(3)]",
+        "k, v, dense = q.clone(), q + 1, torch.randn(4, 4)",
+        "masks = None, dense, sdpa.Mask(bias=dense)",
+        "[sdpa.scaled_dot_product_attention(q, k, v, mask) for mask in 3 * masks]",
         "n = torch.nested.nested_tensor([torch.randn(2, 5, 8), torch.randn(2, 7, 8)])",
-        "try: sdpa.scaled_dot_product_attention(n, n, n)",
-        "except RuntimeError as error: assert 'jagged' in str(error)",
-        "else: raise SystemExit(3)",
+        "calls = ((n, n, n), 'jagged'), ((q, k, v, n), 'Nested'), ((q, k, v, sdpa.Mask(bias=n)), 'Nested')",
+        "for call, said in calls:",
+        "    try: sdpa.scaled_dot_product_attention(*call)",
+        "    except RuntimeError as error: assert said in str(error)",
+        "    else: raise SystemExit(3)",
     ])  # fmt: skip
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True)
 
