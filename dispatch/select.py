@@ -23,6 +23,7 @@ CACHED_CHOICES = 4096
 KNOWN = frozenset(FAMILIES) | frozenset(by_name())
 # What asks for no tensor but a dense mask, and for no number but the scale and what the problem holds.
 SIMPLE = frozenset({"band", "bottom_right", "nonpositive_scale", "gqa", "lse", "backward", "bias", "allowed"})
+RECORDED = SIMPLE | {"packed"}
 MAX_FORMS = 64
 
 
@@ -86,8 +87,8 @@ class Choice:
     @property
     def record(self) -> Callable | None:
         """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form; where
-        the kernel's module has such."""
-        return getattr(self.kernel.load(), "record", None)
+        the kernel's module has such, which knows no other tensors than `read_of`."""
+        return getattr(self.kernel.load(), "record", None) if self.problem.features <= RECORDED else None
 
 
 @dataclass(frozen=True)

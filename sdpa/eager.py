@@ -2,10 +2,14 @@
 
 The plan of a call is found by a key of everything that it depends on, and before that among the last few plans, which
 one call into torch compares with the tensors at hand. Calls under torch.compile, functorch, forward mode, autocast,
-dispatch or function modes, with subclasses, with a `Mask` or with a mask that learns take the ordinary path.
+dispatch or function modes, with subclasses or a mask that learns take the ordinary path.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -15,8 +19,9 @@ from sdpa import repeats
 from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
+from sdpa.mask import Mask
 from sdpa.ops import is_empty
-from sdpa.plans import PackedPlan, Plan, select_by_modes
+from sdpa.plans import MaskedPlan, PackedPlan, Plan, select_by_modes
 from sdpa.repeats import (
     Recent,
     check_of,
@@ -30,12 +35,18 @@ from sdpa.repeats import (
 from sdpa.sequences import Documents, build_packed, served_form
 
 MAX_PLANS = 4096
-MIN_RANK = 2
+KERNEL_END = 5  # of a state: its arguments, what follows are switches
+NO_MASK: tuple = (None, (), ())
+UNKNOWN: tuple = (None, None, ())  # a mask for which the ordinary path must be taken
 UNSEEN = object()  # no plan yet; None is one: the ordinary path
 PLANS: dict[tuple, Plan | None] = {}
 RECENT: Recent = {}
 select.CACHES += (PLANS.clear, RECENT.clear)
 
+band_of = attrgetter("causal", "align", "window")
+fields_of = attrgetter("lengths", "query_lengths", "segments", "cu_seqlens", "prefix", "alibi", "allowed", "bias")
+NO_FIELDS = tuple(map(type, fields_of(Mask())))
+is_nested = attrgetter("is_nested")
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -50,11 +61,12 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
         return None
     if scale is not None and type(scale) is not float:
         return None
-    if mask is not None:
-        return look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, None)
+    form, masks, given = parts = NO_MASK if mask is None else parts_of(mask)
+    if parts is UNKNOWN:
+        return None
     # fmt: off
-    state = (is_causal, scale, enable_gqa, kernel, CURRENT.get(), flash_on(), efficient_on(), math_on(), cudnn_on(),
-             deterministic(), precision(), grad_enabled())
+    state = (form, is_causal, scale, enable_gqa, kernel, CURRENT.get(), flash_on(), efficient_on(), math_on(),
+             cudnn_on(), deterministic(), precision(), grad_enabled())
     # fmt: on
     try:
         recent = RECENT.get(state, ())
@@ -63,35 +75,57 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
     except (TypeError, AttributeError):  # no hash, or no tensor: the ordinary path says what it thinks of it
         return None
     for is_alike, run in recent:
-        if is_alike(query, key, value):
-            return run(query, key, value)
-    return look_up(query, key, value, None, is_causal, scale, enable_gqa, kernel, state)
+        if is_alike(query, key, value, *masks):
+            return run(query, key, value, *given)
+    return look_up(query, key, value, mask, parts, state)
 
 
-def look_up(query, key, value, mask, is_causal, scale, enable_gqa, kernel, state) -> Tensor | None:
-    """The result by the plan of the call's key, which is made where there is none; without a mask it becomes recent."""
-    if not (type(query) is Tensor and type(key) is Tensor and type(value) is Tensor) or transformed():
+def look_up(query, key, value, mask, parts, state) -> Tensor | None:
+    """The result by the plan of the call's key, which is made where there is none; it becomes recent."""
+    _, masks, given = parts
+    tensors = (query, key, value, *masks)
+    if any(type(tensor) is not Tensor or is_wrapped(tensor) for tensor in tensors) or transformed():
         return None
-    if is_wrapped(query) or is_wrapped(key) or is_wrapped(value):
+    if grad_enabled() and any(tensor.requires_grad for tensor in masks):
         return None
-    if mask is not None and not (type(mask) is Tensor and mask.dim() >= MIN_RANK and not mask.requires_grad):
-        return None
+    _, is_causal, scale, enable_gqa, kernel = asked = state[:KERNEL_END]
     learns = grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    seen = plan_key(query, key, value, mask, is_causal, scale, enable_gqa, kernel, learns)
+    seen = plan_key(query, key, value, masks, asked, learns)
     if seen is None:
         return None
-    try:
-        plan = PLANS.get(seen, UNSEEN)
-    except TypeError:
-        return None
+    plan = PLANS.get(seen, UNSEEN)
     if plan is UNSEEN:
         options = Options(mask, 0.0, is_causal, scale, enable_gqa)
         plan = remember(seen, make_plan(query, key, value, options, kernel, learns))
     if plan is None:
         return None
-    if state is not None:
-        remember_recent(state, (query, key, value), plan)
-    return plan.attend(query, key, value) if mask is None else plan.attend(query, key, value, mask)
+    remember_recent(state, tensors, plan)
+    return plan.attend(query, key, value, *given)
+
+
+def parts_of(mask: object) -> tuple[Hashable, Sequence[Tensor], tuple]:
+    """What a mask says beside its tensors, those, and what its plan is given to fit: the mask, if it has any."""
+    if mask is None:
+        return NO_MASK
+    if type(mask) is Tensor:
+        return UNKNOWN if mask.is_nested else (Tensor, (mask,), (mask,))
+    if type(mask) is not Mask:
+        return UNKNOWN
+    fields = fields_of(mask)
+    kinds = tuple(map(type, fields))
+    if kinds == NO_FIELDS:
+        return band_of(mask), (), ()
+    tensors: list[Tensor] = []
+    for kind, field in zip(kinds, fields, strict=True):
+        if kind is Tensor:
+            tensors.append(field)
+        elif kind is tuple:
+            tensors += field
+        elif kind is not NoneType and kind is not int:
+            return UNKNOWN
+    if any(map(is_nested, tensors)):
+        return UNKNOWN
+    return (band_of(mask), kinds), tensors, (mask,)
 
 
 def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel) -> Tensor | None:
@@ -110,7 +144,7 @@ def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, ke
     alike = cu_k is cu_q
     packed = (cu_q.shape, cu_q.dtype, cu_q.device, max_q, max_k)
     packed += (True,) if alike else (cu_k.shape, cu_k.dtype, cu_k.device)
-    seen = plan_key(query, key, value, None, is_causal, scale, enable_gqa, kernel, learns, packed)
+    seen = plan_key(query, key, value, (), is_causal, scale, enable_gqa, kernel, learns, packed)
     try:
         plan = UNSEEN if seen is None else PLANS.get(seen, UNSEEN)
     except TypeError:
@@ -125,11 +159,11 @@ def attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, ke
     return plan.attend(query, key, value, cu_q) if alike else plan.attend(query, key, value, cu_q, cu_k)
 
 
-def plan_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *arguments: object) -> tuple | None:
+def plan_key(query: Tensor, key: Tensor, value: Tensor, masks: Sequence[Tensor], *arguments: object) -> tuple | None:
     """Everything a plan depends on, or None where the ordinary path must be taken."""
     try:
         return (
-            None if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
+            *[(mask.shape, mask.stride(), mask.dtype, mask.device) for mask in masks],
             query.shape,
             key.shape,
             value.shape,
@@ -178,7 +212,8 @@ def make_plan(
     as_given = inputs.q is query and inputs.k is key and inputs.v is value
     if not as_given or not (query.numel() and key.numel() and value.numel()):
         return None
-    return Plan(inputs, learns, effective(request_text(kernel)))
+    plan = MaskedPlan if parts_of(options.attn_mask)[2] else Plan
+    return plan(inputs, learns, effective(request_text(kernel)))
 
 
 def make_packed_plan(
@@ -210,7 +245,8 @@ def left_to_torch(query: Tensor, key: Tensor, value: Tensor, options: Options, k
 
 def can_be_left(options: Options) -> bool:
     """Whether torch's own operators can say all that is asked."""
-    asked = options.attn_mask is not None or options.softcap is not None or options.sinks is not None
+    parts = parts_of(options.attn_mask)
+    asked = parts is UNKNOWN or parts[2] or options.softcap is not None or options.sinks is not None
     return not asked and not options.dropout_p
 
 
@@ -221,7 +257,7 @@ def remember(seen: tuple, plan: Plan | None) -> Plan | None:
     return plan
 
 
-def remember_recent(state: tuple, tensors: tuple[Tensor, Tensor, Tensor], plan: Plan) -> None:
+def remember_recent(state: tuple, tensors: tuple[Tensor, ...], plan: Plan) -> None:
     """Put the plan first among those of its state."""
     check = plan.is_alike
     if check is None or not check(*tensors):

@@ -165,41 +165,55 @@ def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size | None = None) -> AttentionInputs:
     """The fields of `mask` written into `inputs`, checked against its sizes."""
     q, H, (B, M, N) = inputs.q, inputs.q.shape[1], lengths_of(inputs)
-    if mask.device() is not None and mask.device() != q.device:
-        raise RuntimeError(
-            f"Expected attn_mask to be on the query's device {q.device}, but got {mask.device()} instead."
-        )
-    q_segments, k_segments = fit_segments(mask, B, M, N)
+    device = mask.device()
+    if device is not None and device != q.device:
+        raise RuntimeError(f"Expected attn_mask to be on the query's device {q.device}, but got {device} instead.")
     # A side wider than the matrix hides nothing; saying so keeps such calls on the unmasked path.
     left, right = (side if side < M + N else UNLIMITED for side in mask.band)
     return inputs._replace(
         left=left,
         right=right,
         bottom_right=mask.align == "bottom_right",
-        k_lengths=fit_lengths("lengths", mask.lengths, B, N),
-        q_lengths=fit_lengths("query_lengths", mask.query_lengths, B, M),
-        prefix=fit_prefix(mask, inputs, B, N),
-        q_segments=q_segments,
-        k_segments=k_segments,
-        alibi=fit_alibi(mask.alibi, B, H),
-        allowed=fit_dense(mask.allowed, lead, (B, H, M, N)),
-        bias=fit_bias(mask.bias, q, lead, (B, H, M, N)),
+        **fit_tensors(mask, q, lead, (B, H, M, N)),
     )
+
+
+def fit_tensors(
+    mask: Mask, q: Tensor, lead: torch.Size | None, shape: tuple[int, int, int, int]
+) -> dict[str, Tensor | None]:
+    """The tensors of `mask` as kernels take them, by fields of AttentionInputs."""
+    B, H, M, N = shape
+    q_segments, k_segments = fit_segments(mask, B, M, N)
+    return {
+        "q_segments": q_segments,
+        "k_segments": k_segments,
+        "k_lengths": fit_lengths("lengths", mask.lengths, B, N),
+        "q_lengths": fit_lengths("query_lengths", mask.query_lengths, B, M),
+        "prefix": fit_prefix(mask, q, B, N),
+        "alibi": fit_alibi(mask.alibi, B, H),
+        "allowed": fit_dense(mask.allowed, lead, shape),
+        "bias": fit_bias(mask.bias, q, lead, shape),
+    }
 
 
 def fit_lengths(name: str, lengths: Tensor | None, B: int, limit: int) -> Tensor | None:
     if lengths is None:
         return None
     check_shape(name, lengths, ((B,), (1,), ()))
-    return lengths.clamp(0, limit).to(torch.int32).expand(B).contiguous()
+    lengths = as_int32(lengths.clamp(0, limit))
+    return lengths.contiguous() if lengths.shape == (B,) else lengths.expand(B).contiguous()
 
 
-def fit_prefix(mask: Mask, inputs: AttentionInputs, B: int, N: int) -> Tensor | None:
+def as_int32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)  # which takes time where it does nothing
+
+
+def fit_prefix(mask: Mask, q: Tensor, B: int, N: int) -> Tensor | None:
     if mask.prefix is None or not mask.has_band:
         return None
     prefix = mask.prefix
     if not isinstance(prefix, Tensor):
-        prefix = torch.full((B,), prefix, dtype=torch.int32, device=inputs.q.device)
+        prefix = torch.full((B,), prefix, dtype=torch.int32, device=q.device)
     return fit_lengths("prefix", prefix, B, N)
 
 
@@ -215,7 +229,7 @@ def fit_segments(mask: Mask, B: int, M: int, N: int) -> tuple[Tensor | None, Ten
         check_shape(f"{name} segments", ids, ((B, size), (1, size), (size,)))
     queries, keys = (ids.reshape(-1, size) for ids, size in zip(pair, (M, N), strict=True))
     if torch.int64 not in (queries.dtype, keys.dtype):
-        return queries.to(torch.int32), keys.to(torch.int32)
+        return as_int32(queries), as_int32(keys)
     if pair[0] is pair[1]:
         ranks = rank(queries)
         return ranks, ranks
@@ -270,6 +284,11 @@ def fit_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     return sinks
 
 
+def with_rank(mask: Tensor) -> Tensor:
+    """A dense mask in four dimensions at least."""
+    return mask if mask.dim() >= 4 else mask[(None,) * (4 - mask.dim())]
+
+
 def fit_bias(
     bias: Tensor | None, q: Tensor, lead: torch.Size | None, shape: tuple[int, int, int, int]
 ) -> Tensor | None:
@@ -286,8 +305,7 @@ def fit_dense(mask: Tensor | None, lead: torch.Size | None, shape: tuple[int, in
         return None
     lead = torch.Size([shape[0]]) if lead is None else lead
     full, given = (*lead, *shape[1:]), tuple(mask.shape)
-    while mask.dim() < 4:
-        mask = mask.unsqueeze(0)
+    mask = with_rank(mask)
     sizes = (1,) * (len(full) - mask.dim()) + tuple(mask.shape)
     if len(sizes) != len(full) or any(s not in (1, f) for s, f in zip(sizes, full, strict=True)):
         raise RuntimeError(

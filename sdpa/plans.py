@@ -16,8 +16,10 @@ from sdpa.autograd import AttentionBackward
 from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.context import Setting, torch_toggles
 from sdpa.dispatch.select import LAST
+from sdpa.inputs import fit_tensors, with_rank
+from sdpa.mask import Mask
 from sdpa.ops import NO_EXTRA, WITH_LSE
-from sdpa.problem import AttentionInputs, Gradients, Results, read_of
+from sdpa.problem import AttentionInputs, Gradients, Results, lengths_of, read_of
 from sdpa.repeats import Check, Forward
 
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -128,6 +130,24 @@ class Plan(Forward):
         out = node._saved_output.detach()
         found = autograd.apply(AttentionBackward, upstream[0], None, out, lse, *inputs, False, self.setting)
         return (*(None if g is None else f for g, f in zip(grads[:3], found, strict=False)), *grads[3:])
+
+
+class MaskedPlan(Plan):
+    """The same of calls with a mask, whose tensors are fitted at each: what they hold may have changed."""
+
+    __slots__ = ("fitted_attend", "shape")
+
+    def __init__(self, inputs: AttentionInputs, learns: bool, setting: str) -> None:
+        super().__init__(inputs, learns, setting)
+        B, M, N = lengths_of(inputs)
+        self.shape = (B, inputs.q.shape[1], M, N)
+        self.fitted_attend, self.attend = self.attend, self.by_mask
+
+    def by_mask(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Mask) -> Tensor:
+        if type(mask) is Tensor:
+            return self.fitted_attend(query, key, value, with_rank(mask))
+        tensors = fit_tensors(mask, query, None, self.shape)
+        return self.fitted_attend(query, key, value, *[tensors[name] for name in self.fields])
 
 
 class PackedPlan(Plan):

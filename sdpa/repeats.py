@@ -15,14 +15,13 @@ from torch import Tensor
 from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, torch_toggles
 from sdpa.dispatch.select import LAST
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, float32_precision, read_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, float32_precision
 
 try:  # types, dispatch keys, dtypes, devices, sizes, strides and requires_grad
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None
 
-FULL_RANK = 4
 MAX_STATES = 256
 LATEST = 4  # calls remembered for each state: comparing takes a third of building a key
 
@@ -30,8 +29,8 @@ flash_on, efficient_on = torch._C._get_flash_sdp_enabled, torch._C._get_mem_effi
 math_on, cudnn_on = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
 deterministic, precision = torch._C._get_deterministic_algorithms, float32_precision
 
-# Whether tensors (query, key, value) are like those of a call before.
-Check = Callable[[Tensor, Tensor, Tensor], bool]
+# Whether tensors (query, key, value, and those of a mask) are like those of a call before.
+Check = Callable[..., bool]
 # Arguments and switches -> the last few calls: whether tensors are like theirs, and what there is to know of them.
 Recent = dict[tuple, tuple[tuple[Check, Any], ...]]
 
@@ -41,13 +40,13 @@ def switches() -> tuple:
     return (CURRENT.get(), flash_on(), efficient_on(), math_on(), cudnn_on(), deterministic(), precision())
 
 
-def check_of(query: Tensor, key: Tensor, value: Tensor) -> Check | None:
+def check_of(*tensors: Tensor) -> Check | None:
     """Recognises tensors like these; None where torch has no guards, or they refuse what they were made of: one tensor
     twice."""
-    if TensorGuards is None or query is key or key is value or query is value:
+    if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
         return None
-    sizes, strides = ([list(f(t)) for t in (query, key, value)] for f in (Tensor.size, Tensor.stride))
-    return TensorGuards(query, key, value, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def remember(recent: Recent, state: tuple, check: Check, known: object) -> None:
@@ -64,8 +63,8 @@ class Forward:
         "again",
         "attend",
         "choice",
+        "fields",
         "forward",
-        "is_bias",
         "is_passing",
         "native",
         "numbers",
@@ -76,7 +75,8 @@ class Forward:
 
     def __init__(self, inputs: AttentionInputs, extra: frozenset[str], setting: str, learns: bool = False) -> None:
         self.numbers = inputs[3:7]  # scale, left, right, bottom_right
-        self.is_bias = inputs.bias is not None
+        # Of tensors beside query, key and value.
+        self.fields = tuple(name for name, value in inputs._asdict().items() if isinstance(value, Tensor))[3:]
         self.setting = setting
         self.problem = AttentionProblem.of(inputs, extra=extra)
         self.choice = select.choose(self.problem, setting, torch_toggles(), learns)
@@ -84,23 +84,18 @@ class Forward:
         self.is_passing = False  # not expected to come again: launches are not recorded
         self.again: Callable | None = None
         self.native: Callable | None = self.native_of(inputs)
-        # (query, key, value, and a mask where there is one) -> the result
+        # (query, key, value, and what a mask comes to) -> the result
         self.attend: Callable[..., Tensor] = self.by_forward if self.native is None else self.by_operator
 
     def native_of(self, inputs: AttentionInputs, learns: bool = False) -> Callable[..., Tensor] | None:
         """torch's own operator of (query, key, value), where the chosen kernel is one."""
         make = getattr(self.choice.kernel.load(), "native", None)
-        if make is None or len(read_of(inputs)) > len(inputs[:3]):
-            return None
-        return make(inputs, learns)
+        return None if make is None or self.fields else make(inputs, learns)
 
-    def inputs(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> AttentionInputs:
-        if mask is None:
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> AttentionInputs:
+        if not masks:
             return AttentionInputs(query, key, value, *self.numbers)
-        if mask.dim() < FULL_RANK:
-            mask = mask[(None,) * (FULL_RANK - mask.dim())]
-        bias, allowed = (mask, None) if self.is_bias else (None, mask)
-        return AttentionInputs(query, key, value, *self.numbers, bias, allowed)
+        return AttentionInputs(query, key, value, *self.numbers, **dict(zip(self.fields, masks, strict=True)))
 
     def by_forward(self, *given: Tensor) -> Tensor:
         return self.run(*given).out

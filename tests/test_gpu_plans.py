@@ -90,7 +90,69 @@ def test_masked_calls_again(name, kind):
         for found, want in zip(torch.autograd.grad(out, tensors, upstream), wanted, strict=True):
             close(found, want)
     plans = [plan for plan in eager.PLANS.values() if plan and plan.choice.kernel.name == name]
-    assert any(plan.again is not None and plan.is_bias == (kind == "bias") for plan in plans)
+    assert any(plan.again is not None and plan.fields == ("bias" if kind == "bias" else "allowed",) for plan in plans)
+
+
+def integers(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+FIELDS = {
+    "bottom_right": lambda: sdpa.Mask(causal=True, align="bottom_right"),
+    "window": lambda: sdpa.Mask(window=(20, 0)),
+    "lengths": lambda: sdpa.Mask(lengths=integers(40, 64)),
+    "both lengths": lambda: sdpa.Mask(causal=True, lengths=integers(40, 64), query_lengths=integers(64, 30)),
+    "segments": lambda: sdpa.Mask(segments=torch.arange(64, device="cuda") // 24),
+    "cu_seqlens": lambda: sdpa.Mask(causal=True, cu_seqlens=integers(0, 30, 64)),
+    "prefix": lambda: sdpa.Mask(causal=True, prefix=7),
+    "prefixes": lambda: sdpa.Mask(causal=True, prefix=integers(7, 20)),
+    "alibi": lambda: sdpa.Mask(causal=True, alibi=torch.rand(4, device="cuda")),
+    "allowed": lambda: sdpa.Mask(lengths=integers(40, 64), allowed=masks("allowed", 0)),
+    "bias": lambda: sdpa.Mask(lengths=integers(40, 64), bias=masks("bias", 0)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_masks_of_fields_again(name, grad):
+    """By plans, and the ordinary way, which a call takes that wants the log-sum-exp; the host waits for nothing."""
+    eager.PLANS.clear(), eager.RECENT.clear()
+    for seed in range(4):
+        tensors, mask = qkv(grad, seed=seed), FIELDS[name]()
+        if mask.lengths is not None:
+            mask.lengths.sub_(seed)
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error" if seed > 1 else mode)
+        try:
+            out = attend(*tensors, mask)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        wanted = attend(*tensors, mask, return_lse=True)[0]
+        close(out, wanted)
+        if grad:
+            upstream = torch.randn_like(out)
+            for found, want in zip(*(torch.autograd.grad(o, tensors, upstream) for o in (out, wanted)), strict=True):
+                close(found, want)
+    assert len(eager.PLANS) == 1 and all(eager.PLANS.values())
+
+
+def test_lengths_of_a_captured_call():
+    """Lengths and a prefix are fitted inside of the graph."""
+    tensors, lengths = qkv(), integers(40, 64)
+    mask = sdpa.Mask(causal=True, lengths=lengths, prefix=5)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            attend(*tensors, mask)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*tensors, mask)
+    for shorter in (0, 11):
+        lengths.sub_(shorter)
+        graph.replay()
+        close(out, attend(*tensors, mask, return_lse=True)[0])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -54,11 +54,12 @@ def vendor(*tensors, **options):
     return attend(*tensors, kernel="vendor_cpu_flash", **options)
 
 
-def test_training_is_left_to_torch(native):
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": sdpa.Mask(causal=True)}], ids=["flag", "mask"])
+def test_training_is_left_to_torch(native, options):
     tensors = qkv()
     with sdpa.sdpa_kernel("vendor_cpu_flash"):
         for _ in range(3):
-            out = attend(*tensors, is_causal=True)
+            out = attend(*tensors, **options)
     assert type(out.grad_fn).__name__ == NODE
     assert native == [True] * 3
     assert sdpa.last_choice().kernel.name == "vendor_cpu_flash"
@@ -72,8 +73,9 @@ def test_training_is_left_to_torch(native):
 def test_explain_tells_who_differentiates():
     tensors = qkv()
     sdpa.explain(*tensors, direction="forward")
-    found = sdpa.explain(*tensors, kernel="vendor_cpu_flash", direction="backward")
-    assert "torch differentiates its operator" in found.reason
+    for mask in (None, sdpa.Mask(), sdpa.Mask(causal=True)):
+        found = sdpa.explain(*tensors, mask, kernel="vendor_cpu_flash", direction="backward")
+        assert "torch differentiates its operator" in found.reason
     for other in ({"kernel": "cpu_flash"}, {"kernel": "vendor_cpu_flash", "attn_mask": torch.zeros(12, 12)}):
         assert "torch differentiates" not in sdpa.explain(*tensors, direction="backward", **other).reason
 
@@ -241,11 +243,15 @@ def test_a_nested_tensor_without_strides_is_refused_as_before():
     script = "\n".join([
         "import torch, sdpa",
         "q = torch.randn(1, 2, 4, 8)",
-        "[sdpa.scaled_dot_product_attention(q, q.clone(), q + 1) for _ in range(3)]",
+        "k, v, dense = q.clone(), q + 1, torch.randn(4, 4)",
+        "masks = None, dense, sdpa.Mask(bias=dense)",
+        "[sdpa.scaled_dot_product_attention(q, k, v, mask) for mask in 3 * masks]",
         "n = torch.nested.nested_tensor([torch.randn(2, 5, 8), torch.randn(2, 7, 8)])",
-        "try: sdpa.scaled_dot_product_attention(n, n, n)",
-        "except RuntimeError as error: assert 'jagged' in str(error)",
-        "else: raise SystemExit(3)",
+        "calls = ((n, n, n), 'jagged'), ((q, k, v, n), 'Nested'), ((q, k, v, sdpa.Mask(bias=n)), 'Nested')",
+        "for call, said in calls:",
+        "    try: sdpa.scaled_dot_product_attention(*call)",
+        "    except RuntimeError as error: assert said in str(error)",
+        "    else: raise SystemExit(3)",
     ])  # fmt: skip
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True)
 

@@ -1,0 +1,310 @@
+"""Plans of calls with masks: the same results, derivatives and errors as the ordinary way, which they do not take."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import sdpa
+from sdpa import eager, functional
+from sdpa import scaled_dot_product_attention as attend
+from sdpa.dispatch import select
+from sdpa.kernels.math import composite as math
+
+B, H, M, N = 2, 4, 12, 15
+BANDS = {
+    "empty": sdpa.Mask(),
+    "causal": sdpa.Mask(causal=True),
+    "bottom_right": sdpa.Mask(causal=True, align="bottom_right"),
+    "window": sdpa.Mask(window=(4, 0)),
+    "sides": sdpa.Mask(window=(None, 3), align="bottom_right"),
+}
+
+IDS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
+
+
+def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+# Masks with tensors, made anew for each test, because some change them.
+MASKS = {
+    "lengths": lambda: sdpa.Mask(lengths=integers(9, 14)),
+    "lengths of 64 bits": lambda: sdpa.Mask(lengths=integers(9, 40, dtype=torch.int64)),
+    "one length": lambda: sdpa.Mask(lengths=integers(9)),
+    "lengths apart": lambda: sdpa.Mask(lengths=integers(9, 0, 14, 0)[::2]),
+    "query_lengths": lambda: sdpa.Mask(query_lengths=integers(5, 12)),
+    "both lengths": lambda: sdpa.Mask(
+        causal=True, align="bottom_right", lengths=integers(9, 14), query_lengths=integers(5, 12)
+    ),
+    "segments": lambda: sdpa.Mask(segments=(integers(*IDS[:M]), integers(*IDS))),
+    "segments of 64 bits": lambda: sdpa.Mask(segments=(integers(*IDS[:M], dtype=torch.int64), integers(*IDS))),
+    "cu_seqlens": lambda: sdpa.Mask(cu_seqlens=(integers(0, 4, M), integers(0, 7, N))),
+    "prefix": lambda: sdpa.Mask(causal=True, prefix=3),
+    "prefix without a band": lambda: sdpa.Mask(prefix=3),
+    "prefixes": lambda: sdpa.Mask(causal=True, prefix=integers(3, 5)),
+    "alibi": lambda: sdpa.Mask(alibi=noise(H).abs()),
+    "allowed": lambda: sdpa.Mask(allowed=noise(B, 1, M, N) > 0),
+    "bias": lambda: sdpa.Mask(bias=noise(M, N)),
+    "all": lambda: sdpa.Mask(
+        window=(6, 2),
+        lengths=integers(9, 14),
+        segments=(integers(*IDS[:M]), integers(*IDS)),
+        prefix=integers(3, 5),
+        alibi=noise(B, H).abs(),
+        allowed=noise(H, 1, N) > 0,
+        bias=noise(H, M, N),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    select.clear_caches()
+    yield
+    select.clear_caches()
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """The calls that took the ordinary way."""
+    taken, way = [], functional.attend
+
+    def counted(*given):
+        taken.append(given)
+        return way(*given)
+
+    monkeypatch.setattr(functional, "attend", counted)
+    return taken
+
+
+def qkv(grad: bool = False, dtype: torch.dtype = torch.float64, keys: int = N):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, n, 8, generator=generator, dtype=dtype).requires_grad_(grad) for n in (M, keys, keys)]
+
+
+def ordinary(*given, **options):
+    """A call that wants the log-sum-exp has no plan."""
+    return attend(*given, **options, return_lse=True)[0]
+
+
+@pytest.mark.parametrize("keys", [M, N])
+@pytest.mark.parametrize("name", BANDS)
+def test_bands(name, keys, ways):
+    tensors = qkv(keys=keys)
+    wanted, chosen = ordinary(*tensors, BANDS[name]), sdpa.last_choice().kernel
+    for _ in range(3):
+        assert torch.equal(attend(*tensors, BANDS[name]), wanted)
+        assert torch.equal(attend(*tensors, BANDS[name].replace()), wanted)
+        assert sdpa.last_choice().kernel is chosen
+    assert len(ways) == len(eager.PLANS) == 1
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_derivatives_of_bands(name, ways):
+    check_derivatives(BANDS[name])
+    assert len(ways) == len(eager.PLANS) == 1
+
+
+def check_derivatives(mask):
+    """First derivatives through a plan, and second ones, which go the ordinary way."""
+    tensors = qkv(grad=True)
+    wanted = ordinary(*tensors, mask)
+    upstream = torch.randn_like(wanted)
+    first = torch.autograd.grad(wanted, tensors, upstream, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
+    for _ in range(2):
+        out = attend(*tensors, mask)
+        assert type(out.grad_fn).__name__ == "PlannedAttentionBackward"
+        torch.testing.assert_close(torch.autograd.grad(out, tensors, upstream, retain_graph=True), first)
+        found = torch.autograd.grad(out, tensors, upstream, create_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(sum(g.square().sum() for g in found), tensors), second)
+
+
+def test_a_plan_is_for_its_band_and_settings(ways):
+    tensors = qkv()
+    calls = [lambda mask=mask: attend(*tensors, mask) for mask in BANDS.values()]
+    calls += [lambda: attend(*tensors), lambda: attend(*tensors, is_causal=True)]
+    calls += [lambda: attend(*tensors, sdpa.Mask(window=(4, 1))), lambda: attend(*tensors, BANDS["window"], scale=2.0)]
+    calls += [lambda: attend(*tensors, BANDS["window"], kernel="math")]
+    results = [call() for call in calls]
+    assert len(eager.PLANS) == len(calls)
+    for call, wanted in zip(calls, results, strict=True):
+        assert torch.equal(call(), wanted)
+    assert len(eager.PLANS) == len(calls) and not ways
+    with sdpa.sdpa_kernel("math"):
+        attend(*tensors, BANDS["window"])
+        assert sdpa.last_choice().kernel.name == "math"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        attend(*tensors, BANDS["window"])
+        assert sdpa.last_choice().kernel.name == "math"
+    attend(*tensors, BANDS["window"])
+    assert sdpa.last_choice().kernel.name == "cpu_flash"
+
+
+def test_a_mask_beside_is_causal_is_refused_with_and_without_a_plan():
+    tensors = qkv()
+    for mask in (sdpa.Mask(), BANDS["window"], torch.ones(M, N, dtype=torch.bool)):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
+                attend(*tensors, mask, is_causal=True)
+            attend(*tensors, mask)
+
+
+def tensors_of(mask: sdpa.Mask) -> list[torch.Tensor]:
+    fields = [item for field in vars(mask).values() for item in (field if isinstance(field, tuple) else (field,))]
+    return [field for field in fields if isinstance(field, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_with_tensors(name, ways):
+    """Also of other numbers: those of another mask of the same form, and in place."""
+    tensors, mask, other = qkv(), MASKS[name](), MASKS[name]()
+    for tensor in tensors_of(other):
+        tensor.copy_(tensor.flip(-1))
+    wanted = [ordinary(*tensors, given) for given in (mask, other)]
+    chosen = sdpa.last_choice().kernel
+    for _ in range(2):
+        assert torch.equal(attend(*tensors, mask), wanted[0])
+        assert torch.equal(attend(*tensors, other), wanted[1])
+        assert sdpa.last_choice().kernel is chosen
+    for tensor, changed in zip(tensors_of(mask), tensors_of(other), strict=True):
+        tensor.copy_(changed)
+    assert torch.equal(attend(*tensors, mask), wanted[1])
+    assert len(ways) == 2 and len(eager.PLANS) == 1
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_derivatives_beside_masks_with_tensors(name, ways):
+    check_derivatives(MASKS[name]())
+    assert len(ways) == len(eager.PLANS) == 1
+
+
+def test_lengths_may_change_before_the_backward():
+    tensors, lengths = qkv(grad=True), integers(9, 14)
+    wanted = torch.autograd.grad(ordinary(*tensors, sdpa.Mask(lengths=lengths)).sum(), tensors)
+    for _ in range(2):
+        out = attend(*tensors, sdpa.Mask(lengths=lengths))
+        before = lengths.clone()
+        lengths.fill_(1)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), wanted)
+        lengths.copy_(before)
+
+
+def test_a_prefix_is_read_at_every_call(ways):
+    tensors = qkv()
+    for prefix in (0, 3, 5, 40):
+        mask = sdpa.Mask(causal=True, prefix=prefix)
+        assert torch.equal(attend(*tensors, mask), ordinary(*tensors, mask))
+    assert len(eager.PLANS) == 1 and len(ways) == 4
+
+
+def test_a_plan_is_for_the_form_of_a_mask(ways):
+    """Which fields there are, their sizes, strides and dtypes, and the band."""
+    tensors = qkv()
+    masks = [make() for make in MASKS.values()]
+    masks += [masks[0].replace(causal=True), masks[0].replace(window=(3, 3)), masks[0].replace(align="bottom_right")]
+    masks += [sdpa.Mask(bias=noise(N, M).T), sdpa.Mask(bias=noise(1, N)), sdpa.Mask(bias=noise(M, N).float())]
+    wanted = [ordinary(*tensors, mask) for mask in masks]
+    for number, (mask, want) in enumerate(zip(masks, wanted, strict=True), 1):
+        assert torch.equal(attend(*tensors, mask), want)
+        assert len(eager.PLANS) == number
+    for mask, want in zip(masks, wanted, strict=True):
+        assert torch.equal(attend(*tensors, mask), want)
+    few = qkv(keys=9)
+    assert torch.equal(attend(*few, masks[0]), ordinary(*few, masks[0]))
+    assert len(eager.PLANS) == len(masks) + 1
+    assert len(ways) == len(masks) + 1
+
+
+def test_recorded_launches_know_no_lengths(monkeypatch):
+    """`record` is for what `read_of` tells: nothing of a mask but dense ones."""
+    recorded = []
+
+    def record(given, problem, tile):
+        recorded.append(problem.features)
+        return math.forward(*given, problem, tile), None
+
+    monkeypatch.setattr(math, "record", record, raising=False)
+    tensors, lengths = qkv(), sdpa.Mask(lengths=integers(9, 14))
+    for mask, count in ((lengths, 0), (sdpa.Mask(allowed=noise(M, N) > 0), 2), (sdpa.Mask(causal=True), 4)):
+        for _ in range(2):
+            attend(*tensors, mask, kernel="math")
+        assert len(recorded) == count
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_plans_keep_no_tensors(grad):
+    tensors, mask = qkv(grad=grad), MASKS["all"]()
+    for _ in range(2):
+        attend(*tensors, mask)
+    assert all(eager.PLANS.values()) and eager.RECENT
+    kept = [weakref.ref(tensor) for tensor in (*tensors, *tensors_of(mask))]
+    del tensors, mask
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_wrong_masks_are_refused_with_and_without_a_plan():
+    tensors, right = qkv(), MASKS["all"]()
+    wrong = {
+        r"Expected lengths to have shape \(2,\) or \(1,\) or \(\), but got \(3,\)": {"lengths": integers(1, 2, 3)},
+        r"Expected query segments to have shape": {"segments": integers(*IDS)},
+        r"Expected alibi slopes to have shape": {"alibi": noise(H + 1)},
+        r"attn_mask of shape \(4, 4\) does not broadcast": {"allowed": noise(4, 4) > 0},
+        r"Expected attn_mask dtype to be bool or float or to match": {"bias": noise(M, N).half()},
+        r"Expected attn_mask to be on the query's device cpu, but got meta": {"lengths": integers(9, 14).to("meta")},
+        r"Expected alibi slopes without requires_grad": {"alibi": noise(H).requires_grad_()},
+    }
+    for _ in range(2):
+        for message, fields in wrong.items():
+            with pytest.raises(RuntimeError, match=message):
+                attend(*tensors, right.replace(**fields))
+        with pytest.raises(RuntimeError, match="Explicit attn_mask should not be set when is_causal=True"):
+            attend(*tensors, right, is_causal=True)
+        attend(*tensors, right)
+
+
+def test_a_kernel_that_cannot_start_is_replaced(monkeypatch):
+    tensors, mask = qkv(), MASKS["lengths"]()
+    wanted = attend(*tensors, mask)
+    (plan,) = eager.PLANS.values()
+
+    def refused(*_):
+        raise RuntimeError("cannot read addresses that are not aligned")
+
+    monkeypatch.setattr(plan, "forward", refused)
+    with pytest.warns(UserWarning, match="math answers instead"):
+        torch.testing.assert_close(attend(*tensors, mask), wanted)
+    assert sdpa.last_choice().kernel.name == "math"
+
+
+class Other(sdpa.Mask):
+    """A mask that may be read in another way."""
+
+
+def test_what_has_no_plan(ways):
+    q, k, v = qkv()
+    calls = [
+        lambda: attend(q, k, v, Other(causal=True)),
+        lambda: attend(q, k, v, sdpa.Mask(causal=True), softcap=2.0),
+        lambda: attend(q, k, v, torch.zeros(M, N, dtype=q.dtype, requires_grad=True)),
+        lambda: attend(q[0], k[0], v[0], sdpa.Mask(causal=True)),
+        lambda: attend(q[:, :, :0], k, v, sdpa.Mask(causal=True)),
+        lambda: attend(q, k, v, sdpa.Mask(bias=torch.zeros(M, N, dtype=q.dtype, requires_grad=True))),
+        lambda: attend(q, k, v, sdpa.Mask(alibi=torch.nn.Parameter(torch.ones(H), requires_grad=False))),
+        lambda: torch.func.vmap(lambda q: attend(q, q, q, sdpa.Mask(causal=True)))(q),
+        lambda: torch.func.vmap(lambda n: attend(q, k, v, sdpa.Mask(lengths=n)))(integers(9, 5, 14)),
+        lambda: torch.autocast("cpu", torch.bfloat16)(attend)(q.float(), k.float(), v.float(), sdpa.Mask(causal=True)),
+    ]
+    for number, call in enumerate(calls, 1):
+        assert torch.equal(call(), call())
+        assert len(ways) == 2 * number
+    assert not any(eager.PLANS.values())
