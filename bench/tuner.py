@@ -348,7 +348,8 @@ def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
     cold = stopwatch(call, 1)
     if cold > 1.0:
         return cold
-    return min(cold, *(stopwatch(call, 1) for _ in range(FIRST_CALLS if cold <= SHORT else 1)))
+    warm = min(cold, stopwatch(call, 1))
+    return min([warm, *(stopwatch(call, 1) for _ in range(FIRST_CALLS - 1 if warm <= SHORT else 0))])
 
 
 def gpu_race(calls: dict[Hashable, Call], device: str, time_limit: float) -> dict[Hashable, float]:

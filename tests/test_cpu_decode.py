@@ -1,4 +1,4 @@
-"""The native CPU kernel with few queries: keys and values as they lie in memory, in parts where heads are fewer than threads."""
+"""The native CPU kernel with few queries: keys and values in place, and shared by threads where heads are few."""
 
 from __future__ import annotations
 

@@ -119,6 +119,8 @@ def test_a_launch_that_takes_the_host_longer_costs_a_share_of_it(monkeypatch):
 def test_a_call_that_had_to_wait_is_not_hopeless():
     waited = iter((2e-3, 1.4e-3, 1.3e-3, 1e-4, 1.2e-3, 1.1e-3))
     assert tuner.warm_sample("call", lambda call, repeats: next(waited)) == 1e-4
+    waited_twice = iter((2e-2, 4e-3, 3e-3, 3e-4, 4e-4, 5e-4))
+    assert tuner.warm_sample("call", lambda call, repeats: next(waited_twice)) == 3e-4
     slow = iter((0.5, 0.4))
     assert tuner.warm_sample("call", lambda call, repeats: next(slow)) == 0.4, "long ones are called twice"
     slowest = iter((1.5,))

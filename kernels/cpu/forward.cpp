@@ -14,7 +14,8 @@ constexpr int64_t kSkippedKeys = 64;     // hidden ones, beside others that are 
 constexpr int64_t kDirectRows = 8;       // up to here reading keys in place beats packing them
 constexpr int64_t kDirectScores = 8192;  // of a block then: nothing is packed, so only they need room
 constexpr int64_t kCutKeys = 256;        // of a block then where some are hidden: what is read twice stays near
-constexpr int64_t kFewestKeys = 512;     // of a part of a task
+constexpr int64_t kFewestKeys = 512;     // of a part of a task of one row, of one of eight and more an eighth
+constexpr int64_t kManyRows = 128;       // of all parts, from which on threads bring them together
 constexpr double kParallelFlops = 1e6;   // about what waking the other threads costs
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -34,10 +35,11 @@ bool reads_in_place(const AttentionParams& p) { return p.M * p.G() <= kDirectRow
 int64_t direct_block(const AttentionParams& p) { return round_up(kDirectScores / (p.M * p.G()), kMaxLanes); }
 
 // The fewest parts with which so many threads end soonest; at most as many as there are threads.
-int64_t parts_of(int64_t tasks, int64_t threads, int64_t keys) {
+int64_t parts_of(int64_t tasks, int64_t threads, int64_t keys, int64_t rows) {
+  const int64_t most = std::min(threads, keys * std::min<int64_t>(rows, 8) / kFewestKeys);
   int64_t best = 1;
   const auto rounds = [=](int64_t parts) { return blocks_of(tasks * parts, threads); };
-  for (int64_t parts = 2; parts <= std::min(threads, keys / kFewestKeys); ++parts)
+  for (int64_t parts = 2; parts <= most; ++parts)
     if (rounds(parts) * best < rounds(best) * parts) best = parts;
   return best;
 }
@@ -73,8 +75,9 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.head_blocks = blocks_of(p.G(), plan.heads);
   plan.tasks = p.B * p.Hkv * plan.head_blocks * plan.query_blocks;
   const bool band = p.left != kUnlimited && p.right != kUnlimited;
-  const int64_t keys = band ? std::min(p.N, p.left + p.right + plan.block_m) : p.N;
-  plan.parts = plan.tasks < plan.threads ? parts_of(plan.tasks, plan.threads, keys) : 1;
+  const int64_t seen = band ? std::min(p.left, p.N) + std::min(p.right, p.N) + plan.block_m : p.N;
+  const int64_t keys = std::min(seen, p.N), rows = plan.heads * plan.block_m;
+  plan.parts = plan.tasks < plan.threads ? parts_of(plan.tasks, plan.threads, keys, rows) : 1;
   plan.threads = std::min(plan.threads, plan.tasks * plan.parts);
   return plan;
 }
@@ -99,32 +102,46 @@ class Forward {
   }
 
   void run() {
-    Carver sizes(nullptr), state_sizes(nullptr);
+    if (plan_.parts > 1) return run_in_parts();
+    Carver sizes(nullptr);
     carve(sizes);
-    carve_state(state_sizes);
-    const bool shared = plan_.parts > 1;
+    carve_state(sizes);
     const Scratch scratch(plan_.threads, sizes.used());
-    const Scratch states(shared ? plan_.tasks * plan_.parts : plan_.threads, state_sizes.used());
-    const auto state = [&](int64_t of) {
-      Carver carver(states.of(of));
-      return carve_state(carver);
-    };
-    run_tasks(plan_.tasks * plan_.parts, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
+    run_tasks(plan_.tasks, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
       Carver carver(scratch.of(thread));
-      Task task(*this, number / plan_.parts, carve(carver), state(shared ? number : thread));
-      task.attend_part(number % plan_.parts);
-      if (!shared) task.finish();
+      const Buffers buffers = carve(carver);
+      Task task(*this, number, buffers, carve_state(carver));
+      task.attend_part(0);
+      for (int64_t h = 0; h < plan_.heads; ++h) task.finish(h);
     });
-    for (int64_t number = 0; shared && number < plan_.tasks; ++number) {
-      Carver carver(scratch.of(0));
-      Task task(*this, number, carve(carver), state(number * plan_.parts));
-      for (int64_t part = 1; part < plan_.parts; ++part) task.merge(state(number * plan_.parts + part));
-      task.finish();
-    }
   }
 
  private:
+  // Threads share the keys of a task, and then bring together what their parts of them came to.
+  void run_in_parts() {
+    Carver sizes(nullptr), state_sizes(nullptr);
+    carve(sizes);
+    carve_state(state_sizes);
+    const Scratch scratch(plan_.threads, sizes.used()), states(plan_.tasks * plan_.parts, state_sizes.used());
+    const auto task_of = [&](int64_t number, int64_t thread, int64_t part) {
+      Carver buffers(scratch.of(thread)), state(states.of(number * plan_.parts + part));
+      return Task(*this, number, carve(buffers), carve_state(state));
+    };
+    run_tasks(plan_.tasks * plan_.parts, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
+      const int64_t part = number % plan_.parts;
+      task_of(number / plan_.parts, thread, part).attend_part(part);
+    });
+    const int64_t threads = plan_.tasks * plan_.parts * most_rows() < kManyRows ? 1 : plan_.threads;
+    run_tasks(plan_.tasks * plan_.heads, threads, nullptr, [&](int64_t number, int64_t thread) {
+      const int64_t h = number % plan_.heads;
+      const Task task = task_of(number / plan_.heads, thread, 0);
+      for (int64_t part = 1; part < plan_.parts; ++part) task.merge(h, task_of(number / plan_.heads, thread, part));
+      task.finish(h);
+    });
+  }
+
   static constexpr int64_t kPack = kDepth<Operand>;
+  static constexpr Dtype kOwnDtype = sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
 
   // The leading dimension of scores as a left operand.
   int64_t left_ld() const { return plan_.ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
@@ -194,29 +211,29 @@ class Forward {
       }
     }
 
-    // The state of the rows after the keys of another part, too.
-    void merge(const State& other) const {
-      for (int64_t i = 0; i < heads_ * queries_; ++i) {
-        const int64_t row = i / queries_ * rows_ + i % queries_;
+    // The state of a head's rows after the keys of another part, too.
+    void merge(int64_t h, const Task& part) const {
+      if (h >= heads_) return;
+      const int64_t ld = f_.v_ld_;
+      const State& other = part.state_;
+      for (int64_t row = h * rows_; row < h * rows_ + queries_; ++row) {
         const T ours = state_.row_max[row], theirs = other.row_max[row], top = ours > theirs ? ours : theirs;
         const T keep = ours == top ? T(1) : std::exp(ours - top), add = theirs == top ? T(1) : std::exp(theirs - top);
-        const auto weigh = [=](T* to, const T* from, int64_t count) {
-          for (int64_t c = 0; c < count; ++c) to[c] = keep * to[c] + add * from[c];
-        };
-        weigh(state_.acc + row * f_.v_ld_, other.acc + row * f_.v_ld_, f_.v_ld_);
-        weigh(state_.row_sum + row * kMaxLanes, other.row_sum + row * kMaxLanes, kMaxLanes);
+        const Source sums = {other.acc + row * ld, kOwnDtype, ld, 1};
+        f_.prim_.accumulate_direct(1, ld, 1, &add, 1, sums, state_.acc + row * ld, ld, &keep);
+        T *to = state_.row_sum + row * kMaxLanes, *from = other.row_sum + row * kMaxLanes;
+        for (int64_t lane = 0; lane < kMaxLanes; ++lane) to[lane] = keep * to[lane] + add * from[lane];
         state_.row_max[row] = top;
       }
     }
 
-    void finish() const {
-      for (int64_t h = 0; h < heads_; ++h) {
-        const int64_t row = h * rows_;
-        T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
-        for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = close_row(row + i, lse + i);
-        f_.prim_.store_rows(state_.acc + row * f_.v_ld_, f_.v_ld_, state_.row_max + row, queries_, p_.Dv,
-                            f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
-      }
+    void finish(int64_t h) const {
+      if (h >= heads_) return;
+      const int64_t row = h * rows_;
+      T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
+      for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = close_row(row + i, lse + i);
+      f_.prim_.store_rows(state_.acc + row * f_.v_ld_, f_.v_ld_, state_.row_max + row, queries_, p_.Dv,
+                          f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
     }
 
    private:
@@ -319,7 +336,7 @@ class Forward {
       if (!f_.plan_.direct) f_.prim_.load_columns(block.keys, count, p_.D, b_.keys, f_.plan_.ld);
       if (!f_.values_in_place_) {
         f_.prim_.load_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
-        block.values = {b_.values, p_.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32, f_.v_ld_, 1};
+        block.values = {b_.values, kOwnDtype, f_.v_ld_, 1};
       }
       if ((kPack == 1 || f_.plan_.direct) && cover == Cover::kCut) block.exact = !finite_values(block);
       return block;
