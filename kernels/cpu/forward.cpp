@@ -200,10 +200,12 @@ class Forward {
       start(part == 0);
       const KeyRange range = keys_of(part);
       const int64_t last = query_ + queries_ - 1;
+      int64_t cut = range.begin;  // up to where a block was that is gone through in smaller ones
       for (int64_t begin = range.begin, count; begin < range.end; begin += count) {
-        count = std::min(f_.plan_.block_n, range.end - begin);
+        count = std::min(begin < cut ? kCutKeys : f_.plan_.block_n, range.end - begin);
         Cover cover = mask_.structured(query_, last, begin, count);
         if (cover == Cover::kCut && f_.plan_.direct && count > kCutKeys) {
+          cut = begin + count;
           count = kCutKeys;
           cover = mask_.structured(query_, last, begin, count);
         }

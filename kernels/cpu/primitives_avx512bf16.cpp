@@ -222,6 +222,7 @@ inline int64_t panels(int64_t width, int64_t most) {
 // c = keep * c + a b with rows of values as they lie in memory.
 void accumulate_values(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t lda, Source values, float* c,
                        int64_t ldc, const float* keep) {
+  if (width == 0) return;
   constexpr int64_t kNearValues = 8192, kFewest = 16, kMost = 128;  // of a block, which the first cache keeps
   const int64_t fours = rows / 4, others = rows % 4 / 2 + rows % 2, ldb = values.row_stride;
   const int64_t passes = fours * panels(width, 2) + others * panels(width, 4);
