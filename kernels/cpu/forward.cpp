@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "pairs.h"
 #include "tasks.h"
@@ -123,9 +124,14 @@ class Forward {
     carve(sizes);
     carve_state(state_sizes);
     const Scratch scratch(plan_.threads, sizes.used()), states(plan_.tasks * plan_.parts, state_sizes.used());
+    std::vector<State> state(static_cast<size_t>(plan_.tasks * plan_.parts));
+    for (size_t i = 0; i < state.size(); ++i) {
+      Carver carver(states.of(static_cast<int64_t>(i)));
+      state[i] = carve_state(carver);
+    }
     const auto task_of = [&](int64_t number, int64_t thread, int64_t part) {
-      Carver buffers(scratch.of(thread)), state(states.of(number * plan_.parts + part));
-      return Task(*this, number, carve(buffers), carve_state(state));
+      Carver carver(scratch.of(thread));
+      return Task(*this, number, carve(carver), state[static_cast<size_t>(number * plan_.parts + part)]);
     };
     run_tasks(plan_.tasks * plan_.parts, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
       const int64_t part = number % plan_.parts;
