@@ -225,11 +225,14 @@ def test_threads_change_nothing_where_heads_share_keys(isa, two_threads, M, dtyp
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-@pytest.mark.parametrize("D", [129, 256, 1000])
-def test_long_heads_are_as_exact_as_products_of_matrices(isa, D):
-    """One chain over a head of 1000 would have 2.6 times the error."""
+@pytest.mark.parametrize("D", [64, 128, 129, 256, 1000])
+def test_scores_are_summed_in_short_chains(isa, D):
+    """Against products summed one after the other over the head and nothing else inexact."""
     q, k, v = random(2, 3, 64, D), random(2, 3, 128, D), random(2, 3, 128, D)
-    exact = torch.softmax(q.double() @ k.double().mT / D**0.5, -1) @ v.double()
-    plain = torch.softmax(q @ k.mT / D**0.5, -1) @ v
+    exact, chain = q.double() @ k.double().mT, torch.zeros(2, 3, 64, 128)
+    for d in range(D):
+        chain += q[..., d, None] * k[..., None, :, d]
+    exact, chained = (torch.softmax(scores.double() / D**0.5, -1) @ v.double() for scores in (exact, chain))
     found = run_forward(AttentionInputs(q, k, v, D**-0.5)).out
-    assert (found - exact).norm() <= 1.1 * (plain - exact).norm()
+    limit = 1.05 if D == 64 else 0.8  # in one chain 1.0 to 1.2
+    assert (found - exact).norm() <= limit * (chained - exact).norm()

@@ -10,7 +10,7 @@ from torch import Tensor
 from sdpa import philox
 from sdpa.dense import visible
 from sdpa.kernels.cpu import flash, library
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 from sdpa.reference import attention
 from sdpa.testing import accumulator, backward_bands, check_inputs, compare, from_scores, largest
 
@@ -314,3 +314,30 @@ def test_dropout_is_philox():
     )
     kept = philox.keep_mask(rng, 0.4, (2, 3, 9, N))
     torch.testing.assert_close(run_forward(inputs).out, kept / (0.6 * N))
+
+
+@pytest.mark.parametrize("masks", [(), ("bias",), ("allowed",), ("bias", "allowed")], ids="+".join)
+def test_calls_made_again(masks):
+    """What `record` gives to do it again reads everything from the tensors of the new call."""
+    features = {"bias": lambda: random(1, S.H, S.M, S.N), "allowed": lambda: coins(S.B, 1, S.M, S.N)}
+
+    def problem() -> AttentionInputs:
+        return make(Case(S, {"left": 30, "right": 9, **{name: features[name]() for name in masks}}), torch.float32)
+
+    first, second = problem(), problem()
+    kind, back = AttentionProblem.of(first), AttentionProblem.of(first, "backward")
+    results, again = flash.record((first,), kind, None)
+    expected = flash.forward(second, kind)
+    assert all(map(torch.equal, results, flash.forward(first, kind)))
+    assert all(map(torch.equal, again(*read_of(second)), expected))
+
+    upstream = Results(random(S.B, S.H, S.M, S.Dv), None)
+    gradients, again = flash.record((first, results, upstream), back, None)
+    assert all(map(torch.equal, gradients[:3], flash.backward(first, results, upstream, back)[:3]))
+    found = again(*read_of(second), *expected, upstream.out)
+    assert all(map(torch.equal, found[:3], flash.backward(second, expected, upstream, back)[:3]))
+
+
+def test_calls_with_tensors_beside_dense_masks_are_not_made_again():
+    inputs = make(Case(S, {"k_lengths": lengths(5, 20)}), torch.float32)
+    assert flash.record((inputs,), AttentionProblem.of(inputs), None)[1] is None

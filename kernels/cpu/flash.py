@@ -47,6 +47,28 @@ def backward(
     return Gradients(dq, dk, dv, dbias if bias_grad else None, None if inputs.sinks is None else dsinks)
 
 
+def record(
+    tensors: tuple, problem: AttentionProblem, tile: Tile | None
+) -> tuple[Results | Gradients, Callable[..., Results | Gradients] | None]:
+    """What `forward` or `backward` returns, and what does it again for tensors of the same form, past all questions."""
+    inputs, *learning = tensors
+    results = (backward if learning else forward)(*tensors, problem, tile)
+    if not _is_dense(inputs, tile):
+        return results, None
+    band, before, after = inputs[3:FIRST_OPTION], (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
+    if not learning:
+        run = _operator("flash_forward_dense")
+        return results, lambda q, k, v, *masks: Results._make(run(q, k, v, *band, *before, *masks, *after))
+    run_back = _operator("flash_backward_dense")
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Gradients:
+        *masks, out, lse, grad_out = rest
+        given = (grad_out, q, k, v, out, lse, *band, *before, *masks, *after)
+        return Gradients._make((*run_back(*given), None, None))
+
+    return results, again
+
+
 def _is_dense(inputs: AttentionInputs, tile: Tile | None) -> bool:
     """Whether there is nothing but a band, a bias and a dense mask, in tiles of the usual size."""
     if tile is not None and tile is not TILES[0]:

@@ -139,13 +139,13 @@ constexpr int kForReading = 0, kSecondCache = 2;
 template <typename S>
 constexpr int64_t kLine = 64 / sizeof(S);
 
-// Asks the second cache for rows that are read a little later, of this block or the next, in the order of memory: a
-// processor does not foresee reading across rows.
+// Asks the second cache for what is read a little later, of this block or the next: a processor does not foresee
+// reading across rows.
+inline void fetch(const void* line) { __builtin_prefetch(line, kForReading, kSecondCache); }
 template <typename S>
 inline void fetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t width) {
   for (int64_t row = 0; row < count; ++row)
-    for (int64_t c = 0; c < width; c += kLine<S>)
-      __builtin_prefetch(rows + row * row_stride + c, kForReading, kSecondCache);
+    for (int64_t c = 0; c < width; c += kLine<S>) fetch(rows + row * row_stride + c);
 }
 constexpr int64_t kPackedAhead = 32;  // rows, of those that are packed
 
@@ -162,21 +162,45 @@ struct RowsAhead {
   }
 };
 
+// A square whose rows `row_of` gives and whose columns `put_column` takes. Where both are whole vectors nothing
+// branches: a processor that waits for one row asks memory for those of several squares. Rows ahead are asked for one
+// by one between them, since many at once would be all that its few places for misses hold.
+template <typename V, int kSize, typename RowOf, typename PutColumn>
+inline void transpose_square(RowOf row_of, PutColumn put_column) {
+  V block[kSize];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSize; ++i) block[i] = row_of(i);
+  transpose(block);
+#pragma GCC unroll 16
+  for (int i = 0; i < kSize; ++i) put_column(i, block[i]);
+}
+
 template <typename T>
 void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
+  constexpr int L = kLanes<T>;
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
-    for (int64_t row = 0; row < rows; row += kLanes<T>) {
-      if (src.column_stride == 1)
-        fetch_rows(data + (row + kPackedAhead) * src.row_stride, kLanes<T>, src.row_stride, width);
-      for (int64_t c = 0; c < width; c += kLanes<T>) {
-        Vec<T> block[kLanes<T>];
-        for (int i = 0; i < kLanes<T>; ++i)
-          block[i] = row + i < rows ? widen_part<T>(data + (row + i) * src.row_stride + c * src.column_stride,
-                                                    src.column_stride, width - c)
-                                    : Vec<T>{};
-        transpose(block);
-        for (int i = 0; i < kLanes<T> && c + i < width; ++i) store(dst + (c + i) * ld + row, block[i]);
+    const bool in_line = src.column_stride == 1;
+    for (int64_t row = 0; row < rows; row += L) {
+      auto* first = data + row * src.row_stride;
+      for (int64_t c = 0; c < width; c += L) {
+        T* to = dst + c * ld + row;
+        if (in_line && rows - row >= L && width - c >= L)
+          transpose_square<Vec<T>, L>(
+              [=](int i) {
+                fetch(first + (kPackedAhead + i) * src.row_stride + c);
+                return widen(first + i * src.row_stride + c);
+              },
+              [=](int i, Vec<T> column) { store(to + i * ld, column); });
+        else
+          transpose_square<Vec<T>, L>(
+              [=](int i) {
+                auto* part = first + i * src.row_stride + c * src.column_stride;
+                return row + i < rows ? widen_part<T>(part, src.column_stride, width - c) : Vec<T>{};
+              },
+              [=](int i, Vec<T> column) {
+                if (c + i < width) store(to + i * ld, column);
+              });
       }
     }
   });
@@ -247,36 +271,50 @@ inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
 template <typename A, typename S, int kRows>
 constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
 
-// One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null; without,
-// c = factor * a b. Sums start from zero and meet the older ones at the end.
+// Products that are summed in a chain of roundings, before they meet the sums of others: of scores, of which an error
+// is one of all the weight, and of values.
+constexpr int64_t kScoreChain = 32, kValueChain = 64;
+
+// One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null, in one chain;
+// without, c = factor * a b. Sums start from zero and meet the older ones at the end.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
           int64_t ldc, const T* keep, RowsAhead<S>* ahead) {
   constexpr int L = kLanes<T>;
-  Vec<T> acc[kRows][kVectors] = {};
-  for (int64_t k = 0; k < steps; ++k) {
-    decltype(widen(b)) line[kVectors];
-    if (kReadOnce<A, S, kRows> && ahead) ahead->ask_for(1);
-    read_row<T>(b + k * ldb, line);
+  // Operands of several values round more than any chain adds.
+  constexpr int64_t kChain = kAdd || kDepth<A> > 1 ? INT64_MAX : kScoreChain;
+  int64_t k = 0;
+  do {
+    const bool first = k == 0, last = steps - k <= kChain;
+    const int64_t end = last ? steps : k + kChain;
+    Vec<T> acc[kRows][kVectors] = {};
+    for (; k < end; ++k) {
+      decltype(widen(b)) line[kVectors];
+      if (kReadOnce<A, S, kRows> && ahead) ahead->ask_for(1);
+      read_row<T>(b + k * ldb, line);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const A x = a[r * row_stride + k * step_stride];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) add_product<T>(acc[r][v], x, line[v]);
+      }
+    }
+    asm("" : "+r"(c), "+r"(ldc));  // or GCC works out all addresses before the loop, and has no room for them
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const A x = a[r * row_stride + k * step_stride];
+      put_in_order(b, acc[r]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) add_product<T>(acc[r][v], x, line[v]);
+      for (int v = 0; v < kVectors; ++v) {
+        T* at = c + r * ldc + v * L;
+        if (kAdd) {
+          store(at, keep ? load(at) * keep[r] + acc[r][v] : load(at) + acc[r][v] * factor);
+        } else {
+          const Vec<T> sum = first ? acc[r][v] : load(at) + acc[r][v];
+          store(at, last ? sum * factor : sum);
+        }
+      }
     }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    put_in_order(b, acc[r]);
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      T* at = c + r * ldc + v * L;
-      if (kAdd)
-        store(at, keep ? load(at) * keep[r] + acc[r][v] : load(at) + acc[r][v] * factor);
-      else
-        store(at, acc[r][v] * factor);
-    }
-  }
+  } while (k < steps);
 }
 
 template <typename T, typename A, typename S>
@@ -322,20 +360,11 @@ void multiply(int64_t rows, int64_t vectors, int64_t steps, const A* a, int64_t 
   }
 }
 
-// Products that are summed in a chain of roundings, before they meet the sums of others; and how many are left whole.
-constexpr int64_t kChain = 64;
-constexpr int64_t kWholeDepth = 128;
-
 template <typename T, typename A>
 void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, T factor,
             T* c, int64_t ldc) {
   const int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>, steps = (depth + kDepth<A> - 1) / kDepth<A>;
-  // What operands of several values round is more than any chain adds.
-  const int64_t first = kDepth<A> > 1 || depth <= kWholeDepth ? steps : kChain;
-  multiply<T, A, A, false>(rows, vectors, first, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
-  for (int64_t k = first; k < steps; k += kChain)
-    multiply<T, A, A, true>(rows, vectors, steps - k < kChain ? steps - k : kChain, a + k, lda, 1, b + k * ldb, ldb,
-                            factor, c, ldc, nullptr);
+  multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
 }
 
 template <typename T>
@@ -347,7 +376,7 @@ void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t 
     const int64_t passes = passes_over(rows, width / kLanes<T>);
     int64_t k = 0;
     do {
-      const int64_t steps = depth - k < kChain ? depth - k : kChain;
+      const int64_t steps = depth - k < kValueChain ? depth - k : kValueChain;
       RowsAhead<S> ahead = {values + (k + steps) * b.row_stride, b.row_stride, width, passes};
       multiply<T, T, S, true>(rows, width / kLanes<T>, steps, a + k * depth_stride, row_stride, depth_stride,
                               values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? keep : nullptr, &ahead);

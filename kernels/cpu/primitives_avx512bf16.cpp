@@ -71,16 +71,26 @@ void load_left(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
 
 // Keys side by side: a transpose of pairs, which are as wide as floats.
 void load_pair_columns(Source src, int64_t rows, int64_t width, Pair* dst, int64_t ld) {
-  constexpr int64_t kSquare = 16;
+  constexpr int64_t kSquare = 16, kValues = 2 * kSquare;
   for (int64_t row = 0; row < rows; row += kSquare) {
-    if (src.column_stride == 1) fetch_rows(bf16_row(src, row + kPackedAhead), kSquare, src.row_stride, width);
-    for (int64_t c = 0; c < width; c += 2 * kSquare) {
-      __m512 block[kSquare];
-      for (int64_t i = 0; i < kSquare; ++i)
-        block[i] = row + i < rows ? _mm512_castsi512_ps(pairs_of(src, row + i, c, width)) : _mm512_setzero_ps();
-      transpose(block);
-      for (int64_t i = 0; i < kSquare && c + 2 * i < width; ++i)
-        _mm512_storeu_ps(dst + (c / 2 + i) * ld + row, block[i]);
+    const BFloat16* first = bf16_row(src, row);
+    for (int64_t c = 0; c < width; c += kValues) {
+      Pair* to = dst + c / 2 * ld + row;
+      if (src.column_stride == 1 && rows - row >= kSquare && width - c >= kValues)
+        transpose_square<__m512, kSquare>(
+            [=](int i) {
+              fetch(first + (kPackedAhead + i) * src.row_stride + c);
+              return _mm512_loadu_ps(first + i * src.row_stride + c);
+            },
+            [=](int i, __m512 column) { _mm512_storeu_ps(to + i * ld, column); });
+      else
+        transpose_square<__m512, kSquare>(
+            [=](int i) {
+              return row + i < rows ? _mm512_castsi512_ps(pairs_of(src, row + i, c, width)) : _mm512_setzero_ps();
+            },
+            [=](int i, __m512 column) {
+              if (c + 2 * i < width) _mm512_storeu_ps(to + i * ld, column);
+            });
     }
   }
 }
