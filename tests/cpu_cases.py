@@ -50,7 +50,7 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> AttentionInputs:
     torch.manual_seed(seed)
     s = case.sizes
     q, k, v = random(s.B, s.H, s.M, s.D), random(s.B, s.Hkv, s.N, s.D), random(s.B, s.Hkv, s.N, s.Dv)
-    return AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), s.D**-0.5, **case.features)
+    return AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), max(s.D, 1) ** -0.5, **case.features)
 
 
 def lay_out(tensor: Tensor, kind: str) -> Tensor:

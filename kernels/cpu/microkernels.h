@@ -275,6 +275,25 @@ constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
 // is one of all the weight, and of values.
 constexpr int64_t kScoreChain = 32, kValueChain = 64;
 
+// Adds the product of a column of a and a row of b; the first makes the sums.
+template <typename T, bool kFirst, int kRows, int kVectors, typename A, typename S>
+inline __attribute__((always_inline)) void add_step(const A* a, int64_t row_stride, const S* b,
+                                                    Vec<T> (&acc)[kRows][kVectors]) {
+  decltype(widen(b)) line[kVectors];
+  read_row<T>(b, line);
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const A x = a[r * row_stride];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kFirst)
+        acc[r][v] = x * line[v];
+      else
+        add_product<T>(acc[r][v], x, line[v]);
+    }
+  }
+}
+
 // One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null, in one chain;
 // without, c = factor * a b. Sums start from zero and meet the older ones at the end.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
@@ -283,37 +302,43 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
   constexpr int L = kLanes<T>;
   // Operands of several values round more than any chain adds.
   constexpr int64_t kChain = kAdd || kDepth<A> > 1 ? INT64_MAX : kScoreChain;
+  // AArch64 clears registers in the pipes that multiply, so there the first product is the sum.
+  constexpr bool kFirstAlone = !kAdd && kDepth<A> == 1 && kVectorBytes == 16;
   int64_t k = 0;
   do {
     const bool first = k == 0, last = steps - k <= kChain;
     const int64_t end = last ? steps : k + kChain;
     Vec<T> acc[kRows][kVectors] = {};
-    for (; k < end; ++k) {
-      decltype(widen(b)) line[kVectors];
+    if constexpr (kFirstAlone) add_step<T, true>(a + k * step_stride, row_stride, b + k * ldb, acc);
+    for (k += kFirstAlone; k < end; ++k) {
       if (kReadOnce<A, S, kRows> && ahead) ahead->ask_for(1);
-      read_row<T>(b + k * ldb, line);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const A x = a[r * row_stride + k * step_stride];
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) add_product<T>(acc[r][v], x, line[v]);
-      }
+      add_step<T, false>(a + k * step_stride, row_stride, b + k * ldb, acc);
     }
     asm("" : "+r"(c), "+r"(ldc));  // or GCC works out all addresses before the loop, and has no room for them
+    const auto put = [&](auto value) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      put_in_order(b, acc[r]);
+      for (int r = 0; r < kRows; ++r) {
+        put_in_order(b, acc[r]);
+        T* line = c + r * ldc;
+        Vec<T> sums[kVectors];
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        T* at = c + r * ldc + v * L;
-        if (kAdd) {
-          store(at, keep ? load(at) * keep[r] + acc[r][v] : load(at) + acc[r][v] * factor);
-        } else {
-          const Vec<T> sum = first ? acc[r][v] : load(at) + acc[r][v];
-          store(at, last ? sum * factor : sum);
-        }
+        for (int v = 0; v < kVectors; ++v) sums[v] = value(line + v * L, r, acc[r][v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) store(line + v * L, sums[v]);
       }
-    }
+    };
+    if (kAdd && keep)
+      put([=](const T* at, int r, Vec<T> sum) { return load(at) * keep[r] + sum; });
+    else if (kAdd)
+      put([=](const T* at, int, Vec<T> sum) { return load(at) + sum * factor; });
+    else if (first && last)
+      put([=](const T*, int, Vec<T> sum) { return sum * factor; });
+    else if (first)
+      put([=](const T*, int, Vec<T> sum) { return sum; });
+    else if (last)
+      put([=](const T* at, int, Vec<T> sum) { return (load(at) + sum) * factor; });
+    else
+      put([=](const T* at, int, Vec<T> sum) { return load(at) + sum; });
   } while (k < steps);
 }
 
@@ -364,7 +389,10 @@ template <typename T, typename A>
 void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, T factor,
             T* c, int64_t ldc) {
   const int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>, steps = (depth + kDepth<A> - 1) / kDepth<A>;
-  multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
+  if (steps == 0)  // nothing to begin a sum with
+    for (int64_t i = 0; i < rows * vectors; ++i) store(c + i / vectors * ldc + i % vectors * kLanes<T>, Vec<T>{});
+  else
+    multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
 }
 
 template <typename T>

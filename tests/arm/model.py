@@ -9,9 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from prepare import DISASSEMBLER, MODEL, TREE
+from prepare import DISASSEMBLER, MODEL, ROOT, TREE
 
 ITERATIONS = 200
+# Steps of a tile between two meetings of its sums with memory.
+CHAIN = int(re.search(r"kScoreChain = (\d+)", (ROOT / "kernels/cpu/microkernels.h").read_text())[1])
 # Flop of an instruction: four lanes, or 2 x 2 sums of four products.
 FLOP = {"fmla": 8, "bfmmla": 32}
 # Flop per cycle of a core that does nothing else: Graviton2, 3 and 4.
@@ -71,16 +73,32 @@ def functions(listing: str) -> dict[str, list[tuple[int, str]]]:
 
 
 def loops(code: list[tuple[int, str]], instruction: str) -> list[list[str]]:
-    """The bodies between a label and the branch back to it that hold the instruction, the branch with a name."""
+    """The bodies between a label and the branch back to it that hold the instruction, the branch with a name.
+
+    A body that jumps elsewhere is of several paths, none of which is known to be taken. A loop around another goes over
+    the chains of a sum: its body has the other's as often as a chain has steps after the first, which begins it.
+    """
     at = {address: index for index, (address, _) in enumerate(code)}
-    found = []
+    spans = []
     for index, (address, text) in enumerate(code):
-        back = re.match(r"(?:b\.\w+|cbnz \w+,|cbz \w+,) 0x([0-9a-f]+)$", text)
+        back = re.match(r"(?:b|b\.\w+|cbnz \w+,|cbz \w+,) 0x([0-9a-f]+)$", text)
         if back is None or int(back[1], 16) > address:
             continue
-        body = [other for _, other in code[at[int(back[1], 16)] : index]]
-        if any(other.startswith(instruction + " ") for other in body):
-            found.append([*body, text.replace(f"0x{back[1]}", "again")])
+        first = at[int(back[1], 16)]
+        body = [other for _, other in code[first:index]]
+        works = any(other.startswith(instruction + " ") for other in body)
+        if works and not any(other.startswith(("b ", "ret")) for other in body):
+            spans.append((first, index))
+    found = []
+    for first, last in spans:
+        body, place = [], first
+        for start, end in sorted(spans):
+            if first <= start and end < last and start >= place:
+                inner = [text for _, text in code[start : end + 1]]
+                body += [text for _, text in code[place:start]] + inner * (CHAIN - 1)
+                place = end + 1
+        body += [text for _, text in code[place:last]]
+        found.append([*body, re.sub(r"0x[0-9a-f]+$", "again", code[last][1])])
     return found
 
 
