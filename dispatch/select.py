@@ -51,8 +51,9 @@ class Choice:
             return recover(self, error, *tensors)
 
     def call(self, *tensors: AttentionInputs | Results | Tensor) -> Results | Gradients | Tensor:
-        """Like `run`, without a second try."""
-        if self.problem.direction != "weights" and self.problem.features <= SIMPLE and self.record is not None:
+        """Like `run`, without a second try; on a CPU nothing is launched, so calls made before would save nothing."""
+        launched = self.problem.device_type != "cpu" and self.problem.direction != "weights"
+        if launched and self.problem.features <= SIMPLE and self.record is not None:
             return self.call_again(*tensors)
         return getattr(self, self.problem.direction)(*tensors, self.problem, self.tile)
 
@@ -86,8 +87,8 @@ class Choice:
 
     @property
     def record(self) -> Callable | None:
-        """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form; where
-        the kernel's module has such, which knows no other tensors than `read_of`."""
+        """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form (a CPU's
+        in a plain tuple); where the kernel's module has such, which knows no other tensors than `read_of`."""
         return getattr(self.kernel.load(), "record", None) if self.problem.features <= RECORDED else None
 
 

@@ -80,7 +80,7 @@ class Plan(Forward):
         out.grad_fn._register_hook_dict(self.watch)
         return out
 
-    def run_backward(self, given: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients:
+    def run_backward(self, given: list[Tensor], out: Tensor, lse: Tensor, grad_out: Tensor) -> Gradients | tuple:
         state = (torch_toggles(), torch._C._get_deterministic_algorithms())
         if state != self.backward_state:
             problem = self.backward_problem = self.backward_problem._replace(deterministic=state[1])
@@ -167,6 +167,9 @@ class PackedPlan(Plan):
     ) -> AttentionInputs:
         q, k, v = map(as_batch, (query, key, value))
         return self.template._replace(q=q, k=k, v=v, cu_q=cu_q, cu_k=cu_q if cu_k is None else cu_k)
+
+    def by_forward(self, *given: Tensor) -> Tensor:
+        return self.run(*given).out
 
     def run(self, *given: Tensor) -> Results:
         self.is_passing, self.came = not self.came, True

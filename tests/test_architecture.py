@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("sdpa", "dispatch", "kernels", "tuning_tables", "bench")
-SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".metal"}
+SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".metal"}
 TOP_LEVEL_CODE = {"sdpa", "dispatch", "kernels", "tuning_tables", "tests", "bench", "setup.py"}
 NOT_CODE = {"docs", "examples", "build", "dist"}
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 400, 600, 60

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sdpa
-from sdpa.bench import record, run, timing, tuner, workload
+from sdpa.bench import ceilings, record, run, timing, tuner, workload
 from sdpa.bench.problems import DIRECTIONS, MASKS, WINDOW, Problem, square
 from sdpa.bench.suites import SUITES
 from sdpa.dispatch import tuning
@@ -235,6 +235,26 @@ def test_a_measured_entry_is_one_the_dispatcher_reads(mask, direction, tmp_path)
     assert "math" in bucket.ms and all(ms > 0 for ms in bucket.ms.values())
     asked = AttentionProblem.of(tuner.inputs_of(workload.make_workload(problem)), direction)
     assert tuning.nearest((bucket,), asked) is bucket
+
+
+def test_ceilings(monkeypatch):
+    """Loops that a compiler leaves out would be faster than any machine."""
+    library = ceilings.compile_library()
+    sums = library.multiply(1, 0.0, 1.0)  # each begins with its number
+    assert (library.multiply(0, 2.0, 1.0), library.multiply(1, 2.0, 1.0)) == (sums * (sums - 1) / 2, sums * sums)
+    numbers = torch.zeros(4096, dtype=torch.int32)
+    numbers[::64] = 5
+    assert library.read_all(numbers.data_ptr(), 4096 * 4) == 5
+    monkeypatch.setattr(ceilings, "ROUNDS", 1000)
+    forward, decode = Problem(1, 1, 96, 96, 32), Problem(1, 2, 1, 4096, 32)
+    (_, ours, most), (_, our_bytes, most_bytes) = ceilings.measure((forward, decode), 0.0)
+    assert 0 < ours < most < 1 and 0 < our_bytes and 1 < most_bytes < 2000
+
+
+def test_ceilings_say_what_is_missing(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"expected a C compiler as \$CC or cc"):
+        ceilings.compile_library()
 
 
 def test_hopeless_kernels_are_not_measured_again():

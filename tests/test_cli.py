@@ -290,7 +290,7 @@ def test_bench_prints_rows_and_the_last_line(tiny_suite, tmp_path):
 
 def test_bench_lists_its_suites():
     text = call("bench", "--list")
-    assert all(name in text for name in ("cpu-forward", "cpu-backward", "cpu-decode", "overhead"))
+    assert all(name in text for name in ("cpu-forward", "cpu-backward", "cpu-decode", "overhead", "models"))
 
 
 def test_bench_without_matplotlib(tiny_suite, tmp_path, monkeypatch):

@@ -323,21 +323,24 @@ def test_calls_made_again(masks):
     """What `record` gives to do it again reads everything from the tensors of the new call."""
     features = {"bias": lambda: random(1, S.H, S.M, S.N), "allowed": lambda: coins(S.B, 1, S.M, S.N)}
 
-    def problem() -> AttentionInputs:
-        return make(Case(S, {"left": 30, "right": 9, **{name: features[name]() for name in masks}}), torch.float32)
+    def problem(seed: int) -> AttentionInputs:
+        case = Case(S, {"left": 30, "right": 9, **{name: features[name]() for name in masks}})
+        return make(case, torch.float32, seed)
 
-    first, second = problem(), problem()
+    first, second = problem(0), problem(1)
+    assert not any(map(torch.equal, read_of(first), read_of(second)))
     kind, back = AttentionProblem.of(first), AttentionProblem.of(first, "backward")
     results, again = flash.record((first,), kind, None)
     expected = flash.forward(second, kind)
     assert all(map(torch.equal, results, flash.forward(first, kind)))
     assert all(map(torch.equal, again(*read_of(second)), expected))
 
-    upstream = Results(random(S.B, S.H, S.M, S.Dv), None)
+    upstream, other = (Results(random(S.B, S.H, S.M, S.Dv), None) for _ in range(2))
     gradients, again = flash.record((first, results, upstream), back, None)
     assert all(map(torch.equal, gradients[:3], flash.backward(first, results, upstream, back)[:3]))
-    found = again(*read_of(second), *expected, upstream.out)
-    assert all(map(torch.equal, found[:3], flash.backward(second, expected, upstream, back)[:3]))
+    found = again(*read_of(second), *expected, other.out)
+    assert all(map(torch.equal, found[:3], flash.backward(second, expected, other, back)[:3]))
+    assert not any(map(torch.equal, gradients[:3], found[:3]))
 
 
 def test_calls_with_tensors_beside_dense_masks_are_not_made_again():

@@ -310,3 +310,18 @@ def test_long_messages_are_cut():
     said = failure.message(RuntimeError("x " * 1000))
     assert len(said) <= failure.MESSAGE_LENGTH and said.endswith("...")
     assert failure.message(RuntimeError()) == "RuntimeError"
+
+
+def test_a_call_made_again_that_fails(rows):
+    """What was recorded of the first kernel fails in the second call, after the first."""
+    first, second = rows(("first", None, {}), ("second", None, {}))
+
+    def again(*given):
+        raise TOO_LARGE
+
+    first.record = lambda tensors, problem, tile: (first.forward(*tensors, problem, tile), again)
+    q, k, v = torch.ones(3, 1, 2, 16, 8)
+    assert sdpa.scaled_dot_product_attention(q, k, v).eq(0).all()
+    with pytest.warns(UserWarning, match="first could not be launched on .* second answers instead"):
+        assert sdpa.scaled_dot_product_attention(q, k, v).eq(0).all()
+    assert (first.ran, second.ran) == (1, 1)

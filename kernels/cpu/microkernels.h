@@ -180,6 +180,7 @@ void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   constexpr int L = kLanes<T>;
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
+    constexpr int kSquares = kLine<typename Pointee<decltype(type)>::type> / L;  // that share a line
     const bool in_line = src.column_stride == 1;
     for (int64_t row = 0; row < rows; row += L) {
       auto* first = data + row * src.row_stride;
@@ -188,7 +189,8 @@ void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
         if (in_line && rows - row >= L && width - c >= L)
           transpose_square<Vec<T>, L>(
               [=](int i) {
-                fetch(first + (kPackedAhead + i) * src.row_stride + c);
+                const int64_t ahead = kPackedAhead + i * kSquares + c / L % kSquares;
+                if (i * kSquares < L) fetch(first + ahead * src.row_stride + c);
                 return widen(first + i * src.row_stride + c);
               },
               [=](int i, Vec<T> column) { store(to + i * ld, column); });
@@ -295,14 +297,15 @@ inline __attribute__((always_inline)) void add_step(const A* a, int64_t row_stri
 }
 
 // One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null, in one chain;
-// without, c = factor * a b. Sums start from zero and meet the older ones at the end.
+// without, c = factor * a b, in chains of kScoreChain whose sums wait in c; there steps > 0.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
           int64_t ldc, const T* keep, RowsAhead<S>* ahead) {
   constexpr int L = kLanes<T>;
   // Operands of several values round more than any chain adds.
   constexpr int64_t kChain = kAdd || kDepth<A> > 1 ? INT64_MAX : kScoreChain;
-  // AArch64 clears registers in the pipes that multiply, so there the first product is the sum.
+  // AArch64 (vectors of 16 bytes, as the portable code has) clears registers in the pipes that multiply, so there the
+  // first product is the sum.
   constexpr bool kFirstAlone = !kAdd && kDepth<A> == 1 && kVectorBytes == 16;
   int64_t k = 0;
   do {

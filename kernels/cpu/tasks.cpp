@@ -48,11 +48,11 @@ void run_tasks(int64_t tasks, int64_t threads, const Setup* setup, const std::fu
     for (int64_t task = 0; task < tasks; ++task) run(task, 0);
     return;
   }
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next{threads};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     const Ready ready(setup);
     for (int64_t thread = begin; thread < end; ++thread)
-      for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) run(task, thread);
+      for (int64_t task = thread; task < tasks; task = next.fetch_add(1)) run(task, thread);
   });
 }
 

@@ -25,8 +25,9 @@ class Scratch {
   std::unique_ptr<char, Free> memory_;
 };
 
-// Calls run(task, thread) for every task, in order of their numbers as threads become free; each thread sets its
-// registers up before the first and back after the last.
+// Calls run(task, thread) for every task: each thread takes that of its own number first, whose inputs its caches may
+// hold since the call before, and then the others in order as threads become free. It sets its registers up before the
+// first and back after the last.
 void run_tasks(int64_t tasks, int64_t threads, const Setup* setup,
                const std::function<void(int64_t task, int64_t thread)>& run);
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sdpa.bench import record
 from sdpa.bench.contest import DEFAULT, OWN
+from sdpa.bench.models import models
 from sdpa.bench.peers import PEERS
 from sdpa.bench.problems import Problem
 from sdpa.bench.run import Options, Row, run_suite
@@ -226,6 +227,8 @@ def show_suites(out: Console) -> None:
     for name, problems in SUITES.items():
         dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
         table.add_row(name, str(len(problems)), problems[0].device, dtypes, problems[0].label)
+    whole = models("cpu")
+    table.add_row(MODELS, str(len(whole)), "--device", "float32, bfloat16", whole[0].label)
     out.print(table)
 
 

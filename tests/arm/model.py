@@ -27,19 +27,21 @@ SHARES = {"neoverse-n1": 0.85, "neoverse-v1": 0.90, "neoverse-v2": 0.90}
 
 
 class Product(NamedTuple):
-    """One register tile: where its machine code is, and which instruction does its work."""
+    """One register tile: where its machine code is, and which instruction does its work, how often in a step."""
 
     what: str
     source: str
     function: str
     instruction: str
+    step: int
+    steps: int = 1  # of a chain after the first, where a loop goes over chains
 
 
 PRODUCTS = (
-    Product("float32 q k^T", "primitives_neon", "tile<float, float, float, 6, 4, false>", "fmla"),
-    Product("float32 p v", "primitives_neon", "tile<float, float, float, 6, 4, true>", "fmla"),
-    Product("bfloat16 q k^T", "primitives_neonbf16", "quad_tile<3, 4, false>", "bfmmla"),
-    Product("bfloat16 p v", "primitives_neonbf16", "quad_tile<3, 4, true>", "bfmmla"),
+    Product("float32 q k^T", "primitives_neon", "tile<float, float, float, 6, 4, false>", "fmla", 24, CHAIN - 1),
+    Product("float32 p v", "primitives_neon", "tile<float, float, float, 6, 4, true>", "fmla", 24),
+    Product("bfloat16 q k^T", "primitives_neonbf16", "quad_tile<3, 4, false>", "bfmmla", 24),
+    Product("bfloat16 p v", "primitives_neonbf16", "quad_tile<3, 4, true>", "bfmmla", 24),
 )
 
 
@@ -102,6 +104,11 @@ def loops(code: list[tuple[int, str]], instruction: str) -> list[list[str]]:
     return found
 
 
+def work(body: list[str], instruction: str) -> int:
+    """How often a body does the instruction."""
+    return sum(line.startswith(instruction + " ") for line in body)
+
+
 def speed(body: list[str], instruction: str, processor: str) -> float:
     """Flop per cycle of a loop's body, run over and over."""
     with tempfile.NamedTemporaryFile("w", suffix=".s") as source:
@@ -109,8 +116,7 @@ def speed(body: list[str], instruction: str, processor: str) -> float:
         source.flush()
         options = ("-mtriple=aarch64", f"-mcpu={processor}", "-mattr=+bf16", f"-iterations={ITERATIONS}")
         said = subprocess.run([MODEL, *options, source.name], capture_output=True, text=True, check=True).stdout
-    work = sum(line.startswith(instruction + " ") for line in body) * FLOP[instruction]
-    return work * ITERATIONS / int(re.search(r"Total Cycles:\s+(\d+)", said)[1])
+    return work(body, instruction) * FLOP[instruction] * ITERATIONS / int(re.search(r"Total Cycles:\s+(\d+)", said)[1])
 
 
 def modelled() -> list[Modelled]:
@@ -124,6 +130,9 @@ def modelled() -> list[Modelled]:
         bodies = loops(code, product.instruction)
         if not bodies:
             raise SystemExit(f"no loop of {product.instruction} in {product.function} of {Path(path).name}")
+        longest = max(work(body, product.instruction) for body in bodies)
+        if longest != product.step * product.steps:
+            raise SystemExit(f"{product.what}: a loop of {longest} {product.instruction}, not of the chain looked for")
         for processor in (name for name, peaks in PEAKS.items() if product.instruction in peaks):
             slowest = min(speed(body, product.instruction, processor) for body in bodies)
             found.append(Modelled(product, processor, slowest))
