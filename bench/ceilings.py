@@ -7,7 +7,6 @@ so that a clock that moves, or memory that others use, is no share of ours.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from sdpa.bench.problems import Problem, square
 from sdpa.bench.timing import interleave
 from sdpa.bench.workload import make_workload
 
+COMPILER = "cc"
 SOURCE = Path(__file__).with_name("ceilings.c")
 SECONDS = 1.5  # for a pair
 ROUNDS = 100_000  # of products: a few milliseconds
@@ -38,11 +38,11 @@ def compile_library() -> ctypes.CDLL:
         path = Path(folder) / "ceilings.so"
         options = ("-O3", native, "-ffp-contract=fast", "-shared", "-fPIC", str(SOURCE), "-o", str(path))
         try:
-            subprocess.run([os.environ.get("CC", "cc"), *options], check=True, capture_output=True, text=True)
-        except FileNotFoundError as error:
-            raise RuntimeError(f"expected a C compiler as $CC or cc: {error}") from None
+            subprocess.run([COMPILER, *options], check=True, capture_output=True, text=True)
+        except OSError as error:
+            raise RuntimeError(f"expected a C compiler of the name {COMPILER}: {error}") from None
         except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"cannot compile {SOURCE.name}: {error.stderr}") from None
+            raise RuntimeError(f"{COMPILER} cannot compile {SOURCE.name}: {error.stderr or error}") from None
         library = ctypes.CDLL(str(path))
     library.operations_of_round.restype = ctypes.c_size_t
     library.multiply.argtypes = (ctypes.c_size_t, ctypes.c_float, ctypes.c_float)
@@ -53,7 +53,7 @@ def compile_library() -> ctypes.CDLL:
 
 
 def ceiling_of(library: ctypes.CDLL, problem: Problem) -> tuple[Callable[[], object], float]:
-    """What a problem cannot be faster than, and how much of the problem's unit (1e12 operations, 1e9 bytes) it does."""
+    """What a problem is measured by, and how much of the problem's unit (1e12 operations, 1e9 bytes) it does."""
     if problem.unit == "GB/s":
         memory = torch.ones(round(problem.figure(1.0) * 1e9), dtype=torch.uint8)
         return lambda: library.read_all(memory.data_ptr(), memory.numel()), memory.numel() * 1e-9
@@ -74,8 +74,11 @@ def main() -> None:
     facts = record.header("cpu")
     versions = " ".join(f"{name} {version}" for name, version in facts["versions"].items())
     print(f"{facts['description']} ({facts['device']}), one thread; {versions}")
-    for problem, ours, most in measure((*FORWARDS, *DECODES)):
-        print(f"{problem.label:<44} {ours:7.4g} of {most:7.4g} {problem.unit}: {ours / most:.1%}", flush=True)
+    try:
+        for problem, ours, most in measure((*FORWARDS, *DECODES)):
+            print(f"{problem.label:<44} {ours:7.4g} of {most:7.4g} {problem.unit}: {ours / most:.1%}", flush=True)
+    except RuntimeError as error:
+        raise SystemExit(f"sdpa: {error}") from None
 
 
 if __name__ == "__main__":

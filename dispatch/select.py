@@ -51,7 +51,7 @@ class Choice:
             return recover(self, error, *tensors)
 
     def call(self, *tensors: AttentionInputs | Results | Tensor) -> Results | Gradients | Tensor:
-        """Like `run`, without a second try; on a CPU nothing is launched, so calls made before would save nothing."""
+        """Like `run`, without a second try; on a CPU to look for a call made before takes longer than it saves."""
         launched = self.problem.device_type != "cpu" and self.problem.direction != "weights"
         if launched and self.problem.features <= SIMPLE and self.record is not None:
             return self.call_again(*tensors)

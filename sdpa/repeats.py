@@ -98,15 +98,14 @@ class Forward:
         return AttentionInputs(query, key, value, *self.numbers, **dict(zip(self.fields, masks, strict=True)))
 
     def by_forward(self, *given: Tensor) -> Tensor:
-        """`run`, whose frame a small call feels, where it would do no more than what was done before."""
-        results = None
-        if self.again is not None:
-            LAST.choice = self.choice
-            try:
-                results = self.again(*given)
-            except Exception as error:
-                return select.recover(self.choice, error, self.inputs(*given)).out
-        return self.run(*given)[0] if results is None else results[0]
+        """The output of `run`, without its frame where that was recorded: small calls feel it."""
+        if self.again is None:
+            return self.run(*given)[0]
+        LAST.choice = self.choice
+        try:
+            return (self.again(*given) or self.run_and_record(*given))[0]
+        except Exception as error:
+            return select.recover(self.choice, error, self.inputs(*given)).out
 
     def by_operator(self, *given: Tensor) -> Tensor:
         LAST.choice = self.choice
@@ -120,10 +119,11 @@ class Forward:
         try:
             if self.record is None or self.is_passing:
                 return self.forward(self.inputs(*given), self.problem, self.choice.tile)
-            results = None if self.again is None else self.again(*given)
-            if results is None:
-                results, again = self.record((self.inputs(*given),), self.problem, self.choice.tile)
-                self.again = again or self.again  # these tensors may be the exception: not aligned
-            return results
+            return (self.again and self.again(*given)) or self.run_and_record(*given)
         except Exception as error:
             return select.recover(self.choice, error, self.inputs(*given))
+
+    def run_and_record(self, *given: Tensor) -> Results:
+        results, again = self.record((self.inputs(*given),), self.problem, self.choice.tile)
+        self.again = again or self.again  # these tensors may be the exception: not aligned
+        return results

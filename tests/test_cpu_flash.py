@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cpu_cases import DTYPES, Case, Sizes, check_forward, coins, expect, lay_out, lengths, make, random, run_forward
@@ -287,6 +292,33 @@ def test_threads_change_nothing(isa, two_threads, M, dtype):
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+FIVE_THREADS = """
+import hashlib, os, torch, sdpa
+torch.set_num_threads(5)
+torch.manual_seed(0)
+seen = []
+for M in (30, 700):  # as many tasks as threads, and more
+    tensors = [torch.randn(1, 3, M, 32, requires_grad=True) for _ in range(3)]
+    out = sdpa.scaled_dot_product_attention(*tensors, is_causal=True, kernel="cpu_flash")
+    seen += [out.detach(), *torch.autograd.grad(out.sum(), tensors)]
+print(hashlib.sha256(b"".join(t.numpy().tobytes() for t in seen)).hexdigest(), len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted by Linux's /proc")
+def test_fewer_threads_than_asked_for_do_all_tasks():
+    """OpenMP's limit gives one thread the numbers of several."""
+
+    def run(**limit: str) -> tuple[str, int]:
+        command = [sys.executable, "-c", FIVE_THREADS]
+        said = subprocess.run(command, env=os.environ | limit, capture_output=True, text=True, check=True).stdout
+        return said.split()[0], int(said.split()[1])
+
+    (all_five, many), *limited = run(), run(OMP_THREAD_LIMIT="1"), run(OMP_THREAD_LIMIT="2")
+    assert [found for found, _ in limited] == [all_five] * 2
+    assert all(count < many for _, count in limited)
+
+
 @pytest.mark.parametrize("name", ["plain", "causal", "sinks", "bias", "bias_of_rows", "bias_of_keys"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_share_the_keys_of_one_head(isa, two_threads, name, dtype):
@@ -341,6 +373,11 @@ def test_calls_made_again(masks):
     found = again(*read_of(second), *expected, other.out)
     assert all(map(torch.equal, found[:3], flash.backward(second, expected, other, back)[:3]))
     assert not any(map(torch.equal, gradients[:3], found[:3]))
+    of_both = Results(upstream.out, torch.ones_like(results.lse))
+    assert flash.record((first, results, of_both), back, None)[1] is None
+    if "bias" in masks:
+        learning = AttentionProblem.of(first, "backward", extra=frozenset({"bias_grad"}))
+        assert flash.record((first, results, upstream), learning, None)[1] is None
 
 
 def test_calls_with_tensors_beside_dense_masks_are_not_made_again():

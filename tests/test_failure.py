@@ -324,4 +324,17 @@ def test_a_call_made_again_that_fails(rows):
     assert sdpa.scaled_dot_product_attention(q, k, v).eq(0).all()
     with pytest.warns(UserWarning, match="first could not be launched on .* second answers instead"):
         assert sdpa.scaled_dot_product_attention(q, k, v).eq(0).all()
-    assert (first.ran, second.ran) == (1, 1)
+    assert (first.ran, second.ran) == (1, 1) and sdpa.last_choice().kernel.name == "second"
+
+
+def test_a_call_made_again_for_which_the_record_is_not_good(rows):
+    """Tensors that are not aligned: the record is asked once, and the kernel runs in full."""
+    (first,) = rows(("first", None, {}))
+    asked = []
+    tensors = torch.ones(3, 1, 2, 16, 8)
+    first.record = lambda tensors, problem, tile: (
+        first.forward(*tensors, problem, tile), lambda *given: asked.append(given)
+    )  # fmt: skip
+    for count in range(3):
+        assert sdpa.scaled_dot_product_attention(*tensors).eq(0).all()
+        assert (first.ran, len(asked)) == (count + 1, count)

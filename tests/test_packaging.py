@@ -89,7 +89,7 @@ def test_wheel_holds_every_module_and_table(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in MAPPED:
         prefix = "sdpa" if folder == "sdpa" else f"sdpa/{folder}"
-        for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).glob("*.yaml")):
+        for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).glob("*.yaml"), *(ROOT / folder).glob("*.c")):
             assert f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}" in names
 
 

@@ -49,8 +49,8 @@ def backward(
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
 ) -> tuple[Results | Gradients, Callable[..., tuple] | None]:
-    """What `forward` or `backward` returns, and what does it again for tensors of the same form, past all questions;
-    of that, plain tuples."""
+    """What `forward` or `backward` returns, and what does it again for tensors of the same form, without asking
+    anything, in a plain tuple; None where more than dense tensors is asked for."""
     inputs, *learning = tensors
     results = (backward if learning else forward)(*tensors, problem, tile)
     if not (_is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)):

@@ -180,6 +180,7 @@ void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   constexpr int L = kLanes<T>;
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
+    // Of rows ahead whole lines are asked for once (twice where a vector has 16 bytes), a shorter rest in part.
     constexpr int kSquares = kLine<typename Pointee<decltype(type)>::type> / L;  // that share a line
     const bool in_line = src.column_stride == 1;
     for (int64_t row = 0; row < rows; row += L) {

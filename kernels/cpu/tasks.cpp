@@ -1,11 +1,13 @@
-// The task queue: an atomic counter on torch's thread pool.
+// The tasks of a call: an atomic counter on torch's thread pool, and first one for each thread.
 #include "tasks.h"
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace sdpa_cpu {
 
@@ -48,11 +50,21 @@ void run_tasks(int64_t tasks, int64_t threads, const Setup* setup, const std::fu
     for (int64_t task = 0; task < tasks; ++task) run(task, 0);
     return;
   }
+  threads = std::min(threads, tasks);
+  struct alignas(kAlignment) Own {
+    std::atomic<bool> begun{false};
+    bool begin() { return !begun.load(std::memory_order_relaxed) && !begun.exchange(true); }
+  };
+  std::vector<Own> own(static_cast<size_t>(threads));
   std::atomic<int64_t> next{threads};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     const Ready ready(setup);
-    for (int64_t thread = begin; thread < end; ++thread)
-      for (int64_t task = thread; task < tasks; task = next.fetch_add(1)) run(task, thread);
+    for (int64_t thread = begin; thread < end; ++thread) {
+      if (own[static_cast<size_t>(thread)].begin()) run(thread, thread);
+      for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) run(task, thread);
+      for (int64_t task = 0; task < threads; ++task)  // of threads that have not come
+        if (own[static_cast<size_t>(task)].begin()) run(task, thread);
+    }
   });
 }
 

@@ -26,8 +26,8 @@ class Scratch {
 };
 
 // Calls run(task, thread) for every task: each thread takes that of its own number first, whose inputs its caches may
-// hold since the call before, and then the others in order as threads become free. It sets its registers up before the
-// first and back after the last.
+// hold since the call before, then the others in order as threads become free, and last those of threads that have not
+// come. It sets its registers up before the first and back after the last.
 void run_tasks(int64_t tasks, int64_t threads, const Setup* setup,
                const std::function<void(int64_t task, int64_t thread)>& run);
 
