@@ -238,6 +238,13 @@ def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], k.shape[2]
 
 
+def is_empty(inputs: AttentionInputs) -> bool:
+    """Whether no query meets a key; without a head size scores are 0 and the softmax is still one."""
+    (B, M, N), q, k = lengths_of(inputs), inputs.q, inputs.k
+    keys = N and k.shape[0] and k.shape[2]
+    return not (B and q.shape[1] and M and q.shape[2] and (keys or inputs.sinks is not None))
+
+
 def is_row_mask(inputs: AttentionInputs) -> bool:
     """Whether there is a dense mask or bias, and each of them has one row for all queries."""
     given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]

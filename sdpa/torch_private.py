@@ -1,0 +1,132 @@
+"""Every private part of torch that this package uses: what it is for, and what is done in a torch that has it not.
+
+Nothing else imports names of torch that begin with an underscore. Seen in torch 2.10, 2.11, 2.13 and 2.15; `ABSENT`
+holds the names that the running torch lacks, which `sdpa info` lists: calls are then slower, and never wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+ABSENT: list[str] = []
+
+
+def part(path: str, instead: Any) -> Any:
+    """The object at `path`, or `instead` where the running torch does not have it."""
+    module, _, name = path.rpartition(".")
+    while module:
+        try:
+            found = import_module(module)
+            break
+        except ImportError:
+            module, _, head = module.rpartition(".")
+            name = f"{head}.{name}"
+    try:
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+    except AttributeError:
+        ABSENT.append(path)
+        return instead
+    return found
+
+
+def zero() -> int:
+    return 0
+
+
+def never(*_: object) -> bool:
+    return False
+
+
+# Recognises tensors by type, dispatch keys, dtype, device, sizes, strides and requires_grad in one call. Absent: calls
+# are found by a key of these, which takes three times as long.
+TensorGuards = part("torch._C._dynamo.guards.TensorGuards", None)
+
+# torch's process-wide switches, of which some have a public getter that takes ten times as long. Absent: taken as on.
+flash_enabled = part("torch._C._get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled)
+efficient_enabled = part("torch._C._get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled)
+math_enabled = part("torch._C._get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled)
+cudnn_enabled = part("torch._C._get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled)
+deterministic = part("torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+
+
+def precision_by_name() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+# How float32 may be multiplied, by whichever of torch's switches it was said: torch.get_float32_matmul_precision
+# raises where one of the newer ones (`fp32_precision`) was used. Absent: the older switch alone.
+_precision = part("torch._C._get_fp32_precision_getter", None)
+float32_precision: Callable[[], str] = precision_by_name if _precision is None else partial(_precision, "cuda", "matmul")
+
+# How many modes stand between a call and the kernels. Absent: functions are asked of by has_torch_function alone, and a
+# dispatch mode sees what a kernel calls instead of the operator.
+function_modes: Callable[[], int] = part("torch._C._len_torch_function_stack", zero)
+dispatch_modes: Callable[[], int] = part("torch._C._len_torch_dispatch_stack", zero)
+dispatch_mode_stack = part("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
+get_dispatch_mode = part("torch._C._get_dispatch_mode", never)
+TRACERS = tuple(
+    key
+    for name in ("FAKE", "PROXY")
+    if (key := part(f"torch._C._TorchDispatchModeKey.{name}", None)) is not None
+)
+
+# functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
+# ImportError.
+from torch._C._functorch import (  # noqa: E402
+    TransformType,
+    get_interpreter_stack,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
+from torch._functorch.autograd_function import enable_single_level_autograd_function  # noqa: E402
+from torch._functorch.utils import unwrap_dead_wrappers  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+
+functorch_is_on: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def forward_level() -> int:
+    """The level of forward mode, -1 outside of it."""
+    return forward_ad._current_level
+
+
+# Guards of the dispatcher's state. Needed likewise.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+without_autocast = torch._C._DisableAutocast
+autocast_is_on: Callable[[], bool] = part("torch._C._is_any_autocast_enabled", torch.is_autocast_enabled)
+
+# The node that is being run, and hooks of saved tensors (activation checkpointing). Absent: torch's own operators are
+# not left to differentiate themselves, and a call under hooks is taken for one without.
+current_node = part("torch._C._current_autograd_node", None)
+saved_tensors_hooks = part("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: None)
+
+# What generated code writes for an operator. Inductor is imported by who compiles, never here. Absent (torch 2.10):
+# generated code calls the operators.
+CODEGEN = "torch._inductor.codegen.custom_extern_kernel_codegen"
+
+
+def inductor_hooks() -> Any:
+    """Inductor's module of such hooks where it is there and has been imported, else None."""
+    return sys.modules.get(CODEGEN)
+
+
+# (size, stride, dtype) on the current device, as code generated by Inductor has it: a third of the time.
+empty_strided_cuda = part(
+    "torch._C._dynamo.guards._empty_strided_cuda",
+    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
+)
+current_device = part("torch._C._cuda_getDevice", None)
+current_stream = part("torch._C._cuda_getCurrentRawStream", None)
+
+
+def apply_function(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` without its questions about functorch, which the caller has answered: 2 us."""
+    return super(torch.autograd.Function, function).apply
