@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sdpa
-from sdpa.dispatch import catalog, failure, select
+from sdpa.dispatch import candidates, catalog, failure, select, tuning
 from sdpa.dispatch.context import ALL_TOGGLES
 from sdpa.dispatch.kernel import Kernel, load_module
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
@@ -79,14 +79,14 @@ def fake_kernel(monkeypatch, name, error=None, tiles=ONE_TILE, **limits):
 def rows(monkeypatch, tmp_path):
     """Puts a catalog of fake rows in place; each is given as (name, error, limits), the fastest first."""
     monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(select.tuning, "SHIPPED", tmp_path)
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
 
     def put(*given):
         made = [
             fake_kernel(monkeypatch, name, error, overhead=1e-6 * (1 + place), **limits)
             for place, (name, error, limits) in enumerate(given)
         ]
-        monkeypatch.setattr(select, "KERNELS", tuple(made))
+        monkeypatch.setattr(candidates, "KERNELS", tuple(made))
         load_module.cache_clear()
         select.clear_caches()
         return [row.load() for row in made]
