@@ -8,9 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sdpa.dispatch import select
-from sdpa.dispatch.catalog import by_name
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, read_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, read_of
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
@@ -351,42 +349,3 @@ def test_where_nothing_is_remembered(change, device, monkeypatch):
     target = TARGET._replace(backend="hip", arch="gfx942", shared_memory=64 << 10) if change == "hip" else TARGET
     with assume(target):
         assert flash.record((inputs,), problem, tile)[1] is None
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_choice_runs_its_launches_again(direction, device):
-    """As torch.compile's graphs call it; other strides, another scale and what is no plain call go the ordinary way."""
-    ordinary, called = device
-    if direction == "forward":
-        inputs, problem, tile = forward_of("triton_flash")
-        tensors = (inputs,)
-    else:
-        tensors, problem, tile = backward_of()
-    choice = select.Choice(by_name()["triton_flash"], tile, problem, "the test's")
-    choice.run(*tensors)
-    launches = len(ordinary)
-    assert launches and not called
-    found = choice.run(*tensors)
-    assert len(ordinary) == launches == len(called)
-    assert type(found) is (Results if direction == "forward" else Gradients)
-    turned = tensors[0].v.mT.contiguous().mT
-    for changes in ({"scale": 2.0}, {"v": turned}):
-        choice.run(tensors[0]._replace(**changes), *tensors[1:])
-    assert len(ordinary) == 3 * launches
-    assert len(called) == launches
-    masked = problem._replace(features=problem.features | {"allowed"})
-    choice = select.Choice(by_name()["triton_efficient"], tile, masked, "the test's")
-    for heads, again in ((1, False), (4, False), (1, True)):
-        allowed = torch.ones(1, heads, 32, 64, dtype=torch.bool)
-        before = len(ordinary), len(called)
-        choice.run(tensors[0]._replace(allowed=allowed), *tensors[1:])
-        grown = len(ordinary) - before[0], len(called) - before[1]
-        assert grown == ((0, launches) if again else (launches, 0))
-    launched = len(called)
-    capped = tensors[0]._replace(softcap=3.0)
-    more = problem._replace(features=problem.features | {"softcap"})
-    other = select.Choice(by_name()["triton_flash"], tile, more, "the test's")
-    for _ in range(2):
-        other.run(capped, *tensors[1:])
-    assert not other.memory
-    assert len(called) == launched
