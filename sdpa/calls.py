@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from sdpa.dispatch import select
+from sdpa.dispatch.caches import CACHES
 from sdpa.dispatch.context import CURRENT
 from sdpa.torch_private import (
     TensorGuards,
@@ -137,4 +137,4 @@ def key_of(state: Hashable, tensors: Sequence[Tensor]) -> Key | None:
 
 
 CALLS = Calls()
-select.CACHES.append(CALLS.clear)
+CACHES.append(CALLS.clear)

@@ -36,7 +36,7 @@ from sdpa.passes import WITH_LSE, Form
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.torch_private import (
     TransformType,
-    apply_function,
+    SingleLevelFunction,
     below_autograd,
     dispatch_modes,
     enable_single_level_autograd_function,
@@ -44,6 +44,7 @@ from sdpa.torch_private import (
     functorch_is_on,
     get_interpreter_stack,
     peek_interpreter_stack,
+    single_level,
     unwrap_dead_wrappers,
 )
 
@@ -55,7 +56,7 @@ BIAS = AttentionInputs._fields.index("bias")
 # -- the node --------------------------------------------------------------------------------------------------------
 
 
-class Attention(torch.autograd.Function):
+class Attention(SingleLevelFunction):
     """The output, and the log-sum-exp where it is asked for, of a form's tensors.
 
     `call` knows the rest: `prepared.Prepared` of an eager call, `OperatorCall` of an operator's.
@@ -131,20 +132,6 @@ def differentiable_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, bias and sinks by a node that has derivatives of its own."""
     return apply(AttentionBackward, *upstream, *results, *inputs, bias_grad, setting)
-
-
-def apply(function: type[torch.autograd.Function], *args):
-    """`function.apply` without binding the arguments to its signature, which has no defaults to fill in; functorch asks
-    for the ordinary way."""
-    if functorch_is_on():
-        return function.apply(*args)
-    return apply_function(function)(*unwrap_dead_wrappers(args))
-
-
-def apply_single(function: type[torch.autograd.Function], *args):
-    """`apply` at one level of functorch's."""
-    with enable_single_level_autograd_function():
-        return apply_function(function)(*unwrap_dead_wrappers(args))
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -230,6 +217,22 @@ class Weights(torch.autograd.Function):
             if ctx.needs_input_grad[position]:
                 placed[position] = gradient
         return (*placed, None, grads.lse, None)
+
+
+ONE_LEVEL = {function: single_level(function) for function in (AttentionBackward, Weights)}
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """`function.apply`, past its questions where no transform is on: it would bind 27 arguments to its signature."""
+    if functorch_is_on():
+        return function.apply(*args)
+    return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
+
+
+def apply_single(function: type, *args):
+    """The same at one level of functorch's."""
+    with enable_single_level_autograd_function():
+        return ONE_LEVEL.get(function, function).apply(*unwrap_dead_wrappers(args))
 
 
 def weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: str) -> Tensor:

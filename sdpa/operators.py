@@ -140,7 +140,7 @@ def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """A kernel's backward, likewise; a tensor each for what is missing, because results may not alias."""
-    tensors, state = state_of("backward", args, grad_out, out)
+    tensors, state = state_of("backward", args, out, lse, grad_out)
     found = CALLS.look_up(state, tensors)
     if found is None:
         inputs, results, upstream, bias_grad, kernel = of_backward((grad_out, out, lse, *args))
@@ -148,7 +148,7 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
             return zero_gradients(inputs, bias_grad)
         asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
         extra = frozenset(name for name, on in asked.items() if on)
-        problem = AttentionProblem.of(inputs, "backward", extra, (grad_out, out))
+        problem = AttentionProblem.of(inputs, "backward", extra, (out, lse, grad_out))
         run = Pass(Form(inputs), select(problem, backward_setting(effective(kernel))))
         found = CALLS.keep(state, tensors, (run, [empty_as(t, t.shape[3]).stride() for t in inputs[:3]]))
     run, strides = found

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from sdpa.dispatch.caches import LAST
+from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.recovery import recover
-from sdpa.dispatch.select import LAST, Choice
 from sdpa.problem import AttentionInputs, Gradients, Results
 
 WITH_LSE = frozenset({"lse"})

@@ -14,16 +14,15 @@ from sdpa.derivatives import Attention, differentiable_backward, weights
 from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.context import Setting, torch_toggles
 from sdpa.dispatch.recovery import recover
-from sdpa.dispatch.select import LAST, Choice, NoKernelError
+from sdpa.dispatch.caches import LAST
+from sdpa.dispatch.choice import Choice
+from sdpa.dispatch.refusal import NoKernelError
 from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_batch, as_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
-from sdpa.torch_private import apply_function, current_node, deterministic, saved_tensors_hooks
+from sdpa.torch_private import current_node, deterministic, saved_tensors_hooks
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
 ADDRESS_BITS = 15  # of an address: what it is beyond a multiple of 16 bytes
-
-apply = apply_function(Attention)
-
 
 class Prepared:
     """Calls of one form, forward and backward.
@@ -78,8 +77,8 @@ class Prepared:
 
     def native_of(self, inputs: AttentionInputs, learns: bool) -> Callable[..., Tensor] | None:
         """torch's own operator of (query, key, value), where the chosen kernel is one."""
-        make = getattr(self.choice.kernel.load(), "native", None)
-        return None if make is None or self.choice.copies else make(inputs, learns)
+        make = self.choice.native
+        return None if make is None else make(inputs, learns)
 
     def stays(self, problem: AttentionProblem) -> bool:
         """Whether the kernel of a small forward is wanted for the backward, too, so that torch may differentiate it."""
@@ -140,7 +139,7 @@ class Prepared:
     # -- our node of the graph ----------------------------------------------------------------------------------------
 
     def by_function(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found = apply(self, *tensors)
+        found = Attention.apply(self, *tensors)
         return found if self.returns_lse else (found,)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +156,7 @@ class Prepared:
         address = 0
         if upstream.out.is_cuda:
             address = (upstream.out.data_ptr() | results.out.data_ptr()) & ADDRESS_BITS
-        state = torch_toggles(), deterministic(), upstream.lse is None, bias_grad, address
+        state = torch_toggles(), deterministic(), upstream.lse is None, bias_grad, address, upstream.out.stride()
         found = self.backwards.get(state)
         if found is None:
             found = self.backwards[state] = self.backward(given, results, upstream, bias_grad)
@@ -166,7 +165,7 @@ class Prepared:
     def backward(self, given: Sequence[Tensor], results: Results, upstream: Results, bias_grad: bool) -> Pass:
         inputs = self.batch_form.inputs(given[: len(self.form.places)])
         extra = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
-        others = (upstream.out, results.out)
+        others = (*results, upstream.out)
         problem = AttentionProblem.of(inputs, "backward", frozenset(n for n, on in extra.items() if on), others)
         found = Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
         found.is_passing = self.forward.is_passing

@@ -1,7 +1,7 @@
 """The nouns every layer shares: what is asked (AttentionProblem), its tensors, and what comes back.
 
 Glossary: B batch, H query heads, Hkv key/value heads, M queries, N keys, D head size of q and k, Dv head size of v.
-This file imports nothing of the package, so every kernel may import it.
+This file imports nothing of the package but torch_private, so every kernel may import it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sdpa.torch_private import float32_precision
 
 UNLIMITED = -1
 # The widest load of a GPU's thread; TMA, the bulk copy engine, wants addresses and strides in multiples of it, too.
@@ -249,12 +251,6 @@ class AttentionProblem(NamedTuple):
         keys = self.B * self.Hkv * self.N * (self.D + self.Dv)
         passes = 2 if self.direction == "backward" else 1
         return passes * (queries + keys) * self.dtype.itemsize
-
-
-def float32_precision() -> str:
-    """How float32 may be multiplied, by whichever of torch's switches it was said: torch.get_float32_matmul_precision
-    raises where one of the newer ones (`fp32_precision`) was used."""
-    return torch._C._get_fp32_precision_getter("cuda", "matmul")
 
 
 def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:

@@ -85,8 +85,7 @@ from torch._C._functorch import (  # noqa: E402
     is_gradtrackingtensor,
     peek_interpreter_stack,
 )
-from torch._functorch.autograd_function import enable_single_level_autograd_function  # noqa: E402
-from torch._functorch.utils import unwrap_dead_wrappers  # noqa: E402
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 
 
@@ -127,6 +126,14 @@ current_device = part("torch._C._cuda_getDevice", None)
 current_stream = part("torch._C._cuda_getCurrentRawStream", None)
 
 
-def apply_function(function: type[torch.autograd.Function]) -> Callable:
-    """`function.apply` without its questions about functorch, which the caller has answered: 2 us."""
-    return super(torch.autograd.Function, function).apply
+# A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's
+# autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++.
+# Absent: `Function`, whose `apply` is right outside of functorch.
+SingleLevelFunction = part("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
+
+
+def single_level(function: type[torch.autograd.Function]) -> type:
+    """The same derivative as a class of that base."""
+    names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")
+    methods = {name: staticmethod(getattr(function, name)) for name in names if hasattr(function, name)}
+    return type(function.__name__, (SingleLevelFunction,), methods)
