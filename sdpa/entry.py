@@ -139,7 +139,9 @@ def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequen
         fields = fields_of(mask)
         kinds = tuple(map(type, fields))
         form = band_of(mask)
-        if kinds != NO_FIELDS:
+        if kinds == NO_FIELDS:
+            mask = None  # all that it says is in the form
+        else:
             form = form, kinds
             for kind, field in zip(kinds, fields, strict=True):
                 if kind in PLAIN_TYPES:
@@ -156,8 +158,8 @@ def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequen
     if sinks is not None:
         form = form, "sinks"
         tensors.append(sinks)
-    elif places is None and not tensors:
-        return form, (), (mask,)
+    if mask is None and sinks is None and places is None:
+        return form, (), ()
     if places is not None:
         if type(places[-1]) is int:  # Documents
             cu_q, cu_k, max_q, max_k = places
