@@ -90,10 +90,12 @@ class AttentionInputs(NamedTuple):
 
 
 def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    """q, k, v, the dense masks there are, and cumulative lengths, once where they are the same for both."""
-    cu_k = None if inputs.cu_k is inputs.cu_q else inputs.cu_k
-    others = (inputs.bias, inputs.allowed, inputs.cu_q, cu_k)
-    return (*inputs[:3], *(tensor for tensor in others if tensor is not None))
+    """The tensors of a call in the order of their fields, each once where two fields hold the same (cu_k is cu_q).
+
+    A call that a kernel recorded (`record`) is repeated with these. A backward's are followed by out, lse, the gradient
+    of out and, where there is one, that of lse; those of weights by lse.
+    """
+    return tuple({id(value): value for value in inputs if isinstance(value, Tensor)}.values())
 
 
 class Results(NamedTuple):
