@@ -6,6 +6,7 @@ This file imports nothing of the package, so every kernel may import it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,17 @@ def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     of out and, where there is one, that of lse; those of weights by lse.
     """
     return tuple({id(value): value for value in inputs if isinstance(value, Tensor)}.values())
+
+
+def refill_of(inputs: AttentionInputs) -> Callable[[Sequence[Tensor]], AttentionInputs]:
+    """What makes inputs of other tensors, in the order of `read_of`, and the same numbers. It keeps no tensor."""
+    places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
+    fields = [(places.get(id(value)), None if isinstance(value, Tensor) else value) for value in inputs]
+
+    def refill(given: Sequence[Tensor]) -> AttentionInputs:
+        return AttentionInputs._make([value if place is None else given[place] for place, value in fields])
+
+    return refill
 
 
 class Results(NamedTuple):

@@ -1,6 +1,7 @@
 """Run by test_driver_launch.py in a process of its own: what Triton's launcher in C and ours hand to a driver.
 
-The driver, which records it, is a library of ours that calls itself libcuda.so.1; prints the two records of each kernel as JSON.
+The driver, which records it, is a library of ours that calls itself libcuda.so.1. The two records of each kernel are
+printed as JSON.
 """
 
 from __future__ import annotations

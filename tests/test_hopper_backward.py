@@ -23,6 +23,7 @@ from barriers import Barrier, play_out  # noqa: E402
 
 from sdpa.kernels.triton import hopper, hopper_backward  # noqa: E402
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.launch import Pass  # noqa: E402
 from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 from sdpa.testing import Case, make_inputs, problem_of  # noqa: E402
 
@@ -122,7 +123,8 @@ def test_unreadable_tensors_go_to_the_plain_loops(monkeypatch):
     inputs, results, upstream, problem = given(64)
     inputs = inputs._replace(k=torch.empty(1, 1, 256, 64, dtype=torch.bfloat16).expand(1, 2, 256, 64))
     problem, seen = AttentionProblem.of(inputs, "backward"), []
-    monkeypatch.setattr(hopper_backward.plain, "backward", lambda *arguments: seen.append(arguments))
+    nothing = Pass([], (), (), (), lambda read, made: None)
+    monkeypatch.setattr(hopper_backward.plain, "backward_pass", lambda *arguments: seen.append(arguments) or nothing)
     tile = hopper.tiles(problem)[0]
     hopper.backward(inputs, results, upstream, problem, tile)
     assert seen[0][0] is inputs and seen[0][-1] in hopper_backward.plain_tiles(problem)

@@ -18,6 +18,7 @@ from ahead import H200, compiling_for, dump  # noqa: E402
 
 from sdpa.kernels.triton import hopper  # noqa: E402
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.launch import Pass  # noqa: E402
 from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 
 # Four cores, which the four heads of a problem here always fill; the rest is an H200's.
@@ -139,11 +140,11 @@ def test_unreadable_tensors_go_to_the_plain_loop(name, monkeypatch):
         inputs = inputs._replace(k=q, bias=torch.randn(1, 1, 32, 36, dtype=torch.bfloat16)[..., :32])
     problem, seen = AttentionProblem.of(inputs), []
 
-    def forward(given, problem, tile):
+    def forward_pass(given, problem, tile):
         seen.append((given, tile))
-        return Results(*reference(given))
+        return Pass([], (), (), (), lambda read, made: Results(*reference(given)))
 
-    monkeypatch.setattr(hopper.plain, "forward", forward)
+    monkeypatch.setattr(hopper.plain, "forward_pass", forward_pass)
     tile = hopper.tiles(problem)[0]
     assert hopper.forward_launch(inputs, problem, tile) is None
     hopper.forward(inputs, problem, tile)
