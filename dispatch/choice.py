@@ -14,12 +14,6 @@ from sdpa.dispatch.placing import call_on_copies
 from sdpa.dispatch.refusal import describe
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
-# What asks for no tensor but a dense mask and cumulative lengths, and for no number but the scale and what the problem
-# holds: calls of such may be recorded.
-RECORDED = frozenset(
-    {"band", "bottom_right", "nonpositive_scale", "gqa", "lse", "backward", "bias", "allowed", "packed"}
-)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -67,8 +61,8 @@ class Choice:
     @property
     def record(self) -> Callable | None:
         """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form (a CPU's
-        in a plain tuple); where the kernel's module has such, which knows no other tensors than `read_of`."""
-        if self.copies or not self.problem.features <= RECORDED:
+        in a plain tuple); where the kernel's module has such, and reads tensors where they lie."""
+        if self.copies:
             return None
         return getattr(self.kernel.load(), "record", None)
 

@@ -133,7 +133,9 @@ def key_of(state: Hashable, tensors: Sequence[Tensor]) -> Key | None:
         return None
     if any(form[-1] not in PLAIN_TYPES for form in forms):
         return None
-    return (state, *forms)
+    first: dict[int, int] = {}
+    twice = tuple([first.setdefault(id(t), place) for place, t in enumerate(tensors)])
+    return (state, twice, *forms)
 
 
 CALLS = Calls()

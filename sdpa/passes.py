@@ -26,12 +26,15 @@ CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
 class Form:
     """Which fields of AttentionInputs are tensors, and the numbers that the others are."""
 
-    __slots__ = ("alike", "numbers", "places", "template")
+    __slots__ = ("alike", "firsts", "numbers", "places", "template")
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.alike = inputs.cu_k is not None and inputs.cu_k is inputs.cu_q  # given once, then
         given = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
         self.places = tuple(place for place in given if not (self.alike and place == CU_K))
+        first = {id(inputs[place]): number for number, place in reversed(list(enumerate(self.places)))}
+        # Of tensors that are one and the same, the numbers of the first; recorded launches are given each once.
+        self.firsts = tuple(sorted(first.values()))
         self.template = [None if isinstance(value, Tensor) else value for value in inputs]
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
@@ -111,8 +114,14 @@ class Pass:
         if record is None:
             return choice.call(*nouns)
         results, again = record(nouns, choice.problem, choice.tile)
-        self.again = again or self.again
+        if again is not None:
+            self.again = again if len(self.form.firsts) == len(self.form.places) else self.once(again)
         return results
+
+    def once(self, again: Callable) -> Callable:
+        """`again` of each tensor once."""
+        firsts, count = self.form.firsts, len(self.form.places)
+        return lambda *tensors: again(*[tensors[number] for number in firsts], *tensors[count:])
 
     def nouns(self, tensors: Sequence[Tensor]) -> tuple:
         """What the kernel's function of this direction takes."""

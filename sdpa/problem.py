@@ -6,7 +6,7 @@ This file imports nothing of the package but torch_private, so every kernel may 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,10 +97,23 @@ class AttentionInputs(NamedTuple):
 
 
 def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    """q, k, v, the dense masks there are, and cumulative lengths, once where they are the same for both."""
-    cu_k = None if inputs.cu_k is inputs.cu_q else inputs.cu_k
-    others = (inputs.bias, inputs.allowed, inputs.cu_q, cu_k)
-    return (*inputs[:3], *(tensor for tensor in others if tensor is not None))
+    """The tensors of a call in the order of their fields, each once where two fields hold the same (cu_k is cu_q).
+
+    A call that a kernel recorded (`record`) is repeated with these. A backward's are followed by out, lse, the gradient
+    of out and, where there is one, that of lse; those of weights by lse.
+    """
+    return tuple({id(value): value for value in inputs if isinstance(value, Tensor)}.values())
+
+
+def refill_of(inputs: AttentionInputs) -> Callable[[Sequence[Tensor]], AttentionInputs]:
+    """What makes inputs of other tensors, in the order of `read_of`, and the same numbers. It keeps no tensor."""
+    places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
+    fields = [(places.get(id(value)), None if isinstance(value, Tensor) else value) for value in inputs]
+
+    def refill(given: Sequence[Tensor]) -> AttentionInputs:
+        return AttentionInputs._make([value if place is None else given[place] for place, value in fields])
+
+    return refill
 
 
 class Results(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdpa.kernels.cpu.library import load_error
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
 
 # The library's own choice, which depends on the instruction set, the direction and the threads; others gained at most
 # 2 % on one thread of a Zen 4.
@@ -48,13 +48,15 @@ def backward(
 
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
-) -> tuple[Results | Gradients, Callable[..., tuple] | None]:
-    """What `forward` or `backward` returns, and what does it again for tensors of the same form, without asking
-    anything, in a plain tuple; None where more than dense tensors is asked for."""
+) -> tuple[Results | Gradients, Callable[..., tuple]]:
+    """What `forward` or `backward` returns, and what does it again for tensors of the same form (`read_of`, and what
+    follows it in a backward): for dense calls without asking anything, in a plain tuple."""
     inputs, *learning = tensors
     results = (backward if learning else forward)(*tensors, problem, tile)
-    if not (_is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)):
-        return results, None
+    is_dense = _is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)
+    apart = inputs.q is not inputs.k and inputs.q is not inputs.v and inputs.k is not inputs.v
+    if not is_dense or not apart or (inputs.bias is not None and inputs.bias is inputs.allowed):
+        return results, _refilling(tensors, problem, tile)
     band, before, after = inputs[3:FIRST_OPTION], (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
     if not learning:
         run = _operator("flash_forward_dense")
@@ -70,6 +72,20 @@ def record(
         return (*run_back(*given), None, None)
 
     return results, again
+
+
+def _refilling(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Results | Gradients]:
+    """What runs a call of any kind again: the pass itself, with other tensors in the same places."""
+    refill, count = refill_of(tensors[0]), len(read_of(tensors[0]))
+    if len(tensors) == 1:
+        return lambda *given: forward(refill(given), problem, tile)
+
+    def again(*given: Tensor) -> Gradients:
+        out, lse, grad_out, *grad_lse = given[count:]
+        upstream = Results(grad_out, grad_lse[0] if grad_lse else None)
+        return backward(refill(given), Results(out, lse), upstream, problem, tile)
+
+    return again
 
 
 def _is_dense(inputs: AttentionInputs, tile: Tile | None) -> bool:
