@@ -35,14 +35,13 @@ from sdpa.operators import (
 from sdpa.passes import WITH_LSE, Form
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.torch_private import (
-    TransformType,
     SingleLevelFunction,
+    TransformType,
     below_autograd,
     dispatch_modes,
     enable_single_level_autograd_function,
     forward_level,
     functorch_is_on,
-    get_interpreter_stack,
     peek_interpreter_stack,
     single_level,
     unwrap_dead_wrappers,
@@ -79,11 +78,11 @@ class Attention(SingleLevelFunction):
             return (None,) * (1 + len(call.form.places))
         *tensors, out, lse = ctx.saved_tensors  # checkpointing lets them be read only once
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        differentiable = torch.is_grad_enabled() or dispatch_modes() > 0
         bias_grad = False
         for name, place in call.learned:
             bias_grad = bias_grad or (name == "bias" and ctx.needs_input_grad[1 + place])
-        found = call.gradients(tensors, Results(out, lse), Results(grad_out, grad_lse), bias_grad, differentiable)
+        gradients = call.differentiable if torch.is_grad_enabled() or dispatch_modes() > 0 else call.gradients
+        found = gradients(tensors, (out, lse), (grad_out, grad_lse), bias_grad)
         if not call.learned:
             return (None, *found[:3], *(None,) * (len(tensors) - 3))
         return (None, *found[:3], *beside(ctx, call, found))
@@ -121,10 +120,13 @@ class OperatorCall:
         with below_autograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return call_forward(inputs, True, self.setting)
 
-    def gradients(
-        self, tensors: Sequence[Tensor], results: Results, upstream: Results, bias_grad: bool, differentiable: bool
+    def differentiable(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
     ) -> tuple[Tensor, ...]:
-        return differentiable_backward(self.form.inputs(tensors), results, upstream, bias_grad, self.setting)
+        inputs = self.form.inputs(tensors)
+        return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
+
+    gradients = differentiable
 
 
 def differentiable_backward(
@@ -209,9 +211,7 @@ class Weights(torch.autograd.Function):
         *tensors, lse = ctx.saved_tensors
         present = iter(tensors)
         inputs = [next(present) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-        grads = weights_gradients(
-            AttentionInputs(*inputs), lse, grad, ctx.average, bool(ctx.needs_input_grad[BIAS])
-        )
+        grads = weights_gradients(AttentionInputs(*inputs), lse, grad, ctx.average, bool(ctx.needs_input_grad[BIAS]))
         placed = [None] * FIELDS
         for position, gradient in zip(DIFFERENTIABLE, (grads.q, grads.k, None, grads.bias, None), strict=True):
             if ctx.needs_input_grad[position]:
@@ -325,11 +325,15 @@ def differentiable_forward(*args):
     inputs, needs_lse, setting = of_forward(args)
     forward = goes_forward(inputs)
     if forward or needs_grad(inputs):
-        call = None if forward else OperatorCall(inputs, setting)
-        out, lse = forward_mode(inputs, setting) if forward else apply_single(Attention, call, *call.form.tensors(inputs))
+        out, lse = forward_mode(inputs, setting) if forward else differentiated(inputs, setting)
         return out, lse if needs_lse else no_tensor(inputs.q)
     with below_autograd():
         return call_forward(inputs, needs_lse, setting)
+
+
+def differentiated(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]:
+    call = OperatorCall(inputs, setting)
+    return apply_single(Attention, call, *call.form.tensors(inputs))
 
 
 def differentiable_weights(*args) -> Tensor:

@@ -63,7 +63,9 @@ class Request(NamedTuple):
     kernel: str | None
 
 
-def request_of(kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any) -> Request:
+def request_of(
+    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any
+) -> Request:
     return Request(kind, Call(*tensors, Options(*options), places), returns_lse, kernel)
 
 
@@ -105,6 +107,8 @@ def answer(
         # fmt: on
         recent = CALLS.recent.get(state, ())
     except (TypeError, AttributeError):  # no hash, or no tensor: the ordinary way says what it thinks of it
+        recent = None
+    if recent is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
     for is_alike, run, _ in recent:
         if is_alike(query, key, value, *others):
@@ -161,7 +165,7 @@ def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequen
     if mask is None and sinks is None and places is None:
         return form, (), ()
     if places is not None:
-        if type(places[-1]) is int:  # Documents
+        if len(places) == 4:  # Documents
             cu_q, cu_k, max_q, max_k = places
             alike = cu_k is cu_q
             form = form, alike, max_q, max_k, type(max_q) is type(max_k) is int
@@ -205,7 +209,7 @@ def prepare(request: Request) -> Callable[..., Sequence[Tensor]] | None:
         form = with_placeholder(served_form(inputs), call.options)
     if is_empty(form):
         return None
-    gather, restore, rows = steps(kind, call, inputs, form)
+    gather, restore, rows = steps(kind, call, inputs, form, returns_lse)
     learns = grad_enabled() and any(t.requires_grad for t in learned(call))
     if kind.average is not None:
         attend = PreparedWeights(form, learns, kind.average, setting).attend

@@ -15,6 +15,7 @@ from sdpa.operators import of_backward, of_forward, of_weights
 from sdpa.problem import AttentionInputs, lengths_of
 from sdpa.torch_private import dispatch_mode_stack
 
+
 def announce() -> None:
     """Give every FlopCounterMode that is on the formulas of the operators."""
     for mode in dispatch_mode_stack():

@@ -116,7 +116,9 @@ def without_weights(results: Sequence[Tensor], options: Options) -> tuple[Tensor
     return torch.nn.functional.dropout(out, 1.0), torch.zeros_like(weights)
 
 
-def steps(kind: Kind, call: Call, inputs: AttentionInputs, form: AttentionInputs) -> tuple[Gather, Restore, bool]:
+def steps(
+    kind: Kind, call: Call, inputs: AttentionInputs, form: AttentionInputs, returns_lse: bool
+) -> tuple[Gather, Restore, bool]:
     """What stands before and behind a prepared call whose `form` kernels take `inputs` in, and whether its tensors
     begin with rows (T, H, D)."""
     if kind.average is not None:
@@ -133,7 +135,8 @@ def steps(kind: Kind, call: Call, inputs: AttentionInputs, form: AttentionInputs
         gather, rows = gather_paged(call, inputs, form), False
     else:
         gather, rows = gather_packed(call, inputs, form)
-    return gather, restore_sequences(kind, call, inputs, form, rows), rows
+    restore = restore_rows(call, returns_lse) if rows else restore_sequences(call, inputs, form, returns_lse)
+    return gather, restore, rows
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -225,23 +228,19 @@ def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) ->
     T_q, T_k, size_q, size_k = query.shape[0], key.shape[0], *packing.sizes(inputs)
     served = form is inputs
 
-    def beside(cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, ...]:
-        seed = (philox.draw_seed(device),) if dropping else ()
-        if not served:
-            return seed
-        return (*seed, cu_q) if alike else (*seed, cu_q, cu_k)
-
     def rows(query, key, value, mask=None, sinks=None, places=None):
-        return (query, key, value, *beside(places[0], places[1]))
+        seed = (philox.draw_seed(device),) if dropping else ()
+        return (query, key, value, *seed, places[0]) if alike else (query, key, value, *seed, *places[:2])
 
     def segments(query, key, value, mask=None, sinks=None, places=None):
         q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
-        return (q, k, v, *packing.segment_ids(places[0], T_q, T_k), *beside(places[0], places[1]))
+        ids = packing.segment_ids(places[0], T_q, T_k)
+        return (q, k, v, *ids, philox.draw_seed(device)) if dropping else (q, k, v, *ids)
 
     def apart(query, key, value, mask=None, sinks=None, places=None):
         q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         found = packing.batch_entries((q, k, v), places[0], places[1], size_q, size_k)
-        return (*found, *beside(places[0], places[1]))
+        return (*found, philox.draw_seed(device)) if dropping else found
 
     if served:
         return (rows, True) if contiguous else (gather_any(PACKED, call, form), False)
@@ -270,20 +269,37 @@ def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> 
     return gather
 
 
-def restore_sequences(kind: Kind, call: Call, inputs: AttentionInputs, form: AttentionInputs, rows: bool) -> Restore:
-    options, T = call.options, inputs.q.shape[2]
-    sinks = inputs.sinks is not None
-    packed = inputs.cu_q is not None
-    segments, apart = packed and form.q_segments is not None, packed and form.cu_q is None
+def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs, returns_lse: bool) -> Restore:
+    """Of results of the form, those of the call; rows are restored by what is prepared for them."""
+    options, T, packed = call.options, inputs.q.shape[2], inputs.cu_q is not None
+    apart = packed and form.cu_q is None and form.q_segments is None
+    unseen = packed and form.q_segments is not None and inputs.sinks is not None and returns_lse
+    all_dropped = options.dropout_p == 1.0
 
-    def restore(results, query, key, value, mask=None, sinks_given=None, places=None):
-        out, lse = as_results(results)
-        if rows:
-            return dropped(Results(out, None if lse is None else lse.squeeze(0)), options)
-        if apart and not segments:
-            out, lse = packing.rows_of((out, lse), places[0], T)
-        elif segments and sinks and lse is not None:
+    def restore(results, query, key, value, mask=None, sinks=None, places=None):
+        out, lse = results[0], results[1] if returns_lse else None
+        if apart:
+            out = packing.together(out, places[0], T)
+            lse = packing.together(lse, places[0], T, -torch.inf).contiguous() if returns_lse else None
+        elif unseen:
             lse = packing.unseen_outside(lse, places[0])
-        return dropped(kind.restore(Results(out, lse)), options)
+        if all_dropped:
+            out = torch.nn.functional.dropout(out, 1.0)
+        if packed:
+            return out.squeeze(0).transpose(0, 1), lse.squeeze(0) if returns_lse else None
+        return out.transpose(1, 2), lse
+
+    return restore
+
+
+def restore_rows(call: Call, returns_lse: bool) -> Restore:
+    """The same where the output is rows already."""
+    options = call.options
+    if not returns_lse and options.dropout_p != 1.0:
+        return None
+
+    def restore(results, *_):
+        out = torch.nn.functional.dropout(results[0], 1.0) if options.dropout_p == 1.0 else results[0]
+        return out, results[1].squeeze(0) if returns_lse else None
 
     return restore

@@ -103,15 +103,25 @@ def is_default(masks: Sequence[Any], place: int) -> bool:
     return isinstance(value, (int, float)) and value == MASK_DEFAULTS[place]
 
 
+def forward_arguments(inputs: AttentionInputs, needs_lse: bool, kernel: str) -> tuple:
+    return (*inputs[:BAND_END], needs_lse, kernel, *trimmed(inputs[BAND_END:]))
+
+
+def backward_arguments(
+    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, kernel: str
+) -> tuple:
+    band, masks = inputs[:BAND_END], trimmed(inputs[BAND_END:])
+    return (upstream.out, *results, *band, upstream.lse, bias_grad, kernel, *masks)
+
+
 def call_forward(inputs: AttentionInputs, needs_lse: bool, kernel: str) -> tuple[Tensor, Tensor]:
-    return FORWARD(*inputs[:BAND_END], needs_lse, kernel, *trimmed(inputs[BAND_END:]))
+    return FORWARD(*forward_arguments(inputs, needs_lse, kernel))
 
 
 def call_backward(
     inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, kernel: str
 ) -> tuple[Tensor, ...]:
-    band, masks = inputs[:BAND_END], trimmed(inputs[BAND_END:])
-    return BACKWARD(upstream.out, *results, *band, upstream.lse, bias_grad, kernel, *masks)
+    return BACKWARD(*backward_arguments(inputs, results, upstream, bias_grad, kernel))
 
 
 def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, kernel: str) -> Tensor:
@@ -143,7 +153,7 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
     tensors, state = state_of("backward", args, out, lse, grad_out)
     found = CALLS.look_up(state, tensors)
     if found is None:
-        inputs, results, upstream, bias_grad, kernel = of_backward((grad_out, out, lse, *args))
+        inputs, _, upstream, bias_grad, kernel = of_backward((grad_out, out, lse, *args))
         if is_empty(inputs):
             return zero_gradients(inputs, bias_grad)
         asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}

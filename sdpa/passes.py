@@ -86,8 +86,11 @@ def as_rows(batch: Tensor) -> Tensor:
 
 
 class Pass:
-    """One direction of the calls of one form. It is called with the form's tensors, for a backward followed by out, lse,
-    the gradient of out and, where one arrives, that of lse; for weights by lse."""
+    """One direction of the calls of one form.
+
+    It is called with the form's tensors. For a backward they are followed by out, lse, the gradient of out and, where
+    one arrives, that of lse; for weights by lse.
+    """
 
     __slots__ = ("again", "choice", "form", "is_passing")
 

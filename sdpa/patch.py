@@ -29,8 +29,6 @@ from torch.overrides import TorchFunctionMode
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.torch_private import saved_tensors_hooks
 
-
-
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Callable = F.scaled_dot_product_attention
 

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from sdpa.derivatives import Attention, differentiable_backward, weights
 from sdpa.dispatch import failure, learning, select
-from sdpa.dispatch.context import Setting, torch_toggles
-from sdpa.dispatch.recovery import recover
 from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
+from sdpa.dispatch.context import Setting, torch_toggles
+from sdpa.dispatch.recovery import recover
 from sdpa.dispatch.refusal import NoKernelError
 from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_batch, as_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.torch_private import current_node, deterministic, saved_tensors_hooks
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
+MAX_BACKWARDS = 16  # of one form, by switches and by how the gradient that arrives lies in memory
 ADDRESS_BITS = 15  # of an address: what it is beyond a multiple of 16 bytes
+
 
 class Prepared:
     """Calls of one form, forward and backward.
@@ -40,6 +42,7 @@ class Prepared:
         "learned",
         "native",
         "returns_lse",
+        "run",
         "setting",
         "watch",
     )
@@ -62,6 +65,7 @@ class Prepared:
         self.native = self.native_of(inputs, learns) if plain and (not learns or self.stays(problem)) else None
         if learns and self.native is not None:
             self.watch = self.make_watch()
+        self.run: Callable[..., Sequence[Tensor]] = self.forward  # inside of the node
         self.attend = self.entrance(learns)
 
     def entrance(self, learns: bool) -> Callable[..., Sequence[Tensor]]:
@@ -142,30 +146,33 @@ class Prepared:
         found = Attention.apply(self, *tensors)
         return found if self.returns_lse else (found,)
 
-    def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """The forward inside of the node."""
-        return self.forward(*tensors)
-
     def gradients(
-        self, tensors: Sequence[Tensor], results: Results, upstream: Results, bias_grad: bool, differentiable: bool
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
     ) -> Sequence[Tensor | None]:
-        """The gradients of q, k, v, the bias and the sinks; empty tensors or None where there is none."""
-        if differentiable:
-            return differentiable_backward(self.batch_form.inputs(tensors), results, upstream, bias_grad, self.setting)
-        given = (*tensors, *results, upstream.out) if upstream.lse is None else (*tensors, *results, *upstream)
-        address = 0
-        if upstream.out.is_cuda:
-            address = (upstream.out.data_ptr() | results.out.data_ptr()) & ADDRESS_BITS
-        state = torch_toggles(), deterministic(), upstream.lse is None, bias_grad, address, upstream.out.stride()
+        """The gradients of q, k, v, the bias and the sinks, None where there is none, of (out, lse) and the gradients
+        that arrive at these."""
+        out, grad_out = results[0], upstream[0]
+        given = (*tensors, *results, grad_out) if upstream[1] is None else (*tensors, *results, *upstream)
+        address = (grad_out.data_ptr() | out.data_ptr()) & ADDRESS_BITS if out.is_cuda else 0
+        state = torch_toggles(), deterministic(), upstream[1] is None, bias_grad, address, grad_out.stride()
         found = self.backwards.get(state)
         if found is None:
+            if len(self.backwards) >= MAX_BACKWARDS:
+                self.backwards.clear()
             found = self.backwards[state] = self.backward(given, results, upstream, bias_grad)
         return found(*given)
 
-    def backward(self, given: Sequence[Tensor], results: Results, upstream: Results, bias_grad: bool) -> Pass:
+    def differentiable(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        """The same by a node that has derivatives of its own."""
+        inputs = self.form.inputs(tensors)
+        return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
+
+    def backward(self, given: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool) -> Pass:
         inputs = self.batch_form.inputs(given[: len(self.form.places)])
-        extra = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
-        others = (*results, upstream.out)
+        extra = {"bias_grad": bias_grad, "lse_grad": upstream[1] is not None}
+        others = (*results, upstream[0])
         problem = AttentionProblem.of(inputs, "backward", frozenset(n for n, on in extra.items() if on), others)
         found = Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
         found.is_passing = self.forward.is_passing
@@ -182,21 +189,36 @@ class PreparedRows(Prepared):
         super().__init__(inputs, learns, returns_lse, setting)
         self.form = self.forward.form = RowsForm(inputs)
         self.came = False
+        self.run = self.run_rows
         if not learns:
-            self.attend = self.run
+            self.attend = self.run_rows
 
-    def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def run_rows(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         self.forward.is_passing, self.came = not self.came, True
         out, lse = self.forward(*tensors)
         return as_rows(out).data, lse  # a tensor and no view, which nobody could change in place
 
     def gradients(
-        self, tensors: Sequence[Tensor], results: Results, upstream: Results, bias_grad: bool, differentiable: bool
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        return self.as_batches(super().gradients, tensors, results, upstream, bias_grad)
+
+    def differentiable(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        inputs = self.form.inputs(tensors)
+
+        def gradients(_, results, upstream, bias_grad):
+            return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
+
+        return self.as_batches(gradients, tensors, results, upstream, bias_grad)
+
+    def as_batches(
+        self, gradients: Callable, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
     ) -> Sequence[Tensor | None]:
         batches = (*map(as_batch, tensors[:3]), *tensors[3:])
-        results = Results(as_batch(results.out), results.lse)
-        upstream = Results(as_batch(upstream.out), upstream.lse)
-        found = super().gradients(batches, results, upstream, bias_grad, differentiable)
+        results, upstream = (as_batch(results[0]), results[1]), (as_batch(upstream[0]), upstream[1])
+        found = gradients(batches, results, upstream, bias_grad)
         return (*map(as_rows, found[:3]), *found[3:])
 
 

@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch._functorch.utils as functorch_utils
+from torch.autograd import forward_ad
 
 ABSENT: list[str] = []
 
@@ -63,7 +65,7 @@ def precision_by_name() -> str:
 # How float32 may be multiplied, by whichever of torch's switches it was said: torch.get_float32_matmul_precision
 # raises where one of the newer ones (`fp32_precision`) was used. Absent: the older switch alone.
 _precision = part("torch._C._get_fp32_precision_getter", None)
-float32_precision: Callable[[], str] = precision_by_name if _precision is None else partial(_precision, "cuda", "matmul")
+float32_precision: Callable[[], str] = partial(_precision, "cuda", "matmul") if _precision else precision_by_name
 
 # How many modes stand between a call and the kernels. Absent: functions are asked of by has_torch_function alone, and a
 # dispatch mode sees what a kernel calls instead of the operator.
@@ -72,23 +74,17 @@ dispatch_modes: Callable[[], int] = part("torch._C._len_torch_dispatch_stack", z
 dispatch_mode_stack = part("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
 get_dispatch_mode = part("torch._C._get_dispatch_mode", never)
 TRACERS = tuple(
-    key
-    for name in ("FAKE", "PROXY")
-    if (key := part(f"torch._C._TorchDispatchModeKey.{name}", None)) is not None
+    key for name in ("FAKE", "PROXY") if (key := part(f"torch._C._TorchDispatchModeKey.{name}", None)) is not None
 )
 
 # functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
 # ImportError.
-from torch._C._functorch import (  # noqa: E402
-    TransformType,
-    get_interpreter_stack,
-    is_gradtrackingtensor,
-    peek_interpreter_stack,
-)
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers  # noqa: E402
-from torch.autograd import forward_ad  # noqa: E402
-
-
+TransformType = torch._C._functorch.TransformType
+get_interpreter_stack = torch._C._functorch.get_interpreter_stack
+is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+unwrap_dead_wrappers = functorch_utils.unwrap_dead_wrappers
+enable_single_level_autograd_function = functorch_utils.enable_single_level_autograd_function
 functorch_is_on: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 

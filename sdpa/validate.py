@@ -118,7 +118,7 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
         raise RuntimeError(f"Expected attn_mask to be on the query's device {query.device}, but got {device} instead.")
     if isinstance(mask, Tensor):
         return check_broadcast(mask, sizes)
-    B, H, M, N, _ = sizes
+    B, H = sizes.B, sizes.H
     check_segments(mask, sizes)
     for name, lengths in (("lengths", mask.lengths), ("query_lengths", mask.query_lengths)):
         if lengths is not None:
@@ -179,7 +179,9 @@ def check_sinks(sinks: object, query: Tensor, H: int) -> None:
     check_same_device("sinks", sinks, query)
     check_shape("sinks", sinks, ((H,),))
     if sinks.dtype not in (torch.float32, query.dtype):
-        raise RuntimeError(f"Expected sinks to be float32 or of the query's dtype {query.dtype}, but got {sinks.dtype}.")
+        raise RuntimeError(
+            f"Expected sinks to be float32 or of the query's dtype {query.dtype}, but got {sinks.dtype}."
+        )
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, function: str = "scaled_dot_product_attention") -> None:

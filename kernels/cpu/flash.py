@@ -17,6 +17,7 @@ TILES = (Tile(768, 384),)
 
 # Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there. The last
 # ones, of packed and paged calls, never come here.
+FIRST_NUMBER = AttentionInputs._fields.index("scale")
 DENSE = AttentionInputs._fields.index("allowed") + 1
 FIRST_OPTION = AttentionInputs._fields.index("bias")
 END = AttentionInputs._fields.index("cu_q")
@@ -50,20 +51,45 @@ def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
 ) -> tuple[Results | Gradients, Callable[..., tuple]]:
     """What `forward` or `backward` returns, and what does it again for tensors of the same form (`read_of`, and what
-    follows it in a backward): for dense calls without asking anything, in a plain tuple."""
+    follows it in a backward) without asking anything, in a plain tuple."""
     inputs, *learning = tensors
     results = (backward if learning else forward)(*tensors, problem, tile)
-    is_dense = _is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)
-    apart = inputs.q is not inputs.k and inputs.q is not inputs.v and inputs.k is not inputs.v
-    if not is_dense or not apart or (inputs.bias is not None and inputs.bias is inputs.allowed):
+    names = [name for name in OPTIONS if isinstance(getattr(inputs, name), Tensor)]
+    if len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
         return results, _refilling(tensors, problem, tile)
-    band, before, after = inputs[3:FIRST_OPTION], (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
+    is_dense = _is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)
+    if is_dense:
+        return results, _dense_again(inputs, bool(learning))
+    band, numbers = inputs[FIRST_NUMBER:FIRST_OPTION], _options(inputs, tile)
+    numbers = {name: value for name, value in numbers.items() if name not in names}
+    if not learning:
+        run = _operator("flash_forward")
+        return results, lambda q, k, v, *rest: run(q, k, v, *band, **dict(zip(names, rest, strict=True)), **numbers)
+    run_back, count = _operator("flash_backward"), len(names)
+    bias_grad, sinks = "bias_grad" in problem.features, inputs.sinks is not None
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, grad_out, *upstream = rest[count:]
+        masks = dict(zip(names, rest[:count], strict=True))
+        grad_lse = upstream[0] if upstream else None
+        dq, dk, dv, dbias, dsinks = run_back(
+            grad_out, q, k, v, out, lse, *band, grad_lse=grad_lse, bias_grad=bias_grad, **masks, **numbers
+        )
+        return dq, dk, dv, dbias if bias_grad else None, dsinks if sinks else None
+
+    return results, again
+
+
+def _dense_again(inputs: AttentionInputs, learning: bool) -> Callable[..., tuple]:
+    """The same of what has nothing but a band, a bias and a dense mask."""
+    band = inputs[FIRST_NUMBER:FIRST_OPTION]
+    before, after = (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
     if not learning:
         run = _operator("flash_forward_dense")
         if inputs.bias is None and inputs.allowed is None:
             scale, left, right, bottom_right = band  # told one by one: 0.1 us less
-            return results, lambda q, k, v: run(q, k, v, scale, left, right, bottom_right, None, None)
-        return results, lambda q, k, v, *masks: run(q, k, v, *band, *before, *masks, *after)
+            return lambda q, k, v: run(q, k, v, scale, left, right, bottom_right, None, None)
+        return lambda q, k, v, *masks: run(q, k, v, *band, *before, *masks, *after)
     run_back = _operator("flash_backward_dense")
 
     def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,7 +97,7 @@ def record(
         given = (grad_out, q, k, v, out, lse, *band, *before, *masks, *after)
         return (*run_back(*given), None, None)
 
-    return results, again
+    return again
 
 
 def _refilling(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Results | Gradients]:

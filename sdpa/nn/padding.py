@@ -15,8 +15,6 @@ from sdpa.mask import is_integer
 from sdpa.torch_private import TRACERS, get_dispatch_mode, peek_interpreter_stack
 
 
-
-
 class Packing(NamedTuple):
     """Which rows of a padded batch are there."""
 
