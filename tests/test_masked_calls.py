@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from remembered import forwards, remembered
 
 import sdpa
 from sdpa import entry
@@ -67,7 +68,7 @@ MASKS = {
 
 
 @pytest.fixture(autouse=True)
-def no_plans():
+def nothing_remembered():
     select.clear_caches()
     yield
     select.clear_caches()
@@ -103,11 +104,6 @@ def ordinary(*given, **options):
     return attend(*given[:3], Other(**vars(mask)), **options)
 
 
-def remembered():
-    """How many front-door calls are remembered."""
-    return sum(key[0][0] == "scaled_dot_product_attention" for key in CALLS.known)
-
-
 @pytest.mark.parametrize("keys", [M, N])
 @pytest.mark.parametrize("name", BANDS)
 def test_bands(name, keys, ways):
@@ -127,7 +123,7 @@ def test_derivatives_of_bands(name, ways):
 
 
 def check_derivatives(mask):
-    """First derivatives through a plan, and second ones, which go the ordinary way."""
+    """First derivatives of a remembered call, and second ones."""
     tensors = qkv(grad=True)
     wanted = ordinary(*tensors, mask)
     upstream = torch.randn_like(wanted)
@@ -141,7 +137,7 @@ def check_derivatives(mask):
         torch.testing.assert_close(torch.autograd.grad(sum(g.square().sum() for g in found), tensors), second)
 
 
-def test_a_plan_is_for_its_band_and_settings(ways):
+def test_a_call_is_known_by_its_band_and_settings(ways):
     tensors = qkv()
     calls = [lambda mask=mask: attend(*tensors, mask) for mask in BANDS.values()]
     calls += [lambda: attend(*tensors), lambda: attend(*tensors, is_causal=True)]
@@ -162,7 +158,7 @@ def test_a_plan_is_for_its_band_and_settings(ways):
     assert sdpa.last_choice().kernel.name == "cpu_flash"
 
 
-def test_a_mask_beside_is_causal_is_refused_with_and_without_a_plan():
+def test_a_mask_beside_is_causal_is_refused_at_any_call():
     tensors = qkv()
     for mask in (sdpa.Mask(), BANDS["window"], torch.ones(M, N, dtype=torch.bool)):
         for _ in range(2):
@@ -219,7 +215,7 @@ def test_a_prefix_is_read_at_every_call(ways):
     assert remembered() == 1 and len(ways) == 4
 
 
-def test_a_plan_is_for_the_form_of_a_mask(ways):
+def test_a_call_is_known_by_the_form_of_its_mask(ways):
     """Which fields there are, their sizes, strides and dtypes, and the band."""
     tensors = qkv()
     masks = [make() for make in MASKS.values()]
@@ -237,35 +233,47 @@ def test_a_plan_is_for_the_form_of_a_mask(ways):
     assert len(ways) == len(masks) + 1
 
 
-def test_recorded_launches_know_no_lengths(monkeypatch):
-    """`record` is for what `read_of` tells: nothing of a mask but dense ones."""
-    recorded = []
+def test_recorded_launches_are_given_the_tensors_of_each_call(monkeypatch):
+    """What a mask's tensors hold is no part of a recording, whichever fields they are."""
+    given = []
 
-    def record(given, problem, tile):
-        recorded.append(problem.features)
-        return math.forward(*given, problem, tile), None
+    def record(nouns, problem, tile):
+        fields = nouns[0]
+
+        def again(*tensors):
+            given.append(tensors)
+            values = iter(tensors)
+            inputs = fields._make(next(values) if isinstance(f, torch.Tensor) else f for f in fields)
+            return math.forward(inputs, problem, tile)
+
+        return math.forward(*nouns, problem, tile), again
 
     monkeypatch.setattr(math, "record", record, raising=False)
-    tensors, lengths = qkv(), sdpa.Mask(lengths=integers(9, 14))
-    for mask, count in ((lengths, 0), (sdpa.Mask(allowed=noise(M, N) > 0), 2), (sdpa.Mask(causal=True), 4)):
-        for _ in range(2):
-            attend(*tensors, mask, kernel="math")
-        assert len(recorded) == count
+    tensors = qkv()
+    for name in ("lengths", "prefixes", "segments", "allowed", "all"):
+        given.clear()
+        for shift in range(3):
+            mask = MASKS[name]()
+            for tensor in tensors_of(mask):
+                tensor.copy_(tensor.roll(shift, -1))
+            assert torch.equal(attend(*tensors, mask, kernel="math"), ordinary(*tensors, mask, kernel="math"))
+        assert len(given) >= 2 and all(len(g) == 3 + len(tensors_of(mask)) for g in given)
+        assert all(a is b for g in given for a, b in zip(g[:3], tensors, strict=True))
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_plans_keep_no_tensors(grad):
+def test_no_tensors_are_kept(grad):
     tensors, mask = qkv(grad=grad), MASKS["all"]()
     for _ in range(2):
         attend(*tensors, mask)
-    assert all(eager.PLANS.values()) and eager.RECENT
+    assert remembered() == 1 and CALLS.recent
     kept = [weakref.ref(tensor) for tensor in (*tensors, *tensors_of(mask))]
     del tensors, mask
     gc.collect()
     assert not any(ref() is not None for ref in kept)
 
 
-def test_wrong_masks_are_refused_with_and_without_a_plan():
+def test_wrong_masks_are_refused_at_any_call():
     tensors, right = qkv(), MASKS["all"]()
     wrong = {
         r"Expected lengths to have shape \(2,\) or \(1,\) or \(\), but got \(3,\)": {"lengths": integers(1, 2, 3)},
@@ -288,36 +296,48 @@ def test_wrong_masks_are_refused_with_and_without_a_plan():
 def test_a_kernel_that_cannot_start_is_replaced(monkeypatch):
     tensors, mask = qkv(), MASKS["lengths"]()
     wanted = attend(*tensors, mask)
-    (plan,) = eager.PLANS.values()
+    (run,) = forwards()
 
     def refused(*_):
         raise RuntimeError("cannot read addresses that are not aligned")
 
-    monkeypatch.setattr(plan, "forward", refused)
+    monkeypatch.setattr(run, "again", refused)
     with pytest.warns(UserWarning, match="math answers instead"):
         torch.testing.assert_close(attend(*tensors, mask), wanted)
     assert sdpa.last_choice().kernel.name == "math"
 
 
-class Other(sdpa.Mask):
-    """A mask that may be read in another way."""
+def differing_options(q, k, v):
+    """Calls that say more than query, key, value and a mask without gradients, each remembered from its first time."""
+    learned = torch.zeros(M, N, dtype=q.dtype, requires_grad=True)
+    return [
+        lambda: attend(q, k, v, sdpa.Mask(causal=True), softcap=2.0),
+        lambda: attend(q, k, v, learned),
+        lambda: attend(q[0], k[0], v[0], sdpa.Mask(causal=True)),
+        lambda: attend(q, k, v, sdpa.Mask(bias=learned)),
+        lambda: attend(q, k, v, sdpa.Mask(alibi=torch.nn.Parameter(torch.ones(H), requires_grad=False))),
+        lambda: attend(q, k, v, sdpa.Mask(causal=True), sinks=noise(H)),
+        lambda: attend(q, k, v, sdpa.Mask(causal=True), return_lse=True)[1],
+        lambda: torch.autocast("cpu", torch.bfloat16)(attend)(q.float(), k.float(), v.float(), sdpa.Mask(causal=True)),
+    ]
 
 
-def test_what_has_no_plan(ways):
+def test_what_else_a_call_says_is_remembered_too(ways):
+    for number, call in enumerate(differing_options(*qkv()), 1):
+        assert torch.equal(call(), call())
+        assert remembered() == number
+    assert not ways
+
+
+def test_what_goes_to_the_operator(ways):
     q, k, v = qkv()
     calls = [
         lambda: attend(q, k, v, Other(causal=True)),
-        lambda: attend(q, k, v, sdpa.Mask(causal=True), softcap=2.0),
-        lambda: attend(q, k, v, torch.zeros(M, N, dtype=q.dtype, requires_grad=True)),
-        lambda: attend(q[0], k[0], v[0], sdpa.Mask(causal=True)),
         lambda: attend(q[:, :, :0], k, v, sdpa.Mask(causal=True)),
-        lambda: attend(q, k, v, sdpa.Mask(bias=torch.zeros(M, N, dtype=q.dtype, requires_grad=True))),
-        lambda: attend(q, k, v, sdpa.Mask(alibi=torch.nn.Parameter(torch.ones(H), requires_grad=False))),
         lambda: torch.func.vmap(lambda q: attend(q, q, q, sdpa.Mask(causal=True)))(q),
         lambda: torch.func.vmap(lambda n: attend(q, k, v, sdpa.Mask(lengths=n)))(integers(9, 5, 14)),
-        lambda: torch.autocast("cpu", torch.bfloat16)(attend)(q.float(), k.float(), v.float(), sdpa.Mask(causal=True)),
     ]
     for number, call in enumerate(calls, 1):
         assert torch.equal(call(), call())
         assert len(ways) == 2 * number
-    assert not any(eager.PLANS.values())
+    assert not remembered()
