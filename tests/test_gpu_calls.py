@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from remembered import forwards, remembered
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
 import sdpa.nn
-from sdpa import eager
 from sdpa import scaled_dot_product_attention as attend
+from sdpa.dispatch.select import clear_caches
+from sdpa.problem import AttentionInputs
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +62,7 @@ def test_calls_again(name, dtype, is_causal):
     unaligned = qkv(dtype=dtype, offset=1)
     if name in AGAIN:
         close(attend(*unaligned, is_causal=is_causal, kernel=name), exact(*unaligned, is_causal=is_causal))
-        assert any(plan.again is not None for plan in eager.PLANS.values() if plan and plan.choice.kernel.name == name)
+        assert any(run.again is not None for run in forwards() if run.choice.kernel.name == name)
     close(attend(*tensors, is_causal=is_causal, kernel=name), exact(*tensors, is_causal=is_causal))
 
 
@@ -89,8 +91,13 @@ def test_masked_calls_again(name, kind):
         wanted = torch.autograd.grad(exact(*tensors, mask), tensors, upstream)
         for found, want in zip(torch.autograd.grad(out, tensors, upstream), wanted, strict=True):
             close(found, want)
-    plans = [plan for plan in eager.PLANS.values() if plan and plan.choice.kernel.name == name]
-    assert any(plan.again is not None and plan.fields == ("bias" if kind == "bias" else "allowed",) for plan in plans)
+    field = AttentionInputs._fields.index("bias" if kind == "bias" else "allowed")
+    runs = [run for run in forwards() if run.choice.kernel.name == name]
+    assert any(run.again is not None and run.form.places == (0, 1, 2, field) for run in runs)
+
+
+class Other(sdpa.Mask):
+    """A mask that may be read in another way: its calls are the operator's."""
 
 
 def integers(*numbers):
@@ -115,8 +122,9 @@ FIELDS = {
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", FIELDS)
 def test_masks_of_fields_again(name, grad):
-    """By plans, and the ordinary way, which a call takes that wants the log-sum-exp; the host waits for nothing."""
-    eager.PLANS.clear(), eager.RECENT.clear()
+    """As remembered, and as the operator's, which a mask takes that may be read in another way; the host waits for
+    nothing."""
+    clear_caches()
     for seed in range(4):
         tensors, mask = qkv(grad, seed=seed), FIELDS[name]()
         if mask.lengths is not None:
@@ -127,13 +135,13 @@ def test_masks_of_fields_again(name, grad):
             out = attend(*tensors, mask)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-        wanted = attend(*tensors, mask, return_lse=True)[0]
+        wanted = attend(*tensors, Other(**vars(mask)))
         close(out, wanted)
         if grad:
             upstream = torch.randn_like(out)
             for found, want in zip(*(torch.autograd.grad(o, tensors, upstream) for o in (out, wanted)), strict=True):
                 close(found, want)
-    assert len(eager.PLANS) == 1 and all(eager.PLANS.values())
+    assert remembered() == 1
 
 
 def test_lengths_of_a_captured_call():
@@ -152,7 +160,7 @@ def test_lengths_of_a_captured_call():
     for shorter in (0, 11):
         lengths.sub_(shorter)
         graph.replay()
-        close(out, attend(*tensors, mask, return_lse=True)[0])
+        close(out, attend(*tensors, Other(**vars(mask))))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -162,7 +170,7 @@ def test_training_again(name, dtype):
     for seed in range(3):
         tensors = qkv(True, dtype, seed=seed)
         out = attend(*tensors, kernel=name)
-        assert type(out.grad_fn).__name__.startswith(NATIVE.get(name, "PlannedAttention"))
+        assert type(out.grad_fn).__name__.startswith(NATIVE.get(name, "AttentionBackward"))
         upstream = torch.randn_like(out)
         wanted = torch.autograd.grad(exact(*tensors), tensors, upstream)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Plans that leave a call and its derivative to torch's own operator, shown with torch's CPU flash in that role."""
+"""Calls and derivatives that are left to torch's own operator, shown with torch's CPU flash in that role."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import sys
 
 import pytest
 import torch
+from remembered import remembered
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
-from sdpa import eager, plans, repeats
+from sdpa import calls as memory
 from sdpa import scaled_dot_product_attention as attend
 from sdpa.bench import tuner
+from sdpa.calls import CALLS
 from sdpa.dispatch import learning, select
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.vendor import flash_cpu
 from sdpa.kernels.vendor.common import is_causal
+from sdpa.prepared import Prepared
 from sdpa.problem import AttentionProblem
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -126,14 +129,14 @@ def test_checkpointing():
 def test_large_problems_keep_the_choice_of_a_backward(monkeypatch, native):
     monkeypatch.setattr(learning, "SMALL_FLOPS", 1)
     with sdpa.sdpa_kernel("vendor_cpu_flash"):
-        assert type(attend(*qkv()).grad_fn).__name__ == "PlannedAttentionBackward"
+        assert type(attend(*qkv()).grad_fn).__name__ == "AttentionBackward"
     assert not native
 
 
 def test_a_backward_of_another_kernel_is_not_left_to_torch(monkeypatch, native):
-    monkeypatch.setattr(plans.Plan, "backward_stays", lambda self: False)
+    monkeypatch.setattr(Prepared, "stays", lambda self, problem: False)
     out = vendor(*qkv())
-    assert type(out.grad_fn).__name__ == "PlannedAttentionBackward"
+    assert type(out.grad_fn).__name__ == "AttentionBackward"
     assert not native
 
 
@@ -153,12 +156,11 @@ def test_what_torch_refuses_another_kernel_answers(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["shape", "stride", "dtype", "grad", "no_grad", "autocast", "tf32", "one twice"])
-def test_recent_plans_are_only_for_what_they_were_made_of(change, native):
+def test_a_call_is_remembered_for_what_it_was_made_of(change, native):
     q, k, v = qkv(grad=False)
     vendor(q, k, v)
     vendor(q, k, v)
-    made = sum(map(len, eager.RECENT.values()))
-    assert made == 1
+    assert remembered() == len(recent()) == 1
     run = {
         "shape": lambda: vendor(q, k[:, :, :5], v[:, :, :5]),
         "stride": lambda: vendor(q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
@@ -171,10 +173,14 @@ def test_recent_plans_are_only_for_what_they_were_made_of(change, native):
     }[change]
     out = run()
     assert torch.equal(out, run())
-    kept = change not in ("autocast", "one twice")
-    assert sum(map(len, eager.RECENT.values())) == made + kept
+    assert remembered() == 2
+    assert len(recent()) == 2 - (change == "one twice")  # guards refuse that one, which is found by its key
     assert (out.dtype == torch.bfloat16) == (change == "autocast")
     assert out.requires_grad == (change == "grad")
+
+
+def recent():
+    return [entry for latest in CALLS.recent.values() for entry in latest]
 
 
 def with_precision(name, call):
@@ -186,17 +192,17 @@ def with_precision(name, call):
         torch.set_float32_matmul_precision(before)
 
 
-def test_recent_plans_are_few():
+def test_recent_calls_are_few():
     for N in range(1, 20):
         vendor(*qkv(grad=False, N=N))
-    assert [len(found) for found in eager.RECENT.values()] == [repeats.LATEST]
+    assert [len(found) for found in CALLS.recent.values()] == [memory.LATEST]
     select.clear_caches()
-    assert not eager.RECENT
-    assert not eager.PLANS
+    assert not CALLS.recent
+    assert not CALLS.known
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
-def test_recent_plans_stay_out_of_transforms(transform, native):
+def test_remembered_calls_stay_out_of_transforms(transform, native):
     q, k, v = qkv(grad=False)
     wanted = vendor(q, k, v)
     vendor(q, k, v)
@@ -207,7 +213,7 @@ def test_recent_plans_stay_out_of_transforms(transform, native):
         _, out = torch.func.grad(lambda x: (x.sum(), vendor(q, k, v)), has_aux=True)(q)
     else:
         _, _, out = torch.func.jvp(lambda x: (x.sum(), vendor(q, k, v)), (q,), (q,), has_aux=True)
-    assert torch.allclose(out, wanted)
+    torch.testing.assert_close(out, wanted)
     assert len(native) == before
 
 
@@ -235,7 +241,7 @@ def test_infrastructure_modes_see_the_operator(warm):
     for _ in range(3 * warm):
         attend(*tensors)
     graph = make_fx(lambda *given: attend(*given, is_causal=False))(*tensors).graph
-    assert "sdpa.attention_forward.plain" in [str(node.target) for node in graph.nodes]
+    assert "sdpa.attention_forward.default" in [str(node.target) for node in graph.nodes]
 
 
 def test_a_nested_tensor_without_strides_is_refused_as_before():
@@ -269,7 +275,7 @@ def test_precision_said_by_torchs_newer_switch(dtype):
         matmul.fp32_precision = before
 
 
-def test_a_bias_in_other_strides_has_a_plan_of_its_own():
+def test_a_bias_in_other_strides_is_another_call():
     tensors, bias = qkv(grad=False), torch.randn(2, 4, 12, 12)
     rows, columns = bias[:, :, :1].expand(-1, -1, 12, -1), bias[..., :1].expand(-1, -1, -1, 12)
     for mask, full, narrow in ((bias, True, False), (rows, False, False), (columns, False, True)):
