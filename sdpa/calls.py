@@ -84,31 +84,33 @@ class Calls:
         """`found`, which the next call like this is answered with."""
         key = key_of(state, tensors)
         if key is not None:
-            self.known[key] = found
             self.remember(state, tensors, found, key)
-            while len(self.known) > MAX_CALLS:
-                self.known.popitem(last=False)
         return found
 
     def remember(self, state: Hashable, tensors: Sequence[Tensor], found: Any, key: Key) -> None:
         """Put a call first among the latest of its state. One that leaves these was in use until now, as far as the
         order of all calls is concerned."""
-        self.touch(key)
+        self.use(key, found)
         check = check_of(tensors)
         if check is None:
             return
         latest = [entry for entry in self.recent.pop(state, ()) if entry[2] != key]
         self.recent[state] = ((check, found, key), *latest[: LATEST - 1])
-        for _, _, left in latest[LATEST - 1 :]:
-            self.touch(left)
-        while len(self.recent) > MAX_STATES:
-            self.recent.pop(next(iter(self.recent)), None)
+        for _, was, left in latest[LATEST - 1 :]:
+            self.use(left, was)  # which calls of other states may have put out
+        if len(self.recent) > MAX_STATES:
+            for oldest in list(self.recent)[:-MAX_STATES]:  # a list, since other threads change the order
+                self.recent.pop(oldest, None)
 
-    def touch(self, key: Key) -> None:
+    def use(self, key: Key, found: Any) -> None:
+        """Put a call last in the order of all, of which the first ones go where there are too many."""
+        self.known[key] = found
         try:
             self.known.move_to_end(key)
         except KeyError:  # another thread's call took its place
             pass
+        while len(self.known) > MAX_CALLS:
+            self.known.popitem(last=False)
 
     def clear(self) -> None:
         self.recent.clear()

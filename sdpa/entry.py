@@ -49,6 +49,7 @@ band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
 NUMBERS = (NoneType, float)
+is_nested_tensor = attrgetter("is_nested")  # has no strides, for which a guard ends the process
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 grad_enabled = torch.is_grad_enabled
@@ -103,6 +104,7 @@ def answer(
         state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel, CURRENT.get(),
                  flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
                  float32_precision(), grad_enabled(), autocast_is_on() and autocast_dtype(query),
+                 query.is_nested or key.is_nested or value.is_nested or any(map(is_nested_tensor, others)),
                  query.is_cuda and form_of((query, key, value, *others)))
         # fmt: on
         recent = CALLS.recent.get(state, ())

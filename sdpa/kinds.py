@@ -147,8 +147,9 @@ def gather_dense(call: Call, inputs: AttentionInputs) -> Gather:
     enable_gqa, device = options.enable_gqa, query.device
     as_given = inputs.q is query and inputs.k is key and inputs.v is value
     fits = fits_of_call(call, inputs)
-    dropping = drops(options)
-    if as_given and not fits and options.sinks is None and not dropping:
+    dropping, mask = drops(options), options.attn_mask
+    idle = isinstance(mask, Mask) and mask.prefix is not None  # given all the same where it says nothing
+    if as_given and not fits and not idle and options.sinks is None and not dropping:
         return None
 
     def gather(query, key, value, mask=None, sinks=None, places=None):
@@ -226,7 +227,7 @@ def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) ->
     contiguous = documents.cu_q.is_contiguous() and documents.cu_k.is_contiguous()
     device, dropping, alike = query.device, drops(options), documents.cu_k is documents.cu_q
     T_q, T_k, size_q, size_k = query.shape[0], key.shape[0], *packing.sizes(inputs)
-    served = form is inputs
+    served = form.cu_q is not None
 
     def rows(query, key, value, mask=None, sinks=None, places=None):
         seed = (philox.draw_seed(device),) if dropping else ()
@@ -253,7 +254,7 @@ def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> 
     own = inputs.q.shape[1] == query.shape[2] and inputs.k.shape[1] == inputs.v.shape[1] == call.key.shape[2]
     if not own or options.sinks is not None or call.value.shape[2] != call.key.shape[2]:
         return gather_any(PAGED, call, form)
-    limit, served = pages.block_table.shape[1] * call.key.shape[1], form is inputs
+    limit, served = pages.block_table.shape[1] * call.key.shape[1], form.block_table is not None
     device, dropping = query.device, drops(options)
 
     def gather(query, key, value, mask=None, sinks=None, places=None):

@@ -37,16 +37,16 @@ MASK_SCHEMA = (
 )
 SCHEMAS = {
     "attention_forward": (
-        f'(Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, bool needs_lse=False, str kernel="", {MASK_SCHEMA}) '
+        f'(Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, bool needs_lse=False, str setting="", {MASK_SCHEMA}) '
         "-> (Tensor, Tensor)"
     ),
     "attention_backward": (
         f"(Tensor grad_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, "
-        f'Tensor? grad_lse=None, bool bias_grad=False, str kernel="", {MASK_SCHEMA}) '
+        f'Tensor? grad_lse=None, bool bias_grad=False, str setting="", {MASK_SCHEMA}) '
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "attention_weights": (
-        f'(Tensor lse, Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, bool average=False, str kernel="", {MASK_SCHEMA}) '
+        f'(Tensor lse, Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, bool average=False, str setting="", {MASK_SCHEMA}) '
         "-> Tensor"
     ),
 }
@@ -286,9 +286,13 @@ def offer() -> None:
 
 
 def write(name: str, node: Any, writeline: Callable[[str], None]) -> None:
-    """The line that calls the function, in place of Inductor's own for an operator."""
-    arguments = ", ".join((*node.codegen_args(), *node.codegen_kwargs()))
-    writeline(f"{node.get_name()} = torch.ops.sdpa.{name}({arguments})")
+    """The line that calls the function, in place of Inductor's own for an operator; without the defaults at the end,
+    which Inductor fills in by name."""
+    given = [*node.codegen_args(), *(text.partition("=")[2] for text in node.codegen_kwargs())]
+    defaults = [repr(argument.default_value) for argument in node.op_overload._schema.arguments]
+    while given and given[-1] == defaults[len(given) - 1]:
+        given.pop()
+    writeline(f"{node.get_name()} = torch.ops.sdpa.{name}({', '.join(given)})")
 
 
 FORWARD = register("attention_forward", attention_forward, fake_forward)

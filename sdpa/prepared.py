@@ -160,6 +160,7 @@ class Prepared:
             if len(self.backwards) >= MAX_BACKWARDS:
                 self.backwards.clear()
             found = self.backwards[state] = self.backward(given, results, upstream, bias_grad)
+        found.is_passing = self.forward.is_passing
         return found(*given)
 
     def differentiable(
@@ -174,9 +175,7 @@ class Prepared:
         extra = {"bias_grad": bias_grad, "lse_grad": upstream[1] is not None}
         others = (*results, upstream[0])
         problem = AttentionProblem.of(inputs, "backward", frozenset(n for n, on in extra.items() if on), others)
-        found = Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
-        found.is_passing = self.forward.is_passing
-        return found
+        return Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
 
 
 class PreparedRows(Prepared):

@@ -270,6 +270,8 @@ def check_count(name: str, value: object, function: str) -> None:
 
 def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:
     """Equal heads, or one head that broadcasts, or with enable_gqa a divisor of the query's heads."""
+    if H == heads_k == heads_v:
+        return
     if enable_gqa:
         if any(h == 0 or H % h for h in (heads_k, heads_v)) and H:
             raise RuntimeError(

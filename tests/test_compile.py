@@ -325,7 +325,7 @@ def test_graphs_traced_by_make_fx():
 
 
 def test_the_schemas_follow_the_fields_of_attention_inputs():
-    own = {"needs_lse", "kernel", "grad_out", "out", "lse", "grad_lse", "bias_grad", "average"}
+    own = {"needs_lse", "setting", "grad_out", "out", "lse", "grad_lse", "bias_grad", "average"}
     for operator in (FORWARD, BACKWARD, operators.WEIGHTS):
         names = [argument.name for argument in operator._schema.arguments]
         assert tuple(name for name in names if name not in own) == AttentionInputs._fields
