@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa import inductor
-from sdpa.dispatch.context import effective
+from sdpa.dispatch.context import effective, keep, kept
 from sdpa.dispatch.select import backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, lengths_of
@@ -47,10 +47,12 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
     if is_empty(inputs):
         return empty_results(inputs, needs_lse)
     problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
-    choice = select(problem, effective(kernel))
-    out, lse = choice.run(inputs)
+    setting = effective(kernel)
+    out, lse = select(problem, setting).run(inputs)
+    lse = lse.contiguous() if needs_lse else no_tensor(inputs.q)
+    keep(lse, setting)
     # torch's kernels have layouts of their own, and a graph counts on these.
-    return like_layout(out, inputs.q), lse.contiguous() if needs_lse else no_tensor(inputs.q)
+    return like_layout(out, inputs.q), lse
 
 
 def attention_backward(
@@ -60,8 +62,10 @@ def attention_backward(
     if is_empty(inputs):
         return zero_gradients(inputs, bias_grad)
     extra = {"bias_grad": bias_grad, "lse_grad": grad_lse is not None}
-    problem = AttentionProblem.of(inputs, "backward", frozenset(name for name, on in extra.items() if on))
-    choice = select(problem, backward_setting(effective(kernel)))
+    problem = AttentionProblem.of(
+        inputs, "backward", frozenset(name for name, on in extra.items() if on), (out, lse, grad_out)
+    )
+    choice = select(problem, backward_setting(kept(kernel, lse)))
     gradients = choice.run(inputs, Results(out, lse), Results(grad_out, grad_lse))
     q, k, v = (like_layout(grad, source) for grad, source in zip(gradients[:3], inputs[:3], strict=True))
     # A tensor each for what is missing: results may not alias.
