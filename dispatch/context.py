@@ -236,7 +236,8 @@ def effective(text: str) -> str:
     return text
 
 
-# The attribute of a log-sum-exp that tells a backward what its forward ran under.
+# The attribute of the memory of a log-sum-exp that tells a backward what its forward ran under. Not of the tensor: a
+# graph saves an alias.
 KEPT = "_sdpa_setting"
 
 
@@ -244,12 +245,12 @@ def keep(lse: Tensor, setting: str) -> None:
     """Remember with the log-sum-exp of a forward under which setting it was chosen: a graph's backward may run outside
     of the with-block."""
     if setting:
-        setattr(lse, KEPT, setting)
+        setattr(lse.untyped_storage(), KEPT, setting)
 
 
 def kept(text: str, lse: Tensor) -> str:
     """The setting of a backward that was asked `text`: what its forward ran under, where that was told."""
-    return getattr(lse, KEPT, "") or effective(text)
+    return getattr(lse.untyped_storage(), KEPT, "") or effective(text)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from sdpa import repeats
 from sdpa.dispatch import select
-from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
+from sdpa.dispatch.context import current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
 from sdpa.mask import Mask
 from sdpa.ops import is_empty
@@ -65,7 +65,7 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
     if parts is UNKNOWN:
         return None
     # fmt: off
-    state = (form, is_causal, scale, enable_gqa, kernel, CURRENT.get(), flash_on(), efficient_on(), math_on(),
+    state = (form, is_causal, scale, enable_gqa, kernel, current_text(), flash_on(), efficient_on(), math_on(),
              cudnn_on(), deterministic(), precision(), grad_enabled())
     # fmt: on
     try:

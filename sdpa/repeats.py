@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sdpa.dispatch import select
-from sdpa.dispatch.context import CURRENT, torch_toggles
+from sdpa.dispatch.context import current_text, torch_toggles
 from sdpa.dispatch.select import LAST
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, float32_precision
 
@@ -37,7 +37,7 @@ Recent = dict[tuple, tuple[tuple[Check, Any], ...]]
 
 def switches() -> tuple:
     """What else than its arguments decides who answers a call."""
-    return (CURRENT.get(), flash_on(), efficient_on(), math_on(), cudnn_on(), deterministic(), precision())
+    return (current_text(), flash_on(), efficient_on(), math_on(), cudnn_on(), deterministic(), precision())
 
 
 def check_of(*tensors: Tensor) -> Check | None:
@@ -89,7 +89,7 @@ class Forward:
 
     def native_of(self, inputs: AttentionInputs, learns: bool = False) -> Callable[..., Tensor] | None:
         """torch's own operator of (query, key, value), where the chosen kernel is one."""
-        make = getattr(self.choice.kernel.load(), "native", None)
+        make = self.choice.native
         return None if make is None or self.fields else make(inputs, learns)
 
     def inputs(self, query: Tensor, key: Tensor, value: Tensor, *masks: Tensor) -> AttentionInputs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sdpa import inductor
 from sdpa.dispatch import select
-from sdpa.dispatch.context import effective
+from sdpa.dispatch.context import effective, keep, kept
 from sdpa.layout import empty_as, like_layout
 from sdpa.ops import (
     BAND_END,
@@ -117,7 +117,9 @@ def learning_forward(
         LEARNING.keep(state, q, k, v, known)
     attend, stride = known
     out, lse = attend(q, k, v)
-    return out if out.stride() == stride else like_layout(out, q), lse.contiguous()
+    lse = lse.contiguous()
+    keep(lse, effective(setting))
+    return out if out.stride() == stride else like_layout(out, q), lse
 
 
 def plain_backward(
@@ -125,6 +127,7 @@ def plain_backward(
     right: int = UNLIMITED, bottom_right: bool = False, setting: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v where none arrives at the log-sum-exp."""
+    setting = kept(setting, lse)
     state = (scale, left, right, bottom_right, setting, switches())
     inputs = AttentionInputs(q, k, v, *state[:4])
     if has_nested(q, k, v):
@@ -134,7 +137,7 @@ def plain_backward(
         if is_empty(inputs):
             return attention_backward(grad_out, None, out, lse, *inputs, False, setting)[:3]
         problem = AttentionProblem.of(inputs, "backward", NO_EXTRA)
-        choice = select.select(problem, select.backward_setting(effective(setting)))
+        choice = select.select(problem, select.backward_setting(setting))
         known = BACKWARD.keep(state, q, k, v, (choice, [empty_as(t, t.shape[3]).stride() for t in (q, k, v)]))
     choice, strides = known
     select.LAST.choice = choice
