@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._guards import TracingContext
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 # The texts of the open with-blocks of each trace, the innermost last.
 TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
@@ -29,6 +29,12 @@ def is_recording() -> bool:
     """Whether this thread records a graph while Python runs as usual, as torch.export does where it is not strict.
     torch.compiler.is_compiling alone is true in all threads while one of them compiles."""
     return is_compiling() and TracingContext.try_get() is not None
+
+
+def is_traced() -> bool:
+    """Whether the call is part of a function that this thread compiles or exports: asked of the thread, where
+    torch.compiler.is_compiling is not. Dynamo folds it to True."""
+    return is_dynamo_compiling() or is_recording()
 
 
 def open_blocks() -> list[str]:

@@ -14,6 +14,7 @@ from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
 from sdpa import last_choice, sdpa_kernel
+from sdpa.dispatch import tracing
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import Setting, effective
 from sdpa.dispatch.select import backward_setting, weights_setting
@@ -425,7 +426,7 @@ def test_functions_and_their_names():
 def test_while_another_thread_compiles(monkeypatch):
     """torch.compiler.is_compiling is true in all threads then."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    assert torch.compiler.is_compiling()
+    assert torch.compiler.is_compiling() and not tracing.is_traced()
     before = ran()
     with sdpa_kernel("vendor_math"):
         assert ran() == "vendor_math"
@@ -495,6 +496,19 @@ def test_a_decorated_function_as_a_whole_graph(compiled):
 
     function(*qkv())
     assert last_choice().kernel.name == "vendor_math"
+
+
+def test_whether_this_thread_traces(compiled):
+    assert compiled(lambda q: q * (2 if tracing.is_traced() else 3))(torch.ones(1)).item() == 2
+    seen = []
+
+    class Recorded(torch.nn.Module):
+        def forward(self, q):
+            seen.append(tracing.is_traced())
+            return q + 1
+
+    torch.export.export(Recorded(), (torch.ones(2),), strict=False)
+    assert all(seen) and not tracing.is_traced()
 
 
 def test_blocks_of_a_trace_that_was_given_up_are_forgotten():
