@@ -109,7 +109,7 @@ def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
         return False  # "math" names a family and a kernel: kernel= means the kernel
     if setting.allowed and kernel.family not in setting.allowed:
         return False
-    return kernel.family in enabled_families(toggles)
+    return kernel.family in enabled_families(setting.switches(toggles))
 
 
 def toggles_for(direction: str) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
-from contextvars import ContextVar
-from functools import lru_cache
+from contextvars import ContextVar, Token
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
-import torch
-from torch.compiler import is_compiling
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from sdpa.dispatch import tracing
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.kernel import FAMILIES
+from sdpa.dispatch.tracing import torch_toggles as torch_toggles  # noqa: PLC0414
 from sdpa.environment import VariableError, default_kernel
 
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
@@ -35,11 +37,17 @@ class Setting(NamedTuple):
     priority: bool = False  # the order given is the order of preference
     strict: bool = False  # falling to math is an error
     forced: bool = False  # asked for by kernel=: never falls back
+    toggles: int | None = None  # torch's switches of a with-block inside of a graph, instead of those where it runs
 
     def encode(self) -> str:
         """As a string, the form in which a setting passes through an operator."""
-        flags = "".join(letter for letter, on in zip("psf", self[1:], strict=True) if on)
+        flags = "".join(letter for letter, on in zip("psf", self[1:4], strict=True) if on)
+        flags += "" if self.toggles is None else f"t{self.toggles}"
         return ",".join(self.allowed) + (f";{flags}" if flags else "")
+
+    def switches(self, outside: int) -> int:
+        """torch's switches, of which `outside` are those that hold where a kernel is chosen."""
+        return outside if self.toggles is None else self.toggles
 
     @classmethod
     def decode(cls, text: str) -> Setting:
@@ -49,14 +57,25 @@ class Setting(NamedTuple):
 @lru_cache(maxsize=1024)
 def decode(text: str) -> Setting:
     names, _, flags = text.partition(";")
+    flags, _, toggles = flags.partition("t")
     allowed = tuple(name for name in names.split(",") if name)
-    return Setting(allowed, "p" in flags, "s" in flags, "f" in flags)
+    return Setting(allowed, "p" in flags, "s" in flags, "f" in flags, int(toggles) if toggles else None)
 
 
-# The settings of the open with-blocks, the innermost first: (text, outer settings).
-CURRENT: ContextVar[tuple | None] = ContextVar("sdpa_kernel", default=None)
-# What `with sdpa_kernel(...)` inside a function under torch.compile sets: Dynamo follows a list, not a ContextVar.
-TRACED: list[str] = []
+class Entry:
+    """A with-block that was entered and not left."""
+
+    __slots__ = ("block", "ended", "recorded", "text", "token")
+
+    def __init__(self, block: Block, text: str) -> None:
+        self.block, self.text = block, text
+        self.recorded = tracing.is_recording()  # inside of a function that is being exported
+        self.ended = False  # left in another context than it was entered in, which cannot be reached from there
+        self.token: Token | None = None
+
+
+# The open with-blocks of this context, the innermost last.
+CURRENT: ContextVar[tuple[Entry, ...]] = ContextVar("sdpa_kernel", default=())
 
 
 ALL: tuple = ()
@@ -64,7 +83,49 @@ ALL: tuple = ()
 TEXTS: dict[tuple, str] = {}
 
 
-class sdpa_kernel(ContextDecorator):
+class Block:
+    """The with-block of one setting. Leaving it takes it, and no other, out of the context that it was entered in,
+    wherever that happens; a context that was copied meanwhile keeps it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._open: list[Entry] = []
+
+    def __enter__(self) -> Block:
+        if is_dynamo_compiling():
+            tracing.enter_traced(self._text)
+            return self
+        entry = Entry(self, self._text)
+        entry.token = CURRENT.set((*CURRENT.get(), entry))
+        self._open.append(entry)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if is_dynamo_compiling():
+            tracing.leave_traced()
+            return
+        entries = CURRENT.get()
+        mine = [entry for entry in reversed(entries) if entry.block is self and not entry.ended]
+        for entry in mine:
+            if was_entered_here(entry):
+                CURRENT.set(tuple(other for other in entries if other is not entry))
+                self._open.remove(entry)
+                return
+        for entry in (mine or self._open[-1:])[:1]:  # of another context
+            entry.ended = True
+            self._open.remove(entry)
+
+
+def was_entered_here(entry: Entry) -> bool:
+    """Whether this is the context that a block was entered in. Only a token knows, which puts the older value back."""
+    try:
+        CURRENT.reset(entry.token)
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+class sdpa_kernel(Block, ContextDecorator):
     """Allow only some kernels, in this thread or task, until the with-block ends.
 
     Args:
@@ -74,7 +135,9 @@ class sdpa_kernel(ContextDecorator):
         strict: raise instead of falling to math.
 
     Nests (the innermost holds), restores on exceptions, is seen by no other thread, and decorates functions. One object
-    may be entered again. A name that is not known raises ValueError with the known ones, what is no name TypeError.
+    may be entered again, also inside of itself. Left in another context than it was entered in, as generators can be,
+    it ends in the one that it was entered in. A name that is not known raises ValueError with the known ones, what is
+    no name TypeError.
     """
 
     def __init__(self, backends: object = ALL, set_priority: bool = False, strict: bool = False) -> None:
@@ -86,21 +149,18 @@ class sdpa_kernel(ContextDecorator):
             text = TEXTS.get((backends, set_priority, strict))
         except TypeError:  # no hash: no name, which is told below
             text = None
-        self._text = find_text(backends, set_priority, strict) if text is None else text
+        super().__init__(find_text(backends, set_priority, strict) if text is None else text)
 
-    def __enter__(self) -> sdpa_kernel:
-        if is_compiling():
-            TRACED.append(self._text)
-        else:
-            CURRENT.set((self._text, CURRENT.get()))
-        return self
+    def __call__(self, function: Callable) -> Callable:
+        """The function inside of a block of its own at each call, which Dynamo can trace."""
+        text = self._text
 
-    def __exit__(self, *exception: object) -> None:
-        if is_compiling():
-            TRACED.pop()
-        else:
-            _, outer = CURRENT.get()
-            CURRENT.set(outer)
+        @wraps(function)
+        def inside(*args: object, **options: object) -> object:
+            with Block(text):
+                return function(*args, **options)
+
+        return inside
 
 
 def find_text(backends: object, set_priority: bool, strict: bool) -> str:
@@ -136,25 +196,61 @@ def backend_name(backend: object, argument: str = "a kernel or backend", wanted:
 
 
 def request_text(kernel: str | None) -> str:
-    """The setting of one call: kernel= first, then the innermost with-block, then SDPA_KERNEL."""
-    if kernel is not None:
-        if isinstance(kernel, (list, tuple)):
-            raise ValueError(f"kernel= takes one kernel or family, got {kernel!r}; sdpa_kernel takes several")
-        return Setting((backend_name(kernel, "kernel", "a str or None"),), forced=True).encode()
-    if is_compiling():
-        return TRACED[-1] if TRACED else ""
-    return current_text() or environment_text()
+    """The setting of one call: kernel= first, then the innermost with-block, then SDPA_KERNEL. In a graph that is being
+    recorded only what its own function says: the rest is found where it runs."""
+    own = "" if kernel is None else forced_text(kernel)
+    if is_dynamo_compiling():
+        return with_toggles(own or tracing.traced_text(), tracing.traced_toggles())
+    if own:
+        return own
+    return recorded_text() if tracing.is_recording() else current_text() or environment_text()
+
+
+def forced_text(kernel: str) -> str:
+    if isinstance(kernel, (list, tuple)):
+        raise ValueError(f"kernel= takes one kernel or family, got {kernel!r}; sdpa_kernel takes several")
+    return Setting((backend_name(kernel, "kernel", "a str or None"),), forced=True).encode()
+
+
+@tracing.constant
+def with_toggles(text: str, toggles: int) -> str:
+    return text if toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
 
 
 def current_text() -> str:
     """The setting of the innermost with-block of this context, or ""."""
-    setting = CURRENT.get()
-    return "" if setting is None else setting[0]
+    entries = CURRENT.get()
+    return next((entry.text for entry in reversed(entries) if not entry.ended), "") if entries else ""
+
+
+def recorded_text() -> str:
+    """The same of blocks inside of the function that this thread records."""
+    return next((entry.text for entry in reversed(CURRENT.get()) if entry.recorded and not entry.ended), "")
 
 
 def effective(text: str) -> str:
     """What an operator was asked, completed by the context it runs in: in a graph, "" means whatever holds."""
-    return text or current_text() or environment_text()
+    if not text or text.startswith(";t"):  # names no kernel, and may only tell torch's switches
+        held = current_text() or environment_text()
+        return with_toggles(held, Setting.decode(text).toggles) if text else held
+    return text
+
+
+# The attribute of the memory of a log-sum-exp that tells a backward what its forward ran under. Not of the tensor: a
+# graph saves an alias.
+KEPT = "_sdpa_setting"
+
+
+def keep(lse: Tensor, setting: str) -> None:
+    """Remember with the log-sum-exp of a forward under which setting it was chosen: a graph's backward may run outside
+    of the with-block."""
+    if setting:
+        setattr(lse.untyped_storage(), KEPT, setting)
+
+
+def kept(text: str, lse: Tensor) -> str:
+    """The setting of a backward that was asked `text`: what its forward ran under, where that was told."""
+    return getattr(lse.untyped_storage(), KEPT, "") or effective(text)
 
 
 @lru_cache(maxsize=1)
@@ -164,17 +260,6 @@ def environment_text() -> str:
         return Setting(tuple(backend_name(name) for name in names)).encode()
     except ValueError as error:
         raise VariableError(f"environment variable SDPA_KERNEL: {error}") from None
-
-
-def torch_toggles() -> int:
-    """torch's process-global switches (torch.nn.attention.sdpa_kernel sets them) as bits of TOGGLED_FAMILIES."""
-    c = torch._C
-    return (
-        c._get_flash_sdp_enabled()
-        | c._get_mem_efficient_sdp_enabled() << 1
-        | c._get_math_sdp_enabled() << 2
-        | c._get_cudnn_sdp_enabled() << 3
-    )
 
 
 def enabled_families(toggles: int) -> frozenset[str]:

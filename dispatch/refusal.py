@@ -33,7 +33,7 @@ def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candid
 
 
 def disabled_sentence(setting: Setting, toggles: int) -> str:
-    off = [family for family in FAMILIES if family not in enabled_families(toggles)]
+    off = [family for family in FAMILIES if family not in enabled_families(setting.switches(toggles))]
     asked = ", ".join(setting.allowed) or "all kernels"
     switched = ", ".join(off) or "none"
     return f"Expected at least one enabled kernel, got {asked} allowed and torch's switches off for: {switched}."

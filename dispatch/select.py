@@ -121,9 +121,10 @@ def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setti
 
 def backward_setting(text: str) -> str:
     """A forward-only kernel asked for by name leaves the backward to whoever has one."""
-    named = [by_name().get(name) for name in Setting.decode(text).allowed]
+    setting = Setting.decode(text)
+    named = [by_name().get(name) for name in setting.allowed]
     if named and all(kernel is not None and "backward" not in kernel.directions for kernel in named):
-        return ""
+        return Setting(toggles=setting.toggles).encode()
     return text
 
 
@@ -131,8 +132,8 @@ def backward_setting(text: str) -> str:
 def weights_setting(text: str, device_type: str) -> str:
     """The same for the weights: a setting is left where no kernel that it names makes weights on the device, or where
     strict mode would leave none, because math is the only one that does."""
-    setting = Setting.decode(text)
+    setting = Setting.decode(text)._replace(toggles=None)
     makers = [kernel for kernel in kernels_for(device_type) if "weights" in kernel.directions]
     named = [k for k in makers if not setting.allowed or {k.name, k.family} & set(setting.allowed)]
     only_math = all(kernel.family == "math" for kernel in makers)
-    return text if named and not (setting.strict and only_math) else ""
+    return setting.encode() if named and not (setting.strict and only_math) else ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sdpa.dispatch.caches import CACHES
-from sdpa.dispatch.context import CURRENT
+from sdpa.dispatch.context import CURRENT, current_text
 from sdpa.torch_private import (
     TensorGuards,
     autocast_is_on,
@@ -41,7 +41,7 @@ Key = tuple[Hashable, ...]
 def switches() -> tuple:
     """What else than its arguments decides who answers a call."""
     return (
-        CURRENT.get(),
+        CURRENT.get() and current_text(),
         flash_enabled(),
         efficient_enabled(),
         math_enabled(),

@@ -18,7 +18,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
 from sdpa.calls import CALLS, PLAIN_TYPES, form_of
-from sdpa.dispatch.context import CURRENT, effective, request_text
+from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
+from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
 from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_cast, is_nested, nested_attention
 from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
@@ -101,7 +102,8 @@ def answer(
     form, others, given = parts
     try:
         # fmt: off
-        state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel, CURRENT.get(),
+        state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
+                 CURRENT.get() and current_text(),
                  flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
                  float32_precision(), grad_enabled(), autocast_is_on() and autocast_dtype(query),
                  query.is_nested or key.is_nested or value.is_nested or any(map(is_nested_tensor, others)),
@@ -180,7 +182,7 @@ def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequen
 def is_transformed() -> bool:
     """Whether a compiler, functorch, forward mode or a mode stands between this call and the kernels."""
     return (
-        torch.compiler.is_compiling()
+        is_traced()
         or dispatch_modes() > 0
         or function_modes() > 0
         or forward_ad._current_level >= 0
@@ -315,7 +317,7 @@ def operator_results(request: Request, setting: str) -> Sequence[Tensor]:
     kind.check(*call)
     inputs = with_dropout(kind.normalise(*call), call.options)
     form = served_form(inputs)
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         flops.announce()
     if kind.average is not None:
         out, lse = call_forward(form, True, setting)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sdpa.calls import CALLS, form_of, switches
-from sdpa.dispatch.context import effective
+from sdpa.dispatch.context import effective, keep, kept
 from sdpa.dispatch.select import backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
 from sdpa.passes import AVERAGED, CU_K, NO_EXTRA, WITH_LSE, Form, Pass
@@ -65,23 +65,23 @@ NO_DIMENSIONS = (None,) * (len(DEFAULTS) + 2)  # where arguments are told by the
 
 
 def of_forward(args: Sequence[Any], missing: tuple | None = None) -> tuple[AttentionInputs, bool, str]:
-    """(inputs, needs_lse, kernel); `missing` are the arguments, from the scale on, that stand where none is given."""
+    """(inputs, needs_lse, setting); `missing` are the arguments, from the scale on, that stand where none is given."""
     args = filled(args, 4, (*BAND_DEFAULTS, False, "", *MASK_DEFAULTS) if missing is None else missing)
     return AttentionInputs(*args[:BAND_END], *args[BAND_END + 2 :]), args[BAND_END], args[BAND_END + 1]
 
 
 def of_backward(args: Sequence[Any]) -> tuple[AttentionInputs, Results, Results, bool, str]:
-    """(inputs, results, upstream, bias_grad, kernel)."""
+    """(inputs, results, upstream, bias_grad, setting)."""
     grad_out, out, lse, *rest = filled(args, 7, (*BAND_DEFAULTS, None, False, "", *MASK_DEFAULTS))
-    grad_lse, bias_grad, kernel = rest[BAND_END : BAND_END + 3]
+    grad_lse, bias_grad, setting = rest[BAND_END : BAND_END + 3]
     inputs = AttentionInputs(*rest[:BAND_END], *rest[BAND_END + 3 :])
-    return inputs, Results(out, lse), Results(grad_out, grad_lse), bias_grad, kernel
+    return inputs, Results(out, lse), Results(grad_out, grad_lse), bias_grad, setting
 
 
 def of_weights(args: Sequence[Any], missing: tuple | None = None) -> tuple[AttentionInputs, Any, bool, str]:
-    """(inputs, lse, average, kernel)."""
-    inputs, average, kernel = of_forward(args[1:], missing)
-    return inputs, args[0], average, kernel
+    """(inputs, lse, average, setting)."""
+    inputs, average, setting = of_forward(args[1:], missing)
+    return inputs, args[0], average, setting
 
 
 def filled(args: Sequence[Any], required: int, defaults: tuple) -> tuple:
@@ -103,29 +103,29 @@ def is_default(masks: Sequence[Any], place: int) -> bool:
     return isinstance(value, (int, float)) and value == MASK_DEFAULTS[place]
 
 
-def forward_arguments(inputs: AttentionInputs, needs_lse: bool, kernel: str) -> tuple:
-    return (*inputs[:BAND_END], needs_lse, kernel, *trimmed(inputs[BAND_END:]))
+def forward_arguments(inputs: AttentionInputs, needs_lse: bool, setting: str) -> tuple:
+    return (*inputs[:BAND_END], needs_lse, setting, *trimmed(inputs[BAND_END:]))
 
 
 def backward_arguments(
-    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, kernel: str
+    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, setting: str
 ) -> tuple:
     band, masks = inputs[:BAND_END], trimmed(inputs[BAND_END:])
-    return (upstream.out, *results, *band, upstream.lse, bias_grad, kernel, *masks)
+    return (upstream.out, *results, *band, upstream.lse, bias_grad, setting, *masks)
 
 
-def call_forward(inputs: AttentionInputs, needs_lse: bool, kernel: str) -> tuple[Tensor, Tensor]:
-    return FORWARD(*forward_arguments(inputs, needs_lse, kernel))
+def call_forward(inputs: AttentionInputs, needs_lse: bool, setting: str) -> tuple[Tensor, Tensor]:
+    return FORWARD(*forward_arguments(inputs, needs_lse, setting))
 
 
 def call_backward(
-    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, kernel: str
+    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, setting: str
 ) -> tuple[Tensor, ...]:
-    return BACKWARD(*backward_arguments(inputs, results, upstream, bias_grad, kernel))
+    return BACKWARD(*backward_arguments(inputs, results, upstream, bias_grad, setting))
 
 
-def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, kernel: str) -> Tensor:
-    return WEIGHTS(lse, *inputs[:BAND_END], average, kernel, *trimmed(inputs[BAND_END:]))
+def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: str) -> Tensor:
+    return WEIGHTS(lse, *inputs[:BAND_END], average, setting, *trimmed(inputs[BAND_END:]))
 
 
 # -- on a device ------------------------------------------------------------------------------------------------------
@@ -136,30 +136,37 @@ def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
     tensors, state = state_of("forward", args)
     found = CALLS.look_up(state, tensors)
     if found is None:
-        inputs, needs_lse, kernel = of_forward(args)
+        inputs, needs_lse, setting = of_forward(args)
         if is_empty(inputs):
             return empty_results(inputs, needs_lse)
         problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
-        run = Pass(Form(inputs), select(problem, effective(kernel)))
-        found = CALLS.keep(state, tensors, (run, empty_as(inputs.q, inputs.v.shape[3]).stride(), needs_lse))
-    run, stride, needs_lse = found
+        held = effective(setting)
+        run = Pass(Form(inputs), select(problem, held))
+        found = CALLS.keep(state, tensors, (run, empty_as(inputs.q, inputs.v.shape[3]).stride(), needs_lse, held))
+    run, stride, needs_lse, held = found
     out, lse = run(*run.form.distinct(tensors))
-    q = tensors[0]
-    return out if out.stride() == stride else like_layout(out, q), lse.contiguous() if needs_lse else no_tensor(q)
+    out = out if out.stride() == stride else like_layout(out, tensors[0])
+    if not needs_lse:
+        return out, no_tensor(out)
+    lse = lse.contiguous()
+    keep(lse, held)  # a graph's backward may run outside of the with-block that its forward ran in
+    return out, lse
 
 
 def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """A kernel's backward, likewise; a tensor each for what is missing, because results may not alias."""
     tensors, state = state_of("backward", args, out, lse, grad_out)
+    setting = kept(args[BAND_END + 2] if len(args) > BAND_END + 2 else "", lse)
+    state = (*state, setting)
     found = CALLS.look_up(state, tensors)
     if found is None:
-        inputs, _, upstream, bias_grad, kernel = of_backward((grad_out, out, lse, *args))
+        inputs, _, upstream, bias_grad, _ = of_backward((grad_out, out, lse, *args))
         if is_empty(inputs):
             return zero_gradients(inputs, bias_grad)
         asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
         extra = frozenset(name for name, on in asked.items() if on)
         problem = AttentionProblem.of(inputs, "backward", extra, (out, lse, grad_out))
-        run = Pass(Form(inputs), select(problem, backward_setting(effective(kernel))))
+        run = Pass(Form(inputs), select(problem, backward_setting(setting)))
         found = CALLS.keep(state, tensors, (run, [empty_as(t, t.shape[3]).stride() for t in inputs[:3]]))
     run, strides = found
     grad_lse = args[BAND_END] if len(args) > BAND_END else None
@@ -182,11 +189,11 @@ def attention_weights(lse: Tensor, *args: Any) -> Tensor:
     tensors, state = state_of("weights", args)
     run = CALLS.look_up(state, tensors)
     if run is None:
-        inputs, _, average, kernel = of_weights((lse, *args))
+        inputs, _, average, setting = of_weights((lse, *args))
         if is_empty(inputs):
             return fake_weights(lse, *args).zero_()
         problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
-        choice = select(problem, weights_setting(effective(kernel), problem.device_type))
+        choice = select(problem, weights_setting(effective(setting), problem.device_type))
         run = CALLS.keep(state, tensors, Pass(Form(inputs), choice))
     return run(*run.form.distinct(tensors), lse)
 

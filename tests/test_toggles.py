@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 
@@ -13,7 +14,10 @@ from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
 from sdpa import last_choice, sdpa_kernel
+from sdpa.dispatch import tracing
 from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.context import Setting, effective
+from sdpa.dispatch.select import backward_setting, weights_setting
 from sdpa.testing import Case, able
 
 attention = sdpa.scaled_dot_product_attention
@@ -286,3 +290,308 @@ def test_training_under_compile_keeps_the_setting(inside, compiled):
     with sdpa_kernel("vendor_cpu_flash" if inside else "math"):
         function(*qkv(requires_grad=True)).backward()
     assert last_choice().kernel.name == "math" and last_choice().problem.direction == "backward"
+
+
+def family():
+    return by_name()[ran()].family
+
+
+def entered(name):
+    """A generator inside of a with-block."""
+    with sdpa_kernel(name):
+        while True:
+            yield ran()
+
+
+def test_a_generator_that_ends_inside_of_another_block_leaves_that_as_it_is():
+    before = ran()
+    inner = entered("vendor_math")
+    assert next(inner) == "vendor_math"
+    with sdpa_kernel("vendor_cpu_flash"):
+        inner.close()
+        assert ran() == "vendor_cpu_flash"
+    assert ran() == before, "what the block found when it was entered has ended since"
+
+
+def test_a_generator_closed_in_another_thread():
+    before, inner = ran(), entered("vendor_math")
+    next(inner)
+    seen = []
+
+    def work():
+        with sdpa_kernel("vendor_cpu_flash"):
+            inner.close()
+            seen.append(ran())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["vendor_cpu_flash"] and ran() == before
+
+
+def test_the_real_outcome_is_not_hidden():
+    """Of a generator that raises in another context than it was entered in."""
+
+    def failing():
+        with sdpa_kernel("vendor_math"):
+            yield
+            raise KeyError("the real outcome")
+
+    inner = failing()
+    contextvars.copy_context().run(next, inner)
+    with pytest.raises(KeyError, match="the real outcome"):
+        next(inner)
+
+
+@pytest.mark.parametrize("copied", ["before", "inside"])
+def test_copied_contexts(copied):
+    """A block that is left in a copy ends where it was entered, too; one that is left there stays in the copy."""
+    before, block = ran(), sdpa_kernel("vendor_math")
+    copy = contextvars.copy_context()
+    with sdpa_kernel("vendor_cpu_flash"):
+        block.__enter__()
+        if copied == "inside":
+            copy = contextvars.copy_context()
+        assert ran() == "vendor_math"
+        copy.run(block.__exit__, None, None, None)
+        assert ran() == "vendor_cpu_flash"
+        assert copy.run(ran) == ("vendor_cpu_flash" if copied == "inside" else before)
+    with block:
+        copy = contextvars.copy_context()
+    assert (ran(), copy.run(ran)) == (before, "vendor_math")
+
+
+def test_an_async_generator_stepped_by_several_tasks():
+    before = ran()
+
+    async def steps():
+        with sdpa_kernel("vendor_math"):
+            yield ran()
+            yield ran()
+
+    async def main():
+        source, seen = steps(), []
+
+        async def step(name):
+            with sdpa_kernel(name):
+                seen.append(await anext(source, "end"))
+                seen.append(ran())
+
+        for name in ("vendor_cpu_flash", "math", "vendor_cpu_flash"):
+            await asyncio.create_task(step(name))
+        return seen
+
+    seen = asyncio.run(main())
+    assert seen[0] == "vendor_math" and seen[1] == "vendor_math", "a task shares its context with what it steps"
+    assert seen[3] in by_name() and by_name()[seen[3]].family == "math"
+    assert seen[4:] == ["end", "vendor_cpu_flash"] and ran() == before
+
+
+def test_one_object_inside_of_itself():
+    before, block = ran(), sdpa_kernel("vendor_math")
+    with block, sdpa_kernel("vendor_cpu_flash"):
+        with block:
+            assert ran() == "vendor_math"
+        assert ran() == "vendor_cpu_flash"
+    assert ran() == before
+
+
+def test_one_object_in_several_threads():
+    block, turns, seen = sdpa_kernel("vendor_math"), threading.Barrier(4), []
+
+    def work():
+        for _ in range(20):
+            turns.wait(timeout=10)
+            with block:
+                seen.append(ran())
+            seen.append(ran())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen.count("vendor_math") == seen.count(ran()) == 80
+
+
+def test_functions_and_their_names():
+    @sdpa_kernel("vendor_math")
+    def chosen():
+        """Says who ran."""
+        return ran()
+
+    assert chosen() == "vendor_math" != ran() and (chosen.__name__, chosen.__doc__) == ("chosen", "Says who ran.")
+
+
+def test_while_another_thread_compiles(monkeypatch):
+    """torch.compiler.is_compiling is true in all threads then."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling() and not tracing.is_traced()
+    before = ran()
+    with sdpa_kernel("vendor_math"):
+        assert ran() == "vendor_math"
+        with sdpa_kernel("vendor_cpu_flash"):
+            assert ran() == "vendor_cpu_flash"
+    assert ran() == before
+
+
+def toggled(name, until, wrong):
+    """A thread's own toggles, one in the other, until the time is over."""
+    usual = ran()
+    while time.monotonic() < until:
+        with sdpa_kernel(name):
+            found = [ran()]
+            with sdpa_kernel("vendor_math"):
+                found.append(ran())
+            found.append(ran())
+        if (found, ran()) != ([name, "vendor_math", name], usual):
+            wrong.append((name, found))
+
+
+def compiling(until, wrong):
+    """A thread that compiles functions with toggles inside and around, again and again."""
+    number = 0
+    while time.monotonic() < until:
+        number += 1
+
+        def function(q, k, v, number=number):
+            with sdpa_kernel("vendor_math"):
+                return attention(q, k, v) + number
+
+        with sdpa_kernel("vendor_cpu_flash"):
+            torch.compile(function, backend="eager", fullgraph=True)(*qkv())
+        if last_choice().kernel.name != "vendor_math":
+            wrong.append(("compiled", last_choice().kernel.name))
+
+
+def stress(seconds, toggling=6, compilers=2):
+    """What went wrong in threads with toggles of their own while others compile; the long form is of 120 seconds."""
+    wrong, failed, until = [], [], time.monotonic() + seconds
+
+    def guarded(work, *arguments):
+        try:
+            work(*arguments, until, wrong)
+        except Exception as error:
+            failed.append(error)
+
+    names = ["vendor_cpu_flash", "vendor_math", "cpu_flash"]
+    jobs = [(toggled, names[number % 3]) for number in range(toggling)] + [(compiling,)] * compilers
+    threads = [threading.Thread(target=guarded, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong + failed
+
+
+def test_threads_with_toggles_of_their_own_while_others_compile():
+    assert stress(3.0) == []
+
+
+def test_a_decorated_function_as_a_whole_graph(compiled):
+    @compiled
+    @sdpa_kernel("vendor_math")
+    def function(q, k, v):
+        return attention(q, k, v) + 1
+
+    function(*qkv())
+    assert last_choice().kernel.name == "vendor_math"
+
+
+def test_whether_this_thread_traces(compiled):
+    assert compiled(lambda q: q * (2 if tracing.is_traced() else 3))(torch.ones(1)).item() == 2
+    seen = []
+
+    class Recorded(torch.nn.Module):
+        def forward(self, q):
+            seen.append(tracing.is_traced())
+            return q + 1
+
+    torch.export.export(Recorded(), (torch.ones(2),), strict=False)
+    assert all(seen) and not tracing.is_traced()
+
+
+def test_blocks_of_a_trace_that_was_given_up_are_forgotten():
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def broken(q, k, v):
+        with sdpa_kernel("vendor_math"):
+            torch._dynamo.graph_break()
+            return attention(q, k, v) * 1
+
+    before = ran()
+    broken(*qkv())
+    assert last_choice().kernel.name == "vendor_math"
+    torch.compile(lambda q, k, v: attention(q, k, v) * 2, backend="eager", fullgraph=True)(*qkv())
+    assert last_choice().kernel.name == before == ran()
+
+
+def test_torchs_own_block_inside_a_compiled_function(compiled):
+    def inner(q, k, v):
+        with torch_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+            return attention(q, k, v)
+
+    @compiled
+    def function(q, k, v, flash):
+        with torch_kernel(SDPBackend.MATH):
+            return attention(q, k, v) * 1 + (inner(q, k, v) if flash else 0)
+
+    for flash in (False, True, False):
+        function(*qkv(), flash)
+        assert by_name()[last_choice().kernel.name].family == ("flash" if flash else "math")
+    with sdpa_kernel(["flash", "vendor_math"]):
+        function(*qkv(), False)
+        assert last_choice().kernel.name == "vendor_math", "both hold"
+    plain = compiled(lambda q, k, v: attention(q, k, v) * 3)
+    with torch_kernel(SDPBackend.MATH):  # around: holds where the graph runs
+        plain(*qkv())
+        assert by_name()[last_choice().kernel.name].family == "math"
+    plain(*qkv())
+    assert last_choice().kernel.name == ran()
+
+
+def test_torchs_block_and_ours_inside_a_compiled_function(compiled):
+    @compiled
+    def function(q, k, v):
+        with torch_kernel(SDPBackend.MATH), sdpa_kernel("flash"):
+            return attention(q, k, v)
+
+    with pytest.raises(sdpa.NoKernelError, match="torch's switches off for: flash"):
+        function(*qkv())
+
+
+@pytest.mark.parametrize("name", ["math", "vendor_cpu_flash"])
+def test_a_compiled_backward_outside_of_the_block_keeps_its_forwards_kernel(name, compiled):
+    function = compiled(lambda q, k, v: attention(q, k, v).sum())
+    with sdpa_kernel(name):
+        out = function(*qkv(requires_grad=True))
+    out.backward()
+    assert last_choice().kernel.name == name and last_choice().problem.direction == "backward"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_functions_keep_the_block_inside_of_them_only(strict):
+    class Inside(torch.nn.Module):
+        def forward(self, q, k, v):
+            with sdpa_kernel("vendor_math"):
+                return attention(q, k, v)
+
+    class Plain(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v)
+
+    with sdpa_kernel("vendor_cpu_flash"):
+        inside, plain = (torch.export.export(m(), tuple(qkv()), strict=strict).module() for m in (Inside, Plain))
+        inside(*qkv())
+        assert last_choice().kernel.name == "vendor_math"
+    plain(*qkv())
+    assert last_choice().kernel.name == ran() != "vendor_cpu_flash"
+
+
+def test_settings_with_torchs_switches_travel_as_text():
+    for setting in (Setting(toggles=4), Setting(("math",), True, True, False, 15), Setting(("flash",), toggles=0)):
+        assert Setting.decode(setting.encode()) == setting
+    with sdpa_kernel("vendor_math"):
+        assert effective(";t5") == "vendor_math;t5" and effective("flash;t5") == "flash;t5"
+    assert backward_setting("cuda_flash;ft4") == ";t4" and weights_setting(";t1", "cpu") == ""

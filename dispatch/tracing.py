@@ -1,0 +1,91 @@
+"""Whether this thread is recording a graph, and what settings hold inside of the function that Dynamo traces.
+
+Dynamo follows neither a ContextVar nor, in every release, a threading.local. Functions that it takes for constant are
+called while it traces, in the thread that traces; what they remember belongs to one trace and ends with it, also where
+Dynamo gives up in the middle of a with-block and begins again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._guards import TracingContext
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+# The texts of the open with-blocks of each trace, the innermost last.
+TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
+
+
+def constant(function: Callable) -> Callable:
+    """As torch.compiler.assume_constant_result, which imports the compiler."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def is_recording() -> bool:
+    """Whether this thread records a graph while Python runs as usual, as torch.export does where it is not strict.
+    torch.compiler.is_compiling alone is true in all threads while one of them compiles."""
+    return is_compiling() and TracingContext.try_get() is not None
+
+
+def is_traced() -> bool:
+    """Whether the call is part of a function that this thread compiles or exports: asked of the thread, where
+    torch.compiler.is_compiling is not. Dynamo folds it to True."""
+    return is_dynamo_compiling() or is_recording()
+
+
+def open_blocks() -> list[str]:
+    context = TracingContext.try_get()
+    return [] if context is None else TRACES.setdefault(context, [])
+
+
+@constant
+def enter_traced(text: str) -> bool:
+    open_blocks().append(text)
+    return True
+
+
+@constant
+def leave_traced() -> bool:
+    blocks = open_blocks()
+    if blocks:
+        blocks.pop()
+    return True
+
+
+@constant
+def traced_text() -> str:
+    """The text of the innermost with-block of ours inside of the traced function, or ""."""
+    blocks = open_blocks()
+    return blocks[-1] if blocks else ""
+
+
+@constant
+def traced_toggles() -> int:
+    """torch's switches where the traced function is inside of a with-block of torch's sdpa_kernel, else -1. Dynamo sets
+    them while it traces the block, and nothing in the graph would tell of them."""
+    return torch_toggles() if inside_torchs_block() else -1
+
+
+def inside_torchs_block() -> bool:
+    """Dynamo keeps for each open with-block what undoes it, should the trace end there."""
+    try:
+        output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+        undoing = [getattr(getattr(hook, "__self__", None), "cleanup_fn", None) for hook in output.cleanup_hooks]
+    except (KeyError, AttributeError):  # another release
+        return False
+    return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)
+
+
+def torch_toggles() -> int:
+    """torch's process-global switches (torch.nn.attention.sdpa_kernel sets them) as bits of TOGGLED_FAMILIES."""
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled()
+        | c._get_mem_efficient_sdp_enabled() << 1
+        | c._get_math_sdp_enabled() << 2
+        | c._get_cudnn_sdp_enabled() << 3
+    )
