@@ -22,7 +22,7 @@ from ahead import H200, compiling_for, dump  # noqa: E402
 from barriers import Barrier, play_out  # noqa: E402
 
 from sdpa.kernels.triton import hopper, hopper_backward  # noqa: E402
-from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.hopper_primitives import WG_ROWS  # noqa: E402
 from sdpa.kernels.triton.launch import Pass  # noqa: E402
 from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 from sdpa.testing import Case, make_inputs, problem_of  # noqa: E402
@@ -230,4 +230,4 @@ def test_gradients_come_in_the_layouts_of_their_tensors(at_hopper):
     for grad, tensor in zip(grads[:3], inputs[:3], strict=True):
         assert grad.shape == tensor.shape and grad.stride() == tensor.stride()
     rows = launches[0].grid[0] * 64 // (2 * 4)
-    assert rows == 256 and GROUP_ROWS.value * 2 == hopper_backward.ROW_ALIGNMENT
+    assert rows == 256 and WG_ROWS.value * 2 == hopper_backward.ROW_ALIGNMENT

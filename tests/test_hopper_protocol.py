@@ -1,7 +1,5 @@
 """The forward's protocol of barriers on Hopper, played through at random.
 
-The play follows what kernels/triton/hopper_kernel.py says about who waits for whom. It cannot see a mistake in the
-kernel's text, but it shows that the protocol neither locks nor lets a copy overwrite what is still read.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 
 from test_hopper_schedule import visits  # noqa: E402
 
-from sdpa.kernels.triton import hopper_kernel  # noqa: E402
-from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton import hopper_forward_kernel  # noqa: E402
+from sdpa.kernels.triton.hopper_primitives import WG_ROWS  # noqa: E402
 
 
 class Turn:
@@ -38,7 +36,7 @@ class Play:
 
     def __init__(self, build, lengths, rng, fault=None):
         self.build, self.lengths, self.rng, self.fault = build, lengths, rng, fault
-        groups, stages = build.BLOCK_M // GROUP_ROWS.value, build.STAGES
+        groups, stages = build.BLOCK_M // WG_ROWS.value, build.STAGES
         self.groups = range(groups)
         self.full = {name: [Barrier(1) for _ in range(n)] for name, n in (("q", groups), ("k", stages), ("v", stages))}
         self.empty = {"q": [Barrier(1) for _ in self.groups]}
@@ -60,7 +58,7 @@ class Play:
         yield lambda: self.empty[name][slot].passed((use & 1) ^ 1)
         self.copy(name, slot, tag)
 
-    def loader(self, name):
+    def producer(self, name):
         i = 0
         for t, blocks in enumerate(self.lengths):
             for n in range(blocks):
@@ -120,13 +118,13 @@ class Play:
             for n in range(1, blocks):
                 i += 1
                 yield from self.step(g, t, n, i)
-            own = self.build.OWN_OUT or self.fault == "queries"
+            own = self.build.EPILOGUE_SMEM or self.fault == "queries"
             if own:
                 self.empty["q"][g].arrive()
             yield from self.start("v", i, (t, blocks - 1))
             yield None
             self.finish("v", i)
-            if not self.build.OWN_OUT:  # results lie where the queries lay until they are stored
+            if not self.build.EPILOGUE_SMEM:  # results lie where the queries lay until they are stored
                 self.begin("q", g, t)
                 yield None
                 self.end("q", g)
@@ -135,7 +133,7 @@ class Play:
             i += 1
 
     def run(self):
-        play_out([self.loader("k"), self.loader("v"), *map(self.group, self.groups)], self.landing, self.rng)
+        play_out([self.producer("k"), self.producer("v"), *map(self.group, self.groups)], self.landing, self.rng)
 
 
 def plays(seeds, fault=None, **fixed):
@@ -144,7 +142,7 @@ def plays(seeds, fault=None, **fixed):
         rng = random.Random(seed)
         groups = rng.choice([2, 3])
         causal, own, turns = (rng.random() < 0.5 for _ in range(3))
-        build = hopper_kernel.Build(groups * 64, 128, 64, rng.choice([2, 3, 4]), causal, False, False, False, True, own,
+        build = hopper_forward_kernel.ForwardConfig(groups * 64, 128, 64, rng.choice([2, 3, 4]), causal, False, False, False, True, own,
                                     turns and groups == 2, 0, 0)  # fmt: skip
         blocks, reach = rng.randint(1, 5), rng.randint(1, 3)
         own_visits = visits(1, rng.randint(1, 3), blocks, rng.randint(1, 3), causal)[0]
@@ -161,5 +159,5 @@ def test_protocol_neither_locks_nor_overwrites():
 @pytest.mark.parametrize("fault", ["queries", "keys"])
 def test_play_sees_a_protocol_that_is_wrong(fault):
     with pytest.raises(AssertionError, match=r"overwritten|holds"):
-        for play in plays(range(200), fault, OWN_OUT=False):
+        for play in plays(range(200), fault, EPILOGUE_SMEM=False):
             play.run()
