@@ -22,7 +22,7 @@ BLOCKS = 2 * 64 // 32
 
 
 def launched(inputs, target, once=False):
-    """(results, doubts [entries, blocks]) of the two launches of a forward, or of the first alone."""
+    """(results, recompute flags [entries, blocks]) of the two launches of a forward, or of the first alone."""
     with assume(target):
         problem = problem_of(inputs, "forward")
         results, launches = forward.forward_launches(inputs, problem, TILE)
@@ -151,5 +151,5 @@ def tf32(x):
 
 def test_half_precision_takes_one_launch(targets):
     inputs = make_inputs(Case(**{**SIZES, "dtype": torch.float16}), seed=2)
-    with assume(targets[0]), patch.object(forward, "doubts_of", side_effect=AssertionError):
+    with assume(targets[0]), patch.object(forward, "recompute_flags", side_effect=AssertionError):
         assert len(forward.forward_launches(inputs, problem_of(inputs, "forward"), TILE)[1]) == 1
