@@ -108,13 +108,13 @@ def is_persistent(problem: AttentionProblem, tile: Tile) -> bool:
 
 
 def shares_of_head(problem: AttentionProblem, tile: Tile, persistent: bool) -> int:
-    """How many shares a head has: blocks of queries, or pairs of them (see the kernel's Schedule)."""
+    """How many shares a head has: blocks of queries, or pairs of them (see TileSchedule)."""
     blocks = -(-problem.M // tile.BLOCK_M)
     return -(-blocks // 2) if persistent and problem.causal else blocks
 
 
 class Order(NamedTuple):
-    """The order in which programs take the entries (see the kernel's Schedule)."""
+    """The order in which programs take the entries (see TileSchedule)."""
 
     blocks: int
     shares: int

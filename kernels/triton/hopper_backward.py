@@ -113,7 +113,7 @@ def prepare_pass(problem: AttentionProblem, work: KernelPass, operands: tuple[Te
     descriptors = [rows_descriptor(t, n, config.D) for t, n in zip(rows, heights, strict=True)]
     descriptors += [numbers_descriptor(t, config.BLOCK_INNER) for t in operands[6:]]
     blocks, entries = -(-a.shape[2] // config.BLOCK_OUTER), a.shape[0] * a.shape[1]
-    section = section_of(problem, x, entries)
+    section = l2_section_of(problem, x, entries)
     return PreparedPass(
         blocks * entries, (blocks, entries, section, near or 0, far or 0), tuple(descriptors), config, work.tile
     )
@@ -125,7 +125,7 @@ def prepare_passes(
     return tuple(prepare_pass(problem, work, by_keys if work.keys else by_queries) for work in passes(problem, tile))
 
 
-def section_of(problem: AttentionProblem, x: Tensor, entries: int) -> int:
+def l2_section_of(problem: AttentionProblem, x: Tensor, entries: int) -> int:
     """How many heads lie side by side in the grid: those for which what streams fits the L2 cache together."""
     streaming = x.shape[2] * (problem.D + problem.Dv) * problem.dtype.itemsize
     fitting = int(L2_SHARE * target_of(problem.device).l2) // max(1, streaming)  # heads of what streams

@@ -36,7 +36,7 @@ from sdpa.kernels.triton.hopper_primitives import LANE_BITS, WG_ROWS, WG_WARPS, 
 from sdpa.kernels.triton.hopper_schedule import entry_and_block
 
 
-class Operands(NamedTuple):
+class BackwardTensors(NamedTuple):
     """Tensor descriptors, or the tensors' buffers in shared memory."""
 
     a: Any
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
     delta: Any
 
 
-class Barriers(NamedTuple):
+class BackwardBarriers(NamedTuple):
     """The mbarriers of the module's text."""
 
     ab_full: Any
@@ -59,7 +59,7 @@ class Barriers(NamedTuple):
     y_empty: Any
 
 
-class Schedule(NamedTuple):
+class BackwardSchedule(NamedTuple):
     """The grid: `blocks` that stay for each of `entries` = B * heads, of which `section` lie side by side."""
 
     blocks: Any
@@ -146,10 +146,10 @@ def needs_mask(row, start, band, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(t, row, start, band, CONFIG: gl.constexpr):
+def zero_masked(t, row, start, band, CONFIG: gl.constexpr):
     """t [64, BLOCK_INNER] with 0 where a column of the block at `start` is not visible to its row.
 
-    Comparisons are of one value per row with a constant, as in the forward kernel's `apply_mask`.
+    Comparisons are of one value per row with a constant, as in the forward kernel's `zero_masked`.
     """
     layout: gl.constexpr = t.type.layout
     rows = row + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
@@ -196,7 +196,7 @@ def load_columns(rows, i, CONFIG: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def mainloop_step(
+def backward_step(
     grads, own, smem, bars, stats, i, row, start, band, factors, CONFIG: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """(grad_a, grad_b), both [64, D], plus what block i of the ring, which starts at column `start`, adds."""
@@ -213,7 +213,7 @@ def mainloop_step(
         lse = load_columns(smem.lse, i, CONFIG, LAYOUT)
     p = gl.exp2(s * factors.scale_log2 - lse)
     if needs_mask(row, start, band, CONFIG):
-        p = apply_mask(p, row, start, band, CONFIG)
+        p = zero_masked(p, row, start, band, CONFIG)
     if CONFIG.GRAD_B:
         grad_b = start_sum(p, smem.y, grad_b, i, CONFIG)
     if CONFIG.GRAD_A:
@@ -273,7 +273,7 @@ def consumer(descs, smem, bars, schedule, band, factors, WG: gl.constexpr, CONFI
         start = block.begin * CONFIG.BLOCK_INNER
         for _ in range(block.count):
             grads = (grad_a, grad_b)
-            grad_a, grad_b = mainloop_step(
+            grad_a, grad_b = backward_step(
                 grads, own, smem, bars, stats, i, row, start, band, factors, CONFIG, S_LAYOUT
             )
             start += CONFIG.BLOCK_INNER
@@ -371,14 +371,14 @@ def backward_kernel(a, b, x, y, grad_a, grad_b, lse_desc, delta_desc, lse, delta
     if CONFIG.OVER_KEYS:
         lse = ring_of(lse_desc, CONFIG)
         delta = ring_of(delta_desc, CONFIG)
-    smem = Operands(a_smem, b_smem, ring_of(x, CONFIG), ring_of(y, CONFIG), None, None, lse, delta)
-    descs = Operands(a, b, x, y, grad_a, grad_b, lse_desc, delta_desc)
-    bars = Barriers(barriers(NUM_WGS, 1), barriers(CONFIG.STAGES, 1), barriers(CONFIG.STAGES, NUM_WGS),
+    smem = BackwardTensors(a_smem, b_smem, ring_of(x, CONFIG), ring_of(y, CONFIG), None, None, lse, delta)
+    descs = BackwardTensors(a, b, x, y, grad_a, grad_b, lse_desc, delta_desc)
+    bars = BackwardBarriers(barriers(NUM_WGS, 1), barriers(CONFIG.STAGES, 1), barriers(CONFIG.STAGES, NUM_WGS),
             barriers(CONFIG.STAGES, 1), barriers(CONFIG.STAGES, NUM_WGS))  # fmt: skip
     fence_async_shared()
     heads = a.shape[1]
     shared = x.shape[1] // heads if CONFIG.OVER_KEYS else heads // x.shape[1]
-    schedule = Schedule(blocks, entries, section, heads, shared)
+    schedule = BackwardSchedule(blocks, entries, section, heads, shared)
     band, factors = Band(near, far, x.shape[2]), Factors(scale, scale_log2)
     if NUM_WGS == 2:
         gl.warp_specialize([

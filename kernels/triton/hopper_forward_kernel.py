@@ -6,11 +6,10 @@ issues the product q k^T of the next keys before p v of the present ones, so tha
 cores work. The other consumers fill what gaps remain. With ping-pong they issue their products in turn. Keys come last
 to first, so that the masked blocks, at the diagonal or the end, come early.
 
-One consumer warpgroup, over keys n, n - 1, ..., and what the tensor cores do meanwhile:
-
-  consumer      wgmma k[n-1], v[n] -> | softmax of s[n-1]            | acc *= alpha | wgmma k[n-2], v[n-1] -> | ...
-  tensor cores                        | s[n-1] = q k[n-1]^T; acc += p[n] v[n]       |                         | ...
-  producers     TMA of the stages that the consumers gave back
+One step of a consumer's main loop, with j counting down the blocks of keys (S scores, P probabilities):
+  consumer      issue S[j] and acc     wait for S[j]   softmax: P[j], alpha        wait for acc   acc *= alpha
+  tensor cores                         S[j] = q k[j]^T acc += P[j+1] v[j+1]                       another consumer's
+  producers     TMA of k and v into stages, each as soon as all consumers gave it back
 
 A bias costs instructions, of which the softmax has none to spare. So the product's accumulator starts with it: queries
 are multiplied by the power of two in the scale, and the bias by what that leaves of the scale, if anything.
@@ -58,7 +57,7 @@ from sdpa.kernels.triton.hopper_primitives import (
     to_float32,
 )
 from sdpa.kernels.triton.hopper_schedule import (
-    Schedule,
+    TileSchedule,
     find_share,
     first_row,
     full_blocks,
@@ -68,7 +67,7 @@ from sdpa.kernels.triton.hopper_schedule import (
 )
 
 
-class Operands(NamedTuple):
+class ForwardTensors(NamedTuple):
     """Tensor descriptors, or the tensors' buffers in shared memory."""
 
     q: Any
@@ -78,7 +77,7 @@ class Operands(NamedTuple):
     bias: Any  # in shared memory one tile [64, BLOCK_N] per stage and consumer
 
 
-class Barriers(NamedTuple):
+class ForwardBarriers(NamedTuple):
     """The mbarriers of the module's text."""
 
     q_full: Any
@@ -168,7 +167,7 @@ def release_stage(barriers, i, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def mainloop_step(state, q, smem, bars, i, row, start, full, M, N, scale, WG: gl.constexpr, CONFIG: gl.constexpr,
+def forward_step(state, q, smem, bars, i, row, start, full, M, N, scale, WG: gl.constexpr, CONFIG: gl.constexpr,
          LAYOUT: gl.constexpr):  # fmt: skip
     """Add p v of block i - 1 to acc while the scores of block i, which starts at key `start`, become probabilities."""
     ping_pong_wait(WG, CONFIG)
@@ -222,7 +221,7 @@ def attend_query_block(
     for _ in range(blocks - 1):
         i += 1
         start -= CONFIG.BLOCK_N
-        state = mainloop_step(state, q, smem, bars, i, row, start, full, M, N, scale, WG, CONFIG, S_LAYOUT)
+        state = forward_step(state, q, smem, bars, i, row, start, full, M, N, scale, WG, CONFIG, S_LAYOUT)
     if CONFIG.EPILOGUE_SMEM:
         mbarrier.arrive(bars.q_empty.index(WG), count=1)
     acc = start_pv(state.p, smem.v, state.acc, bars.v_full, i, CONFIG)
@@ -376,7 +375,7 @@ def value_producer(descs, smem, bars, schedule, CONFIG: gl.constexpr):
 @gluon.jit(do_not_specialize=["blocks", "entries", "section", "inner", "by_head", "shares", "all_shares"])
 def forward_kernel(q_desc, k_desc, v_desc, out_desc, bias_desc, lse, blocks, shares, all_shares, entries,
                    section, inner, by_head, scale, power, CONFIG: gl.constexpr):  # fmt: skip
-    """out (B, H, M, D) and lse (B, H, M) for a Schedule.
+    """out (B, H, M, D) and lse (B, H, M) for a TileSchedule.
 
     `scale` is log2(e) times the scale of the scores. With a bias queries are multiplied by `power`, a power of two, and
     `scale` is log2(e) times what remains.
@@ -393,12 +392,12 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, bias_desc, lse, blocks, sha
     if CONFIG.BIAS:
         tiles: gl.constexpr = [STAGES * NUM_WGS] + bias_desc.block_type.shape
         bias_smem = gl.allocate_shared_memory(bias_desc.dtype, tiles, bias_desc.layout)
-    bars = Barriers(barriers(NUM_WGS, 1), barriers(NUM_WGS, 1), barriers(STAGES, 1), barriers(STAGES, NUM_WGS),
+    bars = ForwardBarriers(barriers(NUM_WGS, 1), barriers(NUM_WGS, 1), barriers(STAGES, 1), barriers(STAGES, NUM_WGS),
             barriers(STAGES, 1), barriers(STAGES, NUM_WGS))  # fmt: skip
     fence_async_shared()
-    descs = Operands(q_desc, k_desc, v_desc, out_desc, bias_desc)
-    smem = Operands(q_smem, k_smem, v_smem, out_smem, bias_smem)
-    schedule = Schedule(blocks, shares, all_shares, entries, section, inner, by_head)
+    descs = ForwardTensors(q_desc, k_desc, v_desc, out_desc, bias_desc)
+    smem = ForwardTensors(q_smem, k_smem, v_smem, out_smem, bias_smem)
+    schedule = TileSchedule(blocks, shares, all_shares, entries, section, inner, by_head)
     if NUM_WGS == 2:
         gl.warp_specialize([
             (first_consumer, (descs, smem, bars, lse, schedule, scale, power, CONFIG)),

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-class Schedule(NamedTuple):
+class TileSchedule(NamedTuple):
     """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side.
 
     Entries count through the `inner` = H heads of a batch entry or, where `by_head`, the `inner` = B entries of a head.
