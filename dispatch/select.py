@@ -62,7 +62,8 @@ class Choice:
         read = read_of(inputs)
         given = (*read, *rest[0], rest[1].out) if rest else read
         masks = tuple((mask.shape, mask.dtype, mask is inputs.bias) for mask in read[3:])
-        form = (inputs.scale, masks, *(tensor.stride() for tensor in given))
+        same = inputs.q is inputs.k, inputs.q is inputs.v, inputs.k is inputs.v  # `read_of` has those once
+        form = (inputs.scale, masks, same, *(tensor.stride() for tensor in given))
         again = self.memory.get(form)
         results = None if again is None else again(*given)
         if results is None:
