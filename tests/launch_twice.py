@@ -128,7 +128,7 @@ def main(folder: Path) -> None:
                 )
                 (ctypes.c_int * 256).in_dll(stub, "sizes")[: len(sizes)] = sizes
                 number("count").value = len(sizes)
-                head = (*(*launch.grid, 1, 1)[:3], STREAM, FUNCTION, False, launch.chained, None, None)
+                head = (*(*launch.grid, 1, 1)[:3], STREAM, FUNCTION, False, launch.pdl, None, None)
                 run = backend.wrap_handle_tensordesc(module.launch, signature, about)
                 step = recorded.step_of(launch, compiled, tensors)
                 others = [tensor.clone() for tensor in tensors]

@@ -408,4 +408,5 @@ def test_a_tensor_in_two_fields_is_given_once_again():
     problem = AttentionProblem.of(first)
     again = flash.record((first,), problem, None)[1]
     assert len(read_of(second)) == 2
+    assert again(*second[:3]) is None
     assert all(map(torch.equal, again(*read_of(second)), flash.forward(second, problem)))

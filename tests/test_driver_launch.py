@@ -34,8 +34,8 @@ HERE = Path(__file__).parent
 class Launcher:
     launch_cooperative_grid, global_scratch_size, profile_scratch_size = False, 0, 0
 
-    def __init__(self, chained):
-        self.launch_pdl = chained
+    def __init__(self, pdl):
+        self.launch_pdl = pdl
 
     def launch(self, *args):
         raise AssertionError("not past Triton")
@@ -44,7 +44,7 @@ class Launcher:
 def compiled_for(launch):
     """The kernel of a launch, compiled ahead, as it would be on the device."""
     compiled = launch.compile()
-    compiled._run, compiled.function = Launcher(launch.chained), FUNCTION
+    compiled._run, compiled.function = Launcher(launch.pdl), FUNCTION
     return compiled
 
 
@@ -52,12 +52,12 @@ def rows(*shape, dtype=torch.bfloat16):
     return torch.zeros(*shape, dtype=dtype)
 
 
-def decode_case(N=2048, chained=False, **masks):
+def decode_case(N=2048, pdl=False, **masks):
     inputs = AttentionInputs(rows(1, 4, 1, 64), rows(1, 2, N, 64), rows(1, 2, N, 64), 0.125, **masks)
     problem = AttentionProblem.of(inputs)._replace(device="cuda:0")
     results, launches = decode.forward_launches(inputs, problem, decode.tiles(problem)[0])
-    if chained:  # as on devices that have it
-        launches[1] = launches[1]._replace(chained=True)
+    if pdl:  # as on devices that have it
+        launches[1] = launches[1]._replace(pdl=True)
     parts = launches[0].args[3:4] if len(launches) > 1 else ()
     return launches, (*read_of(inputs), results.out, *parts)
 
@@ -79,7 +79,7 @@ def hopper_case():
 CASES = {
     "decode": (AMPERE, decode_case),
     "decode in one part": (AMPERE, lambda: decode_case(64)),
-    "decode chained": (H200, lambda: decode_case(chained=True)),
+    "decode chained": (H200, lambda: decode_case(pdl=True)),
     "decode with padding": (AMPERE, lambda: decode_case(allowed=torch.ones(1, 1, 1, 2048, dtype=torch.bool))),
     "flash with a bias": (AMPERE, lambda: flash_case(bias=rows(1, 3, 80, 80, dtype=torch.float16))),
     "flash with maps": (H200, flash_case),

@@ -7,7 +7,6 @@ lets a copy overwrite what is still read.
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from collections import Counter
 
@@ -19,10 +18,9 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
 from ahead import H200, compiling_for, dump  # noqa: E402
-from barriers import Barrier, play_out  # noqa: E402
 
 from sdpa.kernels.triton import hopper, hopper_backward  # noqa: E402
-from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.hopper_primitives import WG_ROWS  # noqa: E402
 from sdpa.kernels.triton.launch import Pass  # noqa: E402
 from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 from sdpa.testing import Case, make_inputs, problem_of  # noqa: E402
@@ -130,94 +128,6 @@ def test_unreadable_tensors_go_to_the_plain_loops(monkeypatch):
     assert seen[0][0] is inputs and seen[0][-1] in hopper_backward.plain_tiles(problem)
 
 
-class Play:
-    """One program: a loader, its groups, and copies that land when they like. An actor is a generator that yields what
-    it waits for, or None for a moment in which others may act."""
-
-    def __init__(self, groups, stages, blocks, grads, rng, fault=None):
-        self.groups, self.stages, self.blocks, self.rng, self.fault = range(groups), stages, blocks, rng, fault
-        self.grad_a, self.grad_b = grads
-        self.own = [Barrier(1) for _ in self.groups]
-        self.full = {name: [Barrier(1) for _ in range(stages)] for name in "xy"}
-        self.empty = {name: [Barrier(groups) for _ in range(stages)] for name in "xy"}
-        self.held, self.readers, self.landing = {}, Counter(), []
-
-    def copy(self, barrier, place, tag):
-        def land():
-            assert not self.readers[place], f"{place} overwritten while it is read"
-            self.held[place] = tag
-            barrier.land(1)
-
-        barrier.arrive(announced=1)
-        self.landing.append(land)
-
-    def loader(self):
-        for g in self.groups:
-            self.copy(self.own[g], ("own", g), 0)
-        for i in range(self.blocks):
-            for name in "xy":
-                slot, use = i % self.stages, i // self.stages
-                yield lambda name=name, slot=slot, use=use: self.empty[name][slot].passed((use & 1) ^ 1)
-                self.copy(self.full[name][slot], (name, slot), i)
-
-    def begin(self, place, tag):
-        assert self.held.get(place) == tag, f"{place} holds {self.held.get(place)}, not {tag}"
-        self.readers[place] += 1
-
-    def end(self, place):
-        self.readers[place] -= 1
-
-    def block(self, i):
-        slot, use = i % self.stages, i // self.stages
-        x, y = ("x", slot), ("y", slot)
-        yield lambda: self.full["x"][slot].passed(use & 1)
-        self.begin(x, i)  # for S
-        yield lambda: self.full["y"][slot].passed(use & 1)
-        self.begin(y, i)  # for dP, or for dV alone
-        if self.fault == "x":  # given back after S, though dS will be multiplied by it
-            self.empty["x"][slot].arrive()
-        yield None
-        if not self.grad_b:  # dP was the last to read y
-            self.end(y)
-            self.empty["y"][slot].arrive()
-        yield None
-        self.end(x)
-        if self.grad_b:
-            self.end(y)
-            self.empty["y"][slot].arrive()
-        if self.fault != "x":
-            self.empty["x"][slot].arrive()
-
-    def group(self, g):
-        yield lambda: self.own[g].passed(0)
-        self.begin(("own", g), 0)
-        for i in range(self.blocks):
-            yield from self.block(i)
-        self.end(("own", g))
-
-    def run(self):
-        play_out([self.loader(), *map(self.group, self.groups)], self.landing, self.rng)
-
-
-def plays(seeds, fault=None):
-    for seed in seeds:
-        rng = random.Random(seed)
-        grads = rng.choice([(True, True), (True, False), (False, True)])
-        yield Play(rng.choice([2, 3]), rng.choice([2, 3, 4]), rng.randint(0, 12), grads, rng, fault)
-
-
-def test_protocol_neither_locks_nor_overwrites():
-    for play in plays(range(1000)):
-        play.run()
-        assert not any(play.readers.values())
-
-
-def test_play_sees_a_protocol_that_is_wrong():
-    with pytest.raises(AssertionError, match=r"overwritten|holds"):
-        for play in plays(range(200), "x"):
-            play.run()
-
-
 def test_gradients_come_in_the_layouts_of_their_tensors(at_hopper):
     inputs = make_inputs(Case(B=2, H=4, Hkv=2, M=200, N=300, D=64, Dv=64, dtype=torch.bfloat16, layout="bmhd"))
     q = inputs.q
@@ -230,4 +140,4 @@ def test_gradients_come_in_the_layouts_of_their_tensors(at_hopper):
     for grad, tensor in zip(grads[:3], inputs[:3], strict=True):
         assert grad.shape == tensor.shape and grad.stride() == tensor.stride()
     rows = launches[0].grid[0] * 64 // (2 * 4)
-    assert rows == 256 and GROUP_ROWS.value * 2 == hopper_backward.ROW_ALIGNMENT
+    assert rows == 256 and WG_ROWS.value * 2 == hopper_backward.ROW_ALIGNMENT

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 from ahead import H200, compiling_for, dump  # noqa: E402
 
 from sdpa.kernels.triton import hopper  # noqa: E402
-from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.hopper_primitives import WG_ROWS  # noqa: E402
 from sdpa.kernels.triton.launch import Pass  # noqa: E402
 from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 
@@ -91,11 +91,11 @@ def test_every_tile_compiles_to_hoppers_instructions(D, N, mask, bias, pretend, 
         _, launch = hopper.forward_launch(inputs, problem, tile)
         build = launch.args[-1]
         assert build.PERSISTENT == (N == SHORT) and build.CAUSAL == (mask != "none"), build
-        assert build.BIAS == bool(bias) and build.WHOLE_SCALE == (build.BIAS and D != 128), build
+        assert build.BIAS == bool(bias) and build.POWER_OF_TWO_SCALE == (build.BIAS and D != 128), build
         compiled = launch.compile()
         assert compiled.metadata.shared <= TARGET.shared_memory, (tile, compiled.metadata.shared)
         sass = dump(compiled, tmp_path)
-        groups = tile.BLOCK_M // GROUP_ROWS.value
+        groups = tile.BLOCK_M // WG_ROWS.value
         if bias and build.PERSISTENT and groups == 3:  # a few numbers are kept from block to block of queries
             loops = product_loops(sass)
             assert len(loops) == groups and not re.search(r"\b(LDL|STL)\b", str(loops)), tile
@@ -103,7 +103,7 @@ def test_every_tile_compiles_to_hoppers_instructions(D, N, mask, bias, pretend, 
             assert re.findall(r"STACK:(\d+)", sass) == ["0"], tile
         for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", *(["LDSM"] if bias else [])):
             assert instruction in sass, (tile, instruction)
-        own = tile.BLOCK_N * GROUP_ROWS.value // GROUP_THREADS  # exponentials of one thread
+        own = tile.BLOCK_N * WG_ROWS.value // GROUP_THREADS  # exponentials of one thread
         counts = hidden_exponentials(sass)
         assert len(counts) == groups, (tile, counts)
         assert min(counts) >= own, f"{tile}: {counts} of {own} exponentials run beside the products"

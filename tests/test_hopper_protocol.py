@@ -1,165 +1,239 @@
-"""The forward's protocol of barriers on Hopper, played through at random.
+"""Who waits for whom on Hopper: the kernels' own text, of real launches, played on the host in orders drawn at random.
 
-The play follows what kernels/triton/hopper_kernel.py says about who waits for whom. It cannot see a mistake in the
-kernel's text, but it shows that the protocol neither locks nor lets a copy overwrite what is still read.
+A play (kernel_play.py) fails where a buffer is read before its copy has landed, is overwritten while it is read, where
+roles wait for each other, and where bytes or arrivals do not add up. What products read is compared with what attention
+needs. No GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections import Counter
-from dataclasses import replace
+from itertools import groupby
 
 import pytest
-from barriers import Barrier, play_out
+import torch
+
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
-from test_hopper_schedule import visits  # noqa: E402
+from ahead import H200  # noqa: E402
+from kernel_play import play_program  # noqa: E402
 
-from sdpa.kernels.triton import hopper_kernel  # noqa: E402
-from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton import (  # noqa: E402
+    hopper,
+    hopper_backward,
+    hopper_backward_kernel,
+    hopper_forward_kernel,
+    hopper_primitives,
+    hopper_schedule,
+)
+from sdpa.kernels.triton.hopper_primitives import WG_ROWS  # noqa: E402
+from sdpa.kernels.triton.target import assume  # noqa: E402
 
-
-class Turn:
-    """A named barrier of two groups: its generation moves on when both have come."""
-
-    def __init__(self):
-        self.count = 0
-
-    def arrive(self):
-        self.count += 1
-        return (self.count + 1) // 2
-
-
-class Play:
-    """One program: its loaders, its groups, and copies that land when they like. `lengths` are key blocks per block of
-    queries. An actor is a generator that yields what it waits for, or None for a moment in which others may act."""
-
-    def __init__(self, build, lengths, rng, fault=None):
-        self.build, self.lengths, self.rng, self.fault = build, lengths, rng, fault
-        groups, stages = build.BLOCK_M // GROUP_ROWS.value, build.STAGES
-        self.groups = range(groups)
-        self.full = {name: [Barrier(1) for _ in range(n)] for name, n in (("q", groups), ("k", stages), ("v", stages))}
-        self.empty = {"q": [Barrier(1) for _ in self.groups]}
-        self.empty |= {name: [Barrier(groups) for _ in range(stages)] for name in "kv"}
-        self.held, self.readers, self.landing = {}, Counter(), []
-        self.turns = [Turn(), Turn()]
-
-    def copy(self, name, slot, tag):
-        def land():
-            assert not self.readers[name, slot], f"{name}[{slot}] overwritten while it is read"
-            self.held[name, slot] = tag
-            self.full[name][slot].land(1)
-
-        self.full[name][slot].arrive(announced=1)
-        self.landing.append(land)
-
-    def fetch(self, name, i, tag):
-        slot, use = i % self.build.STAGES, i // self.build.STAGES
-        yield lambda: self.empty[name][slot].passed((use & 1) ^ 1)
-        self.copy(name, slot, tag)
-
-    def loader(self, name):
-        i = 0
-        for t, blocks in enumerate(self.lengths):
-            for n in range(blocks):
-                yield from self.fetch(name, i, (t, n))
-                i += 1
-                for g in self.groups if name == "k" and n == 0 else ():
-                    yield lambda g=g, t=t: self.empty["q"][g].passed((t & 1) ^ 1)
-                    self.copy("q", g, t)
-
-    def begin(self, name, slot, tag):
-        assert self.held.get((name, slot)) == tag, f"{name}[{slot}] holds {self.held.get((name, slot))}, not {tag}"
-        self.readers[name, slot] += 1
-
-    def end(self, name, slot):
-        self.readers[name, slot] -= 1
-
-    def start(self, name, i, tag):
-        slot, use = i % self.build.STAGES, i // self.build.STAGES
-        yield lambda: self.full[name][slot].passed(use & 1)
-        self.begin(name, slot, tag)
-
-    def finish(self, name, i):
-        self.end(name, i % self.build.STAGES)
-        self.empty[name][i % self.build.STAGES].arrive()
-
-    def step(self, g, t, n, i):
-        if self.build.PINGPONG:
-            wanted = self.turns[g].arrive()
-            yield lambda: self.turns[g].count // 2 >= wanted
-        yield from self.start("k", i, (t, n))
-        if self.fault == "keys":  # given back before the product has read them
-            self.empty["k"][i % self.build.STAGES].arrive()
-        self.begin("q", g, t)
-        yield from self.start("v", i - 1, (t, n - 1))
-        if self.build.PINGPONG:
-            self.turns[1 - g].arrive()
-        yield None
-        self.end("q", g)
-        if self.fault == "keys":
-            self.end("k", i % self.build.STAGES)
-        else:
-            self.finish("k", i)
-        yield None
-        self.finish("v", i - 1)
-
-    def group(self, g):
-        i = 0
-        if self.build.PINGPONG and g == 1:
-            self.turns[0].arrive()
-        for t, blocks in enumerate(self.lengths):
-            yield lambda t=t: self.full["q"][g].passed(t & 1)
-            yield from self.start("k", i, (t, 0))
-            self.begin("q", g, t)
-            yield None
-            self.end("q", g)
-            self.finish("k", i)
-            for n in range(1, blocks):
-                i += 1
-                yield from self.step(g, t, n, i)
-            own = self.build.OWN_OUT or self.fault == "queries"
-            if own:
-                self.empty["q"][g].arrive()
-            yield from self.start("v", i, (t, blocks - 1))
-            yield None
-            self.finish("v", i)
-            if not self.build.OWN_OUT:  # results lie where the queries lay until they are stored
-                self.begin("q", g, t)
-                yield None
-                self.end("q", g)
-            if not own:
-                self.empty["q"][g].arrive()
-            i += 1
-
-    def run(self):
-        play_out([self.loader("k"), self.loader("v"), *map(self.group, self.groups)], self.landing, self.rng)
+FORWARD = (hopper_schedule, hopper_primitives, hopper_forward_kernel)
+BACKWARD = (hopper_schedule, hopper_primitives, hopper_backward_kernel)
+ROWS = WG_ROWS.value
+CORES = 4  # few programs, so that a persistent one has several blocks, and filled by the four heads
+# D, queries, keys, causal, bias
+FORWARDS = {
+    "three consumers": (64, 1100, 600, False, False),
+    "two consumers in ping-pong": (64, 300, 700, True, False),
+    "bias in ping-pong": (64, 300, 500, True, True),
+    "three consumers with a bias": (64, 1100, 300, False, True),
+    "D128": (128, 400, 900, True, False),
+    "D256": (256, 400, 330, False, False),
+    "D256 causal": (256, 260, 330, True, False),
+    "not persistent": (128, 200, 8200, False, False),
+    "more queries than keys": (128, 700, 300, True, False),
+}
 
 
-def plays(seeds, fault=None, **fixed):
-    """Random programs, whose lengths come from the kernel's own order of blocks."""
-    for seed in seeds:
-        rng = random.Random(seed)
-        groups = rng.choice([2, 3])
-        causal, own, turns = (rng.random() < 0.5 for _ in range(3))
-        build = hopper_kernel.Build(groups * 64, 128, 64, rng.choice([2, 3, 4]), causal, False, False, False, True, own,
-                                    turns and groups == 2, 0, 0)  # fmt: skip
-        blocks, reach = rng.randint(1, 5), rng.randint(1, 3)
-        own_visits = visits(1, rng.randint(1, 3), blocks, rng.randint(1, 3), causal)[0]
-        lengths = [1 + block // reach if causal else blocks for _, block in own_visits]
-        yield Play(replace(build, **fixed), lengths, rng, fault)
+def tensors(D, M, N, H=4, Hkv=2):
+    return [torch.empty(1, heads, rows, D, dtype=torch.bfloat16) for heads, rows in ((H, M), (Hkv, N), (Hkv, N))]
 
 
-def test_protocol_neither_locks_nor_overwrites():
-    for play in plays(range(1000)):
-        play.run()
-        assert not any(play.readers.values())
+def forward_launches(D, M, N, causal, biased):
+    """The launch of each tile that is offered."""
+    bias = torch.empty(1, 1, M, N + -N % 8, dtype=torch.bfloat16)[..., :N] if biased else None
+    inputs = AttentionInputs(*tensors(D, M, N), 0.1, right=0 if causal else -1, bias=bias)
+    problem = AttentionProblem.of(inputs, extra=frozenset({"lse"}))._replace(device="cuda:0")
+    with assume(H200._replace(cores=CORES)):
+        return [hopper.forward_launch(inputs, problem, tile)[1] for tile in hopper.tiles(problem)]
 
 
-@pytest.mark.parametrize("fault", ["queries", "keys"])
-def test_play_sees_a_protocol_that_is_wrong(fault):
-    with pytest.raises(AssertionError, match=r"overwritten|holds"):
-        for play in plays(range(200), fault, OWN_OUT=False):
-            play.run()
+def check_forward(play, config, M, N, causal):
+    """Each consumer multiplied its queries with all blocks of keys that they see, last to first, and then with the same
+    blocks of values; returns the queries' first rows by head."""
+    found = []
+    for reads in play.reads.values():
+        products = [(q, k) for q, k in reads if q is not None]
+        values = [v for q, v in reads if q is None]
+        assert [(v[1:]) for v in values] == [k[1:] for _, k in products]
+        assert {k[0] for _, k in products} == {"k_desc"} and {v[0] for v in values} == {"v_desc"}
+        for (_, batch, head, row, _), group in groupby(products, key=lambda product: product[0]):
+            block_end = row // config.BLOCK_M * config.BLOCK_M + config.BLOCK_M
+            end = max(1, min(N, block_end) if causal else N)
+            starts = range((end - 1) // config.BLOCK_N * config.BLOCK_N, -1, -config.BLOCK_N)
+            assert [k for _, k in group] == [("k_desc", batch, head // 2, start, 0) for start in starts]
+            found.append((batch, head, row))
+    return found
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_forward_neither_locks_nor_overwrites(name):
+    D, M, N, causal, biased = FORWARDS[name]
+    for launch in forward_launches(D, M, N, causal, biased):
+        config = launch.args[-1]
+        rounds = range(1 if N > 4096 else 3)
+        for seed in rounds:
+            found = []
+            for program in range(launch.grid[0]):
+                play = play_program(FORWARD, launch, program, random.Random(100 * seed + program))
+                found += check_forward(play, config, M, N, causal)
+            blocks = -(-M // config.BLOCK_M)
+            wanted = {(0, head, row) for head in range(4) for row in range(0, blocks * config.BLOCK_M, ROWS)}
+            assert len(found) == len(wanted) and set(found) == wanted
+
+
+def test_the_forwards_played_are_of_every_kind():
+    configs = [launch.args[-1] for case in FORWARDS.values() for launch in forward_launches(*case)]
+    for name in ("CAUSAL", "BIAS", "PERSISTENT", "EPILOGUE_SMEM", "PINGPONG"):
+        assert {getattr(config, name) for config in configs} == {True, False}, name
+    assert {config.BLOCK_M // ROWS for config in configs} == {2, 3}
+    assert any(config.PERSISTENT and not config.EPILOGUE_SMEM for config in configs)
+
+
+BACKWARDS = {
+    "D64": (64, 300, 400, -1, -1),
+    "D64 causal": (64, 300, 300, -1, 0),
+    "D128 window": (128, 300, 500, 100, 50),
+    "D256": (256, 200, 300, -1, -1),
+    "D256 causal": (256, 300, 300, -1, 0),
+}
+
+
+def backward_launches(D, M, N, left, right):
+    inputs = AttentionInputs(*tensors(D, M, N), 0.1, left=left, right=right)
+    problem = AttentionProblem.of(inputs, "backward")._replace(device="cuda:0")
+    results = Results(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3]))
+    launches = []
+    with assume(H200):
+        for tile in hopper.tiles(problem):
+            upstream = Results(torch.empty_like(inputs.q), None)
+            launches += hopper_backward.backward_launches(inputs, results, upstream, problem, tile)[1][1:]
+    return launches
+
+
+def visible_blocks(config, row, heads, sizes, band):
+    """The blocks (head, start) that stream by the block of rows at `row`, in order."""
+    (M, N), (left, right) = sizes, band
+    length, near, far = (M, right, left) if config.OVER_KEYS else (N, left, right)
+    begin = 0 if near < 0 else max(row - near, 0) // config.BLOCK_INNER
+    end = length if far < 0 else min(length, row + config.BLOCK_OUTER + far)
+    return [(head, start * config.BLOCK_INNER) for head in heads
+            for start in range(begin, max(begin, -(-end // config.BLOCK_INNER)))]  # fmt: skip
+
+
+def check_backward(play, config, sizes, band):
+    """Each consumer multiplied its rows with what streams by and they see; returns the rows' first by head."""
+    found = set()
+    for reads in play.reads.values():
+        scores = [(a, x) for a, x in reads if a is not None and a[0] == "a"]
+        others = [(b, y) for b, y in reads if b is not None and b[0] == "b"]
+        sums = [operand for a, operand in reads if a is None]
+        streamed = [x[1:] for _, x in scores]
+        assert [y[1:] for _, y in others] == (streamed if config.GRAD_A else [])
+        assert [x[1:] for x in sums if x[0] == "x"] == (streamed if config.GRAD_A else [])
+        assert [y[1:] for y in sums if y[0] == "y"] == (streamed if config.GRAD_B else [])
+        for (_, batch, head, row, _), group in groupby(scores, key=lambda product: product[0]):
+            heads = (2 * head, 2 * head + 1) if config.OVER_KEYS else (head // 2,)
+            wanted = visible_blocks(config, row // config.BLOCK_OUTER * config.BLOCK_OUTER, heads, sizes, band)
+            assert [x for _, x in group] == [("x", batch, other, start, 0) for other, start in wanted]
+            found.add((batch, head, row))
+    return found
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_the_backward_neither_locks_nor_overwrites(name):
+    D, M, N, left, right = BACKWARDS[name]
+    for launch in backward_launches(D, M, N, left, right):
+        config = launch.args[-1]
+        rows, heads = (N, 2) if config.OVER_KEYS else (M, 4)
+        for seed in range(3):
+            found = set()
+            for program in range(launch.grid[0]):
+                play = play_program(BACKWARD, launch, program, random.Random(100 * seed + program))
+                found |= check_backward(play, config, (M, N), (left, right))
+            outer = config.BLOCK_OUTER
+            wanted = {
+                (0, head, row)
+                for head in range(heads)
+                for row in range(0, -(-rows // outer) * outer, ROWS)
+                if visible_blocks(config, row // outer * outer, (0,), (M, N), (left, right))
+            }
+            assert found == wanted
+
+
+# A change of the kernel's text that makes it wrong, and what its play then says.
+KEYS_RELEASED_EARLY = (
+    "    s = warpgroup_mma_wait(1, deps=[s])\n    release_stage(bars.k_empty, i, CONFIG)\n",
+    "    release_stage(bars.k_empty, i, CONFIG)\n    s = warpgroup_mma_wait(1, deps=[s])\n",
+)
+QUERIES_RELEASED_EARLY = (
+    "    if CONFIG.EPILOGUE_SMEM:\n        mbarrier.arrive(bars.q_empty",
+    "    if True:\n        mbarrier.arrive(bars.q_empty",
+)
+OTHER_VALUES = (
+    "    return warpgroup_mma(p, v.index(stage)",
+    "    return warpgroup_mma(p, v.index((i + 1) % CONFIG.STAGES)",
+)
+NOBODY_BEGINS = ("    if WG == CONFIG.BLOCK_M // WG_ROWS - 1:\n        ping_pong_signal(WG, CONFIG)\n", "")
+NO_FENCE = ("descs.out.dtype))\n    fence_async_shared()\n", "descs.out.dtype))\n")
+FORWARD_FAULTS = {
+    "keys given back before the product has read them": ("D128", KEYS_RELEASED_EARLY, "overwritten"),
+    "values of another stage": ("D128", OTHER_VALUES, "read before|overwritten"),
+    "queries given back too early": ("D256", QUERIES_RELEASED_EARLY, "overwritten|too many|read before"),
+    "no bytes of the bias": ("bias in ping-pong", ("i, beside, CONFIG)", "i, 0, CONFIG)"), "read before|wait"),
+    "nobody begins in ping-pong": ("two consumers in ping-pong", NOBODY_BEGINS, "all wait for each other"),
+    "no fence before the results are copied": ("D128", NO_FENCE, "no fence"),
+    "one arrival for all consumers": ("D128", ("(STAGES, NUM_WGS)", "(STAGES, 1)"), "too many|overwritten|wait"),
+}
+
+
+def plays_of(launches, modules, change, seeds):
+    for seed in range(seeds):
+        for launch in launches:
+            for program in range(launch.grid[0]):
+                play_program(modules, launch, program, random.Random(seed), (change,))
+
+
+@pytest.mark.parametrize("name", FORWARD_FAULTS)
+def test_a_play_sees_a_forward_that_is_wrong(name):
+    case, change, said = FORWARD_FAULTS[name]
+    with pytest.raises(AssertionError, match=said):
+        plays_of(forward_launches(*FORWARDS[case])[:1], FORWARD, change, 20)
+
+
+X_RELEASED_EARLY = (
+    "        s = warpgroup_mma_wait(1, deps=[s])\n",
+    "        s = warpgroup_mma_wait(1, deps=[s])\n        release_stage(bars.x_empty, i, CONFIG)\n",
+)
+
+
+def test_a_play_sees_a_backward_that_is_wrong():
+    """x given back behind S, though dS will be multiplied by it."""
+    with pytest.raises(AssertionError, match=r"overwritten|too many|read before"):
+        plays_of(backward_launches(*BACKWARDS["D64"])[:1], BACKWARD, X_RELEASED_EARLY, 20)
+
+
+def test_a_change_is_found_in_the_text():
+    """Else the tests above would play the kernel as it is."""
+
+    for modules, changes in (
+        (FORWARD, [change for _, change, _ in FORWARD_FAULTS.values()]),
+        (BACKWARD, [X_RELEASED_EARLY]),
+    ):
+        text = "".join(map(inspect.getsource, modules))
+        assert all(old in text for old, _ in changes), [old for old, _ in changes if old not in text]

@@ -275,6 +275,9 @@ def test_a_tensor_in_two_fields_is_given_once(device):
     found = again(*read_of(others))
     flash.record((others,), problem, tile)
     same_launches(called, ordinary[1:], read_of(others), found)
+    called.clear()
+    assert again(*others[:3]) is None
+    assert not called
 
 
 def test_two_tensors_at_one_address_are_not_recorded(device):

@@ -103,12 +103,12 @@ def paged_inputs(dropout_p=0.0):
     return build_paged(draw.normal(1, 1, 8, 128), keys, values, Pages(table, lengths), options)
 
 
-BOTH = {"forward_kernel", "delta_kernel", "keys_kernel", "queries_kernel"}
+BOTH = {"forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"}
 # Cases that between them launch every kernel of a forward and a backward, and which they launch.
 EVERYWHERE = {
     "causal_float32": (lambda: make_inputs(sized(64, dtype=torch.float32, mask="causal")), BOTH),
     "bias": (lambda: make_inputs(sized(64, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
-    "segments": (lambda: make_inputs(sized(64, mask="segments", dtype=torch.float16)), {*BOTH, "spans_kernel"}),
+    "segments": (lambda: make_inputs(sized(64, mask="segments", dtype=torch.float16)), {*BOTH, "block_ranges_kernel"}),
 }
 
 

@@ -101,12 +101,17 @@ def _dense_again(inputs: AttentionInputs, learning: bool) -> Callable[..., tuple
 
 
 def _refilling(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Results | Gradients]:
-    """What runs a call of any kind again: the pass itself, with other tensors in the same places."""
+    """What runs a call of any kind again: the pass itself, with other tensors in the same places; None where there are
+    more or fewer of them."""
     refill, count = refill_of(tensors[0]), len(read_of(tensors[0]))
     if len(tensors) == 1:
-        return lambda *given: forward(refill(given), problem, tile)
+        return lambda *given: forward(refill(given), problem, tile) if len(given) == count else None
 
-    def again(*given: Tensor) -> Gradients:
+    expected = count + 3 + (tensors[2].lse is not None)
+
+    def again(*given: Tensor) -> Gradients | None:
+        if len(given) != expected:
+            return None
         out, lse, grad_out, *grad_lse = given[count:]
         upstream = Results(grad_out, grad_lse[0] if grad_lse else None)
         return backward(refill(given), Results(out, lse), upstream, problem, tile)

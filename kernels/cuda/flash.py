@@ -51,8 +51,8 @@ def record(
     if is_empty(inputs, problem):
         return results, None
     if heads_are_rows(inputs.q, problem) or inputs.q_segments is not None or len(read_of(inputs)) < 3:
-        refill = refill_of(inputs)
-        return results, lambda *given: forward(refill(given), problem, tile)
+        refill, count = refill_of(inputs), len(read_of(inputs))
+        return results, lambda *given: forward(refill(given), problem, tile) if len(given) == count else None
     if is_banded(problem):
         return results, banded_again(inputs)
     plain, scale = operators()[0], inputs.scale

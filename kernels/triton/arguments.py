@@ -1,4 +1,4 @@
-"""From AttentionInputs to what kernels take; what calls of one problem share is made once (prepared.py)."""
+"""From AttentionInputs to what kernels take. What calls of one problem share is made once (prepared.py)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdpa import packing
-from sdpa.kernels.triton.halves import LIFT
-from sdpa.kernels.triton.launch import Launch, Pass
-from sdpa.kernels.triton.nouns import (
+from sdpa.kernels.triton.block_ranges import BlockRanges, Ids, find_block_ranges
+from sdpa.kernels.triton.float16_parts import P_EXPONENT
+from sdpa.kernels.triton.kernel_arguments import (
     FLAG,
     AllStrides,
-    Build,
-    Dense,
-    DenseBuild,
+    DenseConfig,
+    DenseStrides,
     Dropout,
-    Fixed,
-    Mask,
+    KernelArgs,
+    KernelConfig,
+    LoopOver,
+    MaskArgs,
     Pages,
-    Prepared,
-    Segments,
-    Side,
+    PerBatch,
+    PreparedArgs,
     Sizes,
     Strides,
 )
+from sdpa.kernels.triton.launch import Launch, Pass
 from sdpa.kernels.triton.prepared import PREPARED
-from sdpa.kernels.triton.spans import Ids, Spans, find_spans
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import empty_as
 from sdpa.problem import (
@@ -44,14 +44,14 @@ from sdpa.problem import (
     read_of,
 )
 
-# The bulk copy engine wants addresses and strides in multiples of 16 bytes.
+# TMA wants addresses and strides in multiples of 16 bytes.
 DESCRIPTOR_ALIGNMENT = BULK_BYTES
-MIN_BLOCK = 16  # the tensor cores' smallest side
+MIN_BLOCK = 16  # the smallest side of a tensor core's product
 # Share of the L2 cache that the keys and values of one section of heads may fill.
 L2_SHARE = 0.4
 
-# Loops that step over blocks, for which it pays to find beforehand which of them meet.
-SPANNED = (Side.KEYS, Side.QUERIES)
+# Loops over blocks, for which block ranges pay.
+RANGED = (LoopOver.KEYS, LoopOver.QUERIES)
 
 # The fields of AttentionInputs that are tensors of the mask.
 FIRST_OPTION, END_OPTIONS = AttentionInputs._fields.index("bias"), AttentionInputs._fields.index("softcap")
@@ -61,8 +61,10 @@ DENSE_FIELDS = ("q_segments", "k_segments", "alibi", "sinks")
 
 
 def readable(inputs: AttentionInputs) -> AttentionInputs:
-    """`inputs` with contiguous copies of the small tensors that kernels could not read as they lie in memory; one copy
-    where two fields hold the same tensor, and the same tensors where nothing needs be copied."""
+    """`inputs` with contiguous copies of the small tensors that kernels cannot read as they lie in memory.
+
+    Two fields that hold the same tensor share a copy. What needs no copy is the same tensor as before.
+    """
     copies: dict[str, Tensor] = {}
     for name in DENSE_FIELDS:
         tensor = getattr(inputs, name)
@@ -72,10 +74,10 @@ def readable(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(**copies) if copies else inputs
 
 
-def prepare(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, grad_out: Tensor | None = None
-) -> tuple[Prepared, list[Launch]]:
-    """Arguments of a kernel whose loop runs over `side`, and the launches that must come before it."""
+def kernel_args(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: LoopOver, grad_out: Tensor | None = None
+) -> tuple[KernelArgs, list[Launch]]:
+    """The arguments of a kernel whose loop runs over `side`, and the launches that must come before it."""
     q, k, v = inputs[:3]
     options = [t for t in (*inputs[FIRST_OPTION:END_OPTIONS], *inputs[FIRST_LATER:]) if isinstance(t, Tensor)]
     target = target_of(problem.device)
@@ -89,39 +91,44 @@ def prepare(
         key = (*key, inputs.dropout_p, *map(form, options))
     aligned = addresses % DESCRIPTOR_ALIGNMENT == 0
     key = (*key, aligned)
-    fixed = PREPARED.get(key, fix, inputs, problem, tile, side, grad_out, aligned)
-    mask, launches = (fixed.mask, []) if not options else mask_of(inputs, problem, tile, side, fixed)
+    prepared = PREPARED.get(key, prepare_args, inputs, problem, tile, side, grad_out, aligned)
+    mask, launches = (prepared.mask, []) if not options else mask_of(inputs, problem, tile, side, prepared)
     if mask is None:
-        mask = fixed.mask = mask_of(inputs, problem, tile, side, fixed)[0]
+        mask = prepared.mask = mask_of(inputs, problem, tile, side, prepared)[0]
     tensors = (q, k, v, grad_out, inputs.bias, None if inputs.allowed is None else inputs.allowed.view(torch.uint8))
-    given = map(describe, fixed.descriptors, tensors)
-    prepared = Prepared(*given, fixed.strides, fixed.sizes, mask, inputs.sinks, dropout_of(inputs), fixed.build)
-    return prepared, launches
+    given = map(describe, prepared.descriptors, tensors)
+    args = KernelArgs(*given, prepared.strides, prepared.sizes, mask, inputs.sinks, dropout_of(inputs), prepared.config)
+    return args, launches
 
 
 def form(tensor: Tensor) -> tuple:
-    """What a kernel is compiled for in a tensor of the mask."""
+    """What a kernel is compiled for in a tensor of the mask: sizes, strides, dtype and alignment."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
 
 
-def fix(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, grad_out: Tensor | None, aligned: bool
-) -> Fixed:
-    copies = target_of(problem.device).has_bulk_copy and side is not Side.SPLIT_KEYS
+def prepare_args(
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    tile: Tile,
+    side: LoopOver,
+    grad_out: Tensor | None,
+    aligned: bool,
+) -> PreparedArgs:
+    copies = target_of(problem.device).has_tma and side is not LoopOver.SPLIT_KV
     allowed = None if inputs.allowed is None else inputs.allowed.view(torch.uint8)
     rows, dense = (*inputs[:3], grad_out), (inputs.bias, allowed)
-    described = copies and aligned and all(t is None or describable(t) for t in rows)
+    described = copies and aligned and all(t is None or fits_tma(t) for t in rows)
     full = [copies and is_full(t, inputs) for t in dense]
-    build = build_of(inputs, problem, tile, side)._replace(
-        DESCRIBED=described,
-        BIAS=None if inputs.bias is None else dense_build(inputs.bias, full[0]),
-        ALLOWED=None if allowed is None else dense_build(allowed, full[1]),
+    config = config_of(inputs, problem, tile, side)._replace(
+        TMA=described,
+        BIAS=None if inputs.bias is None else dense_config(inputs.bias, full[0]),
+        ALLOWED=None if allowed is None else dense_config(allowed, full[1]),
     )
     M, N, scores = tile.BLOCK_M, tile.BLOCK_N, (tile.BLOCK_M, tile.BLOCK_N)
-    shapes = ((M, build.BLOCK_D), (N, build.BLOCK_D), (N, build.BLOCK_DV), (M, build.BLOCK_DV), scores, scores)
+    shapes = ((M, config.BLOCK_D), (N, config.BLOCK_D), (N, config.BLOCK_DV), (M, config.BLOCK_DV), scores, scores)
     chosen = [described and t is not None for t in rows] + full
-    return Fixed(
-        build,
+    return PreparedArgs(
+        config,
         sizes_of(inputs, problem, tile, side),
         AllStrides(*(None if t is None else strides_of(t) for t in rows)),
         *(None if t is None else dense_of(t, on) for t, on in zip(dense, full, strict=True)),
@@ -130,19 +137,22 @@ def fix(
 
 
 def is_full(mask: Tensor | None, inputs: AttentionInputs) -> bool:
-    """A dense mask with all rows and columns, in strides that a descriptor can hold."""
+    """Whether a dense mask has all rows and columns, in strides that TMA can follow."""
     if mask is None or mask.shape[2:] != (inputs.q.shape[2], inputs.k.shape[2]):
         return False
-    return mask.stride(3) == 1 and mask.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 and describable(mask)
+    return mask.stride(3) == 1 and mask.data_ptr() % DESCRIPTOR_ALIGNMENT == 0 and fits_tma(mask)
 
 
-def dense_build(mask: Tensor, described: bool) -> DenseBuild:
-    return DenseBuild(mask.shape[2] > 1, mask.shape[3] > 1, described)
+def dense_config(mask: Tensor, described: bool) -> DenseConfig:
+    return DenseConfig(mask.shape[2] > 1, mask.shape[3] > 1, described)
 
 
 def empty_results(inputs: AttentionInputs, problem: AttentionProblem) -> Results:
-    """Results to be filled, with a log-sum-exp where it is asked for. Rows behind the last packed sequence are the
-    forward kernel's to clear; those behind a sequence's own length are what a row gets that sees no key."""
+    """Results to be filled, with a log-sum-exp where it is asked for.
+
+    The forward kernel clears the rows behind the last packed sequence. The rows behind a sequence's own length hold
+    already what a row gets that sees no key.
+    """
     q = inputs.q
     out = empty_as(q, inputs.v.shape[3])
     wanted = "lse" in problem.features
@@ -152,12 +162,12 @@ def empty_results(inputs: AttentionInputs, problem: AttentionProblem) -> Results
 
 
 def has_rows_behind(inputs: AttentionInputs) -> bool:
-    """Whether no program of a forward writes some packed rows: those behind a sequence's own length, or all."""
+    """Whether no program of a forward writes some packed rows: those behind a sequence's own length, or all of them."""
     return inputs.cu_q is not None and (inputs.q_lengths is not None or inputs.cu_q.shape[0] == 1)
 
 
 def fills_of(inputs: AttentionInputs) -> tuple[tuple[int, float], ...] | None:
-    """What `empty_results` holds before the launches, by place; None where it takes more than a number."""
+    """(number of a result, what it holds before the launches). None where a sink makes that more than a number."""
     if not has_rows_behind(inputs):
         return ()
     return None if inputs.sinks is not None else ((0, 0.0), (1, -torch.inf))
@@ -169,14 +179,14 @@ def forward_results(read: Sequence[Tensor], made: Sequence[Tensor]) -> Results:
 
 
 def forward_output(read: Sequence[Tensor], made: Sequence[Tensor]) -> Results:
-    """The same without one."""
+    """Results of the first tensor that a forward made, without a log-sum-exp."""
     return tuple.__new__(Results, (made[0], None))
 
 
 def forward_pass_of(
     given: tuple[Tensor, ...], read: AttentionInputs, results: Results, launches: list[Launch], scratch: tuple
 ) -> Pass:
-    """The pass of a forward's launches, which fill `results` and the tensors `scratch`."""
+    """The pass of a forward's launches. They fill `results` and the tensors `scratch`."""
     fills, finish = fills_of(read), forward_results
     if results.lse is None:
         results, finish = results[:1], forward_output
@@ -188,11 +198,11 @@ def strides_of(tensor: Tensor) -> Strides:
     return Strides(*tensor.stride()[:3])
 
 
-def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side) -> Sizes:
+def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: LoopOver) -> Sizes:
     p = problem
-    if side is Side.SPLIT_KEYS:
+    if side is LoopOver.SPLIT_KV:
         blocks, entries = -(-p.M * p.G // tile.BLOCK_M), p.B * p.Hkv
-    elif side is not Side.QUERIES:
+    elif side is not LoopOver.QUERIES:
         blocks, entries = -(-p.M // tile.BLOCK_M), p.B * p.H
     else:
         blocks, entries = -(-p.N // tile.BLOCK_N), p.B * p.Hkv
@@ -200,7 +210,10 @@ def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, sid
 
 
 def section_of(problem: AttentionProblem, entries: int) -> int:
-    """Heads whose keys and values share the L2 cache; 1 where all blocks take equally long."""
+    """How many heads lie side by side in the grid, so that their keys and values share the L2 cache.
+
+    It is 1 where all blocks take equally long.
+    """
     if "band" not in problem.features:
         return 1
     size = problem.N * (problem.D + problem.Dv) * problem.dtype.itemsize
@@ -208,36 +221,36 @@ def section_of(problem: AttentionProblem, entries: int) -> int:
     return min(entries, max(1, fitting) * problem.G)
 
 
-def build_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side) -> Build:
+def config_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: LoopOver) -> KernelConfig:
     D, Dv = problem.D, problem.Dv
-    spans = has_spans(inputs, side)
+    block_ranges = has_block_ranges(inputs, side)
     left, right = (None if reach == UNLIMITED else reach for reach in (inputs.left, inputs.right))
-    near, far = (right, left) if side is Side.QUERIES else (left, right)
-    length, block = (problem.M, tile.BLOCK_M) if side is Side.QUERIES else (problem.N, tile.BLOCK_N)
+    near, far = (right, left) if side is LoopOver.QUERIES else (left, right)
+    length, block = (problem.M, tile.BLOCK_M) if side is LoopOver.QUERIES else (problem.N, tile.BLOCK_N)
     lengths = any(t is not None for t in (inputs.k_lengths, inputs.q_lengths, inputs.cu_q))
     everywhere = asks_everywhere(inputs, side)
-    structured = far is not None or lengths or spans or inputs.prefix is not None or everywhere
-    parts = halves(problem) if side is Side.KEYS else 0
-    return Build(
+    structured = far is not None or lengths or block_ranges or inputs.prefix is not None or everywhere
+    parts = float16_parts_of(problem) if side is LoopOver.KEYS else 0
+    return KernelConfig(
         tile.BLOCK_M,
         tile.BLOCK_N,
         D,
         Dv,
         block_size(D),
         block_size(Dv),
-        DESCRIBED=False,
+        TMA=False,
         PRECISION=precision(problem),
-        MODIFIED=inputs.scale <= 0 or inputs.softcap != 0.0 or inputs.bias is not None or inputs.alibi is not None,
+        SCORE_MOD=inputs.scale <= 0 or inputs.softcap != 0.0 or inputs.bias is not None or inputs.alibi is not None,
         LENGTHS=lengths,
         PACKED=inputs.cu_q is not None,
-        REVERSED=side is Side.KEYS and right is not None,
-        LEADING=near is not None or spans,
+        REVERSED=side is LoopOver.KEYS and right is not None,
+        LEADING=near is not None or block_ranges,
         FULL=not everywhere,
         TRAILING=structured or length % block != 0,
         BIAS=None,
         ALLOWED=None,
-        HALVES=parts,
-        LIFT=LIFT if parts else 0,
+        FLOAT16_PARTS=parts,
+        P_EXPONENT=P_EXPONENT if parts else 0,
     )
 
 
@@ -246,35 +259,43 @@ def block_size(size: int) -> int:
 
 
 def precision(problem: AttentionProblem) -> str:
-    """How float32 products are made that are not of halves (see below), by parts of bfloat16: six products of three
-    keep float32's accuracy and, on an H200, took less time and erred less than three TF32 products; three of two stand
-    for TF32, with a tenth of its error in as much time (the matrix units cut float32 off, and rounded before, it is no
-    faster). CDNA has float32 matrix units, and so has the interpreter."""
+    """How float32 products are made where float16 parts are not used (see `float16_parts_of`).
+
+    Six products of three bfloat16 parts keep float32's accuracy. On an H200 they took less time and erred less than
+    three TF32 products. Three products of two parts stand for TF32, with a tenth of its error in as much time: tensor
+    cores cut float32 off, and rounding it first is no faster. CDNA and the interpreter multiply float32 as it is.
+    """
     if problem.dtype != torch.float32 or knobs.runtime.interpret or target_of(problem.device).backend == "hip":
         return "ieee"
     return "bf16x3" if problem.tf32 else "bf16x6"
 
 
-def halves(problem: AttentionProblem) -> int:
-    """Parts of float32 operands in a forward's products: two hold float32, one TF32 (halves.py); 0 is for none."""
+def float16_parts_of(problem: AttentionProblem) -> int:
+    """Into how many float16 parts a forward cuts float32 operands (float16_parts.py): two hold float32, one holds TF32.
+
+    0 stands for no parts.
+    """
     if (problem.direction, problem.dtype) != ("forward", torch.float32) or target_of(problem.device).backend == "hip":
         return 0
     return 1 if problem.tf32 else 2
 
 
-def describable(tensor: Tensor) -> bool:
+def fits_tma(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and has_bulk_strides(tensor)
 
 
 def descriptor_of(tensor: Tensor, block: int, size: int) -> dict:
-    """Descriptor of (B, H, rows, size) read by [1, 1, block, size]; a dimension of one needs no true stride."""
+    """The fields of a tensor descriptor of (B, H, rows, size), read in blocks [1, 1, block, size], but for the address.
+
+    A dimension of one needs no true stride.
+    """
     unit = DESCRIPTOR_ALIGNMENT // tensor.element_size()
     strides = [unit if n == 1 else s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
     return vars(TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, block, size])) | {"base": None}
 
 
 def describe(fields: dict | None, tensor: Tensor | None) -> TensorDescriptor | Tensor | None:
-    """A checked descriptor with another address; the tensor itself where there is none."""
+    """The descriptor of these fields at another address. The tensor itself where it has no descriptor."""
     if fields is None:
         return tensor
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
@@ -283,11 +304,11 @@ def describe(fields: dict | None, tensor: Tensor | None) -> TensorDescriptor | T
 
 
 def mask_of(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: Side, fixed: Fixed
-) -> tuple[Mask, list[Launch]]:
-    """The mask as kernels take it, and the launches that find its spans."""
-    spans, launches = spans_of(inputs, tile, side) if has_spans(inputs, side) else (None, [])
-    mask = Mask(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: LoopOver, prepared: PreparedArgs
+) -> tuple[MaskArgs, list[Launch]]:
+    """The mask as kernels take it, and the launches that find its block ranges."""
+    block_ranges, launches = block_ranges_of(inputs, tile, side) if has_block_ranges(inputs, side) else (None, [])
+    mask = MaskArgs(
         left=None if inputs.left == UNLIMITED else inputs.left,
         right=None if inputs.right == UNLIMITED else inputs.right,
         bottom_right=FLAG if problem.bottom_right else None,
@@ -297,22 +318,22 @@ def mask_of(
         cu_q=inputs.cu_q,
         cu_k=inputs.cu_k,
         pages=pages_of(inputs),
-        q_segments=ids_of(inputs.q_segments),
-        k_segments=ids_of(inputs.k_segments),
-        key_spans=None if side is Side.QUERIES else spans,
-        query_spans=spans if side is Side.QUERIES else None,
-        alibi=ids_of(inputs.alibi),
-        bias=fixed.bias,
-        allowed=fixed.allowed,
+        q_segments=per_batch(inputs.q_segments),
+        k_segments=per_batch(inputs.k_segments),
+        key_ranges=None if side is LoopOver.QUERIES else block_ranges,
+        query_ranges=block_ranges if side is LoopOver.QUERIES else None,
+        alibi=per_batch(inputs.alibi),
+        bias=prepared.bias,
+        allowed=prepared.allowed,
         dense=FLAG if asks_everywhere(inputs, side) else None,
         softcap=inputs.softcap or None,
     )
     return mask, launches
 
 
-def asks_everywhere(inputs: AttentionInputs, side: Side) -> bool:
-    """Whether no block can do without the dense mask or the ids, because nobody looked for their spans."""
-    if side not in SPANNED:
+def asks_everywhere(inputs: AttentionInputs, side: LoopOver) -> bool:
+    """Whether every block must read the dense mask or the ids, because no block ranges were found for them."""
+    if side not in RANGED:
         return inputs.allowed is not None or inputs.q_segments is not None
     return inputs.allowed is not None and not masks_keys_only(inputs)
 
@@ -323,44 +344,44 @@ def pages_of(inputs: AttentionInputs) -> Pages | None:
 
 
 def masks_keys_only(inputs: AttentionInputs) -> bool:
-    """A (B|1, H|1, 1, N) mask, each row of which lies dense in memory: its spans can be found beforehand."""
+    """Whether the mask is (B|1, H|1, 1, N) with a last stride of 1, so that block ranges can be found for it."""
     allowed = inputs.allowed
     if allowed is None or inputs.q_segments is not None:
         return False
     return allowed.shape[2] == 1 and allowed.shape[3] == inputs.k.shape[2] and allowed.stride(3) == 1
 
 
-def has_spans(inputs: AttentionInputs, side: Side) -> bool:
-    return side in SPANNED and (inputs.q_segments is not None or masks_keys_only(inputs))
+def has_block_ranges(inputs: AttentionInputs, side: LoopOver) -> bool:
+    return side in RANGED and (inputs.q_segments is not None or masks_keys_only(inputs))
 
 
-def spans_of(inputs: AttentionInputs, tile: Tile, side: Side) -> tuple[Spans, list[Launch]]:
+def block_ranges_of(inputs: AttentionInputs, tile: Tile, side: LoopOver) -> tuple[BlockRanges, list[Launch]]:
     M, N = inputs.q.shape[2], inputs.k.shape[2]
     if inputs.q_segments is not None:
-        q, k = ids_of(inputs.q_segments), ids_of(inputs.k_segments)
+        q, k = per_batch(inputs.q_segments), per_batch(inputs.k_segments)
         entries = (max(len(inputs.q_segments), len(inputs.k_segments)), 1)
         queries, keys = Ids(q.pointer, q.batch, 0, M), Ids(k.pointer, k.batch, 0, N)
     else:
         mask = inputs.allowed.view(torch.uint8)
         dense, entries = dense_of(mask, False), mask.shape[:2]
         queries, keys = Ids(None, 0, 0, M), Ids(mask, dense.batch, dense.head, N)
-    own, other, block = (keys, queries, tile.BLOCK_N) if side is Side.QUERIES else (queries, keys, tile.BLOCK_M)
-    spans, launch = find_spans(own, other, entries, block, inputs.q.device)
-    return spans, [launch]
+    own, other, block = (keys, queries, tile.BLOCK_N) if side is LoopOver.QUERIES else (queries, keys, tile.BLOCK_M)
+    block_ranges, launch = find_block_ranges(own, other, entries, block, inputs.q.device)
+    return block_ranges, [launch]
 
 
-def ids_of(values: Tensor | None) -> Segments | None:
-    """(B|1, positions) with its batch stride."""
+def per_batch(values: Tensor | None) -> PerBatch | None:
+    """A tensor (B|1, positions) with its batch stride, which is 0 where all entries share a row."""
     if values is None:
         return None
-    return Segments(values, values.stride(0) if values.shape[0] > 1 else 0)
+    return PerBatch(values, values.stride(0) if values.shape[0] > 1 else 0)
 
 
-def dense_of(mask: Tensor, described: bool) -> Dense:
+def dense_of(mask: Tensor, described: bool) -> DenseStrides:
     batch, head, row, column = (stride if n > 1 else 0 for n, stride in zip(mask.shape, mask.stride(), strict=True))
     if described:
-        return Dense(int(mask.shape[0] > 1), int(mask.shape[1] > 1), row, column)
-    return Dense(batch, head, row, column)
+        return DenseStrides(int(mask.shape[0] > 1), int(mask.shape[1] > 1), row, column)
+    return DenseStrides(batch, head, row, column)
 
 
 def dropout_of(inputs: AttentionInputs) -> Dropout | None:

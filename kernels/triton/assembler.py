@@ -1,8 +1,8 @@
 """Which assembler makes Hopper's machine code of what Triton compiles.
 
-ptxas 12.8, which Triton 3.6 takes for Hopper, can lose a uniform register: where the bulk engine's copy comes under a
-condition, it puts the copy's address into the register of a later product's shared-memory descriptor, and the product
-reads wherever that points (seen on an H200 as illegal addresses, first in the forward with lengths at D = 40, Dv = 24).
+ptxas 12.8, which Triton 3.6 takes for Hopper, can lose a uniform register: where a TMA copy comes under a condition, it
+puts the copy's address into the register of a later product's shared-memory descriptor, and the product reads wherever
+that points (seen on an H200 as illegal addresses, first in the forward with lengths at D = 40, Dv = 24).
 ptxas 12.9, which the same Triton brings for Blackwell, does not do so, and it knows Hopper as well.
 """
 
@@ -19,7 +19,7 @@ from triton import knobs
 from sdpa.kernels.triton.target import HOPPER
 
 SOUND = (12, 9)
-# ptxas' own default, said aloud: Triton files what it made under its options, and must not take what the other
+# The default of ptxas, given explicitly. Triton keeps what it made under its options, and must not take what the other
 # assembler made of the same kernel for this one's.
 MARK = {"ptx_options": "--opt-level 3"}
 LOCK = threading.RLock()

@@ -1,7 +1,8 @@
-"""The backward: delta, then dK and dV by blocks of keys, then dQ by blocks of queries; no atomics, the same bits twice.
+"""The backward kernels: delta, then dK and dV by blocks of keys, then dQ by blocks of queries.
 
 The probabilities are computed again from the log-sum-exp (FlashAttention-2; Dao, 2023). Blocks of keys work on
-transposed scores, so that P^T and dS^T go into their products from registers.
+transposed scores, so that P^T and dS^T go into their products from registers. There are no atomics, so a call gives
+the same bits twice.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, prepare, readable, strides_of
+from sdpa.kernels.triton.arguments import block_size, kernel_args, readable, strides_of
 from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
+from sdpa.kernels.triton.block_ranges import range_tables
+from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import (
-    Spot,
+    TileCoords,
     cap_slope,
     capped,
-    key_span,
     memory_batch,
-    modified,
-    place_of,
-    query_span,
+    score_mod,
+    seqlen_info,
     visible,
+    visited_keys,
+    visited_queries,
 )
-from sdpa.kernels.triton.nouns import Rows, Side
 from sdpa.kernels.triton.primitives import (
     LOG2E,
     Operands,
-    Stretch,
+    RowRange,
     clear_behind,
-    keep_tile,
+    dropout_keep,
     load_lse,
     load_rows,
     locate,
@@ -42,7 +44,6 @@ from sdpa.kernels.triton.primitives import (
     store_rows,
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
-from sdpa.kernels.triton.spans import tables_of
 from sdpa.kernels.triton.tiles import Part, passes, queries_tile
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
@@ -53,16 +54,16 @@ DELTA, BASE2 = 4, 5  # places among the arguments of its kernel
 FIRST_DELTA = 3  # the place of delta among the tensors that a backward makes, behind the gradients of q, k and v
 
 
-class KeyBlock(NamedTuple):
-    """A block of keys, which stays while queries stream."""
+class KeyTile(NamedTuple):
+    """A block of keys, which stays on chip while queries stream."""
 
     k: tl.tensor  # [BLOCK_N, BLOCK_D]
     v: tl.tensor  # [BLOCK_N, BLOCK_DV]; the keys again where dK is not wanted
     column: tl.tensor
 
 
-class QueryBlock(NamedTuple):
-    """A block of queries and what belongs to it, which stay while keys stream."""
+class GradQueryTile(NamedTuple):
+    """A block of queries and what belongs to it, which stay on chip while keys stream."""
 
     q: tl.tensor  # [BLOCK_M, BLOCK_D]
     grad_out: tl.tensor  # [BLOCK_M, BLOCK_DV]
@@ -76,14 +77,14 @@ def delta_kernel(out, grad_out, lse, grad_lse, delta, base2, out_strides, grad_s
                  DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """delta [B, H, width] = rowsum(out * grad_out) - grad_lse, and 0 behind the first `rows`. Grid: blocks * B * H.
 
-    base2 [B, H, width], where wanted: lse in base 2, infinite where there is no row or the row sees no key, so that its
-    probabilities are 0.
+    base2 [B, H, width], where wanted, is lse in base 2. It is infinite where there is no row or the row sees no key, so
+    that the row's probabilities are 0.
     """
     blocks = tl.cdiv(width, BLOCK)
     entry = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK
     batch, head = entry // H, entry % H
-    at = Stretch(batch, head, start, rows)
+    at = RowRange(batch, head, start, rows)
     o = load_rows(out, out_strides, at, DV, BLOCK, BLOCK_DV, False, True)
     g = load_rows(grad_out, grad_strides, at, DV, BLOCK, BLOCK_DV, False, True)
     total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
@@ -94,190 +95,191 @@ def delta_kernel(out, grad_out, lse, grad_lse, delta, base2, out_strides, grad_s
     if base2 is not None:
         row_lse = tl.load(lse + source, mask=offsets < rows, other=float("-inf"))
         dead = row_lse == float("-inf")
-        total = tl.where(dead, 0.0, total)  # whatever came from above, its product with 0 shall be 0
+        total = tl.where(dead, 0.0, total)  # whatever gradient arrived, its product with 0 must be 0
         tl.store(base2 + target, tl.where(dead, float("inf"), row_lse * LOG2E), mask=offsets < width)
     tl.store(delta + target, total, mask=offsets < width)
 
 
 @triton.jit
-def weights_of(s, row_lse, bias, mask, place, spot, scale, BUILD: tl.constexpr):
-    """(probabilities, derivative of softcap or 1) of a tile of products s; row_lse is [.., 1] or [1, ..]."""
+def weights_of(s, row_lse, bias, mask, seqlen, coords, scale, CONFIG: tl.constexpr):
+    """(probabilities, derivative of softcap or 1) of a tile of products s. row_lse is [.., 1] or [1, ..]."""
     slope = 1.0
     if mask.softcap is not None:
         slope = cap_slope(capped(s, mask, scale), mask)
-    if BUILD.MODIFIED:
-        s = modified(s, bias, mask, place, spot, scale, BUILD)
-    return probabilities(s, scale, row_lse, BUILD.MODIFIED), slope
+    if CONFIG.SCORE_MOD:
+        s = score_mod(s, bias, mask, seqlen, coords, scale, CONFIG)
+    return probabilities(s, scale, row_lse, CONFIG.SCORE_MOD), slope
 
 
 @triton.jit
-def collect_keys(grads, keys, given, place, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):
-    """(dK, dV) of one KeyBlock with what queries [begin, end) of one head of the Operands `given` add."""
-    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
-    CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
+def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """(dK [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]) of one KeyTile, plus what the queries [begin, end) of one head of
+    the Operands `given` add."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    CLIP: tl.constexpr = MASKED and (CONFIG.LENGTHS or not CONFIG.TMA)
     dk, dv = grads
     mask, strides, dropout, column = given.mask, given.strides, given.dropout, keys.column
     columns = column + tl.arange(0, BLOCK_N)[:, None]
-    batch = memory_batch(mask, place.batch)
-    limit = place.q_first + place.q_length
-    origin = tl.cast(batch * given.sizes.H + place.head, tl.int64) * given.sizes.rows + place.q_first
+    batch = memory_batch(mask, seqlen.batch)
+    limit = seqlen.q_first + seqlen.q_length
+    origin = tl.cast(batch * given.sizes.H + seqlen.head, tl.int64) * given.sizes.rows + seqlen.q_first
     for start in tl.range(begin, end, BLOCK_M):
         start = tl.multiple_of(start, BLOCK_M)
         offsets = start + tl.arange(0, BLOCK_M)
-        spot = Spot(start, column, offsets[None, :], columns)
-        at = Stretch(batch, place.head, place.q_first + start, limit)
-        q_tile = load_rows(given.q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
-        row_lse = load_lse(given.lse + origin, offsets, offsets < place.q_length)
-        st = tl.dot(keys.k, q_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_N, BLOCK_M]
-        pt, slope = weights_of(st, row_lse[None, :], given.bias, mask, place, spot, scale, BUILD)
+        coords = TileCoords(start, column, offsets[None, :], columns)
+        at = RowRange(batch, seqlen.head, seqlen.q_first + start, limit)
+        q_tile = load_rows(given.q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+        row_lse = load_lse(given.lse + origin, offsets, offsets < seqlen.q_length)
+        st = tl.dot(keys.k, q_tile.T, input_precision=CONFIG.PRECISION)  # [BLOCK_N, BLOCK_M]
+        pt, slope = weights_of(st, row_lse[None, :], given.bias, mask, seqlen, coords, scale, CONFIG)
         if MASKED:
-            pt = tl.where(visible(given.allowed, mask, place, spot, BUILD), pt, 0.0)
-        g_tile = load_rows(given.grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
+            pt = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), pt, 0.0)
+        g_tile = load_rows(given.grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
         wt = pt
         if dropout is not None:
-            stream = place.batch * given.sizes.H + place.head
-            keep = tl.trans(keep_tile(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
+            stream = seqlen.batch * given.sizes.H + seqlen.head
+            keep = tl.trans(dropout_keep(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
             wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
-        if BUILD.VALUES:
-            dv = tl.dot(wt.to(g_tile.dtype), g_tile, dv, input_precision=BUILD.PRECISION)
-        if BUILD.KEYS:
-            row_delta = tl.load(given.delta + origin + offsets, mask=offsets < place.q_length, other=0.0)
-            dpt = tl.dot(keys.v, g_tile.T, input_precision=BUILD.PRECISION)
+        if CONFIG.VALUES:
+            dv = tl.dot(wt.to(g_tile.dtype), g_tile, dv, input_precision=CONFIG.PRECISION)
+        if CONFIG.KEYS:
+            row_delta = tl.load(given.delta + origin + offsets, mask=offsets < seqlen.q_length, other=0.0)
+            dpt = tl.dot(keys.v, g_tile.T, input_precision=CONFIG.PRECISION)
             if dropout is not None:
                 dpt = tl.where(keep, dpt * dropout.inverse_keep, 0.0)
             dst = pt * (dpt - row_delta[None, :])
             if MASKED:
                 dst = tl.where(pt == 0.0, 0.0, dst)
-            dk = tl.dot((dst * slope).to(q_tile.dtype), q_tile, dk, input_precision=BUILD.PRECISION)
+            dk = tl.dot((dst * slope).to(q_tile.dtype), q_tile, dk, input_precision=CONFIG.PRECISION)
     return dk, dv
 
 
 @triton.jit
-def keys_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, dk_strides, dv_strides, sizes, mask,
-                dropout, scale, BUILD: tl.constexpr):  # fmt: skip
+def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, dk_strides, dv_strides, sizes, mask,
+                dropout, scale, CONFIG: tl.constexpr):  # fmt: skip
     """dK and dV, or one of them, of one block of keys, summed over the heads of its group. Grid: blocks * B * Hkv."""
-    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
-    BLOCK_D: tl.constexpr = BUILD.BLOCK_D
-    BLOCK_DV: tl.constexpr = BUILD.BLOCK_DV
-    block, entry = locate(sizes.blocks, sizes.entries, sizes.section, BUILD.REVERSED)
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
+    block, entry = locate(sizes.blocks, sizes.entries, sizes.section, CONFIG.REVERSED)
     kv_heads = sizes.H // sizes.G
     batch, kv_head = entry // kv_heads, entry % kv_heads
     column = block * BLOCK_N
-    place = place_of(mask, sizes, batch, kv_head * sizes.G, kv_head)
+    seqlen = seqlen_info(mask, sizes, batch, kv_head * sizes.G, kv_head)
     limit = sizes.N
-    if BUILD.PACKED:
+    if CONFIG.PACKED:
         if mask.k_lengths is None:
             if batch == sizes.entries // kv_heads - 1:
                 first, total = tl.load(mask.cu_k + batch + 1) + column, sizes.key_rows
-                if BUILD.KEYS:
-                    clear_behind(dk, dk_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_D, BUILD.D)
-                if BUILD.VALUES:
-                    clear_behind(dv, dv_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_DV, BUILD.DV)
-        limit = place.k_length
+                if CONFIG.KEYS:
+                    clear_behind(dk, dk_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_D, CONFIG.D)
+                if CONFIG.VALUES:
+                    clear_behind(dv, dv_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_DV, CONFIG.DV)
+        limit = seqlen.k_length
         if column >= limit:
             return
     memory = memory_batch(mask, batch)
-    seen = place.k_first + place.k_length
-    CLIP: tl.constexpr = BUILD.LENGTHS or not BUILD.DESCRIBED
-    at = Stretch(memory, kv_head, place.k_first + column, seen)
-    k_tile = load_rows(k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
+    seen = seqlen.k_first + seqlen.k_length
+    CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
+    at = RowRange(memory, kv_head, seqlen.k_first + column, seen)
+    k_tile = load_rows(k, strides.k, at, CONFIG.D, BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
     v_tile = k_tile
-    if BUILD.KEYS:
-        v_tile = load_rows(v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
-    keys = KeyBlock(k_tile, v_tile, column)
+    if CONFIG.KEYS:
+        v_tile = load_rows(v, strides.v, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    keys = KeyTile(k_tile, v_tile, column)
     given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     for g in range(sizes.G):
-        its_place = place_of(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
-        span = query_span(mask, its_place, column, BUILD)
-        shared = (keys, given, its_place)
-        if BUILD.LEADING:
-            grads = collect_keys(grads, *shared, span.begin, span.full_begin, scale, True, BUILD)
-        if BUILD.FULL:
-            grads = collect_keys(grads, *shared, span.full_begin, span.full_end, scale, False, BUILD)
-        if BUILD.TRAILING:
-            grads = collect_keys(grads, *shared, span.full_end, span.end, scale, True, BUILD)
+        own_seqlen = seqlen_info(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
+        visited = visited_queries(mask, own_seqlen, column, CONFIG)
+        shared = (keys, given, own_seqlen)
+        if CONFIG.LEADING:
+            grads = accumulate_dkdv(grads, *shared, visited.begin, visited.full_begin, scale, True, CONFIG)
+        if CONFIG.FULL:
+            grads = accumulate_dkdv(grads, *shared, visited.full_begin, visited.full_end, scale, False, CONFIG)
+        if CONFIG.TRAILING:
+            grads = accumulate_dkdv(grads, *shared, visited.full_end, visited.end, scale, True, CONFIG)
     rows = column + tl.arange(0, BLOCK_N)[:, None]
-    target = Stretch(memory, kv_head, place.k_first + column, place.k_first + limit)
-    if BUILD.KEYS:
-        store_rows(dk, dk_strides, target, tl.where(rows < place.k_length, grads[0] * scale, 0.0), BUILD.D)
-    if BUILD.VALUES:
-        store_rows(dv, dv_strides, target, tl.where(rows < place.k_length, grads[1], 0.0), BUILD.DV)
+    target = RowRange(memory, kv_head, seqlen.k_first + column, seqlen.k_first + limit)
+    if CONFIG.KEYS:
+        store_rows(dk, dk_strides, target, tl.where(rows < seqlen.k_length, grads[0] * scale, 0.0), CONFIG.D)
+    if CONFIG.VALUES:
+        store_rows(dv, dv_strides, target, tl.where(rows < seqlen.k_length, grads[1], 0.0), CONFIG.DV)
 
 
 @triton.jit
-def collect_queries(dq, queries, given, place, begin, end, scale, MASKED: tl.constexpr, BUILD: tl.constexpr):
-    """dQ of one QueryBlock with what keys [begin, end) of the Operands `given` add."""
-    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
-    CLIP: tl.constexpr = MASKED and (BUILD.LENGTHS or not BUILD.DESCRIBED)
+def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """dQ [BLOCK_M, BLOCK_D] of one GradQueryTile, plus what the keys [begin, end) of the Operands `given` add."""
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    CLIP: tl.constexpr = MASKED and (CONFIG.LENGTHS or not CONFIG.TMA)
     mask, strides, dropout = given.mask, given.strides, given.dropout
     rows = queries.row + tl.arange(0, BLOCK_M)[:, None]
-    batch = memory_batch(mask, place.batch)
-    limit = place.k_first + place.k_length
+    batch = memory_batch(mask, seqlen.batch)
+    limit = seqlen.k_first + seqlen.k_length
     for start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        spot = Spot(queries.row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
-        at = Stretch(batch, place.kv_head, place.k_first + start, limit)
-        k_tile = load_rows(given.k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
-        v_tile = load_rows(given.v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
-        s = tl.dot(queries.q, k_tile.T, input_precision=BUILD.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(queries.grad_out, v_tile.T, input_precision=BUILD.PRECISION)
-        p, slope = weights_of(s, queries.lse[:, None], given.bias, mask, place, spot, scale, BUILD)
+        coords = TileCoords(queries.row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
+        at = RowRange(batch, seqlen.kv_head, seqlen.k_first + start, limit)
+        k_tile = load_rows(given.k, strides.k, at, CONFIG.D, BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+        v_tile = load_rows(given.v, strides.v, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+        s = tl.dot(queries.q, k_tile.T, input_precision=CONFIG.PRECISION)  # [BLOCK_M, BLOCK_N]
+        dp = tl.dot(queries.grad_out, v_tile.T, input_precision=CONFIG.PRECISION)
+        p, slope = weights_of(s, queries.lse[:, None], given.bias, mask, seqlen, coords, scale, CONFIG)
         if MASKED:
-            p = tl.where(visible(given.allowed, mask, place, spot, BUILD), p, 0.0)
+            p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
         if dropout is not None:
-            stream = place.batch * given.sizes.H + place.head
-            keep = keep_tile(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
+            stream = seqlen.batch * given.sizes.H + seqlen.head
+            keep = dropout_keep(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
         ds = p * (dp - queries.delta[:, None])
         if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)
         ds = ds * slope
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=BUILD.PRECISION)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=CONFIG.PRECISION)
     return dq
 
 
 @triton.jit
-def queries_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq_strides, sizes, mask, dropout, scale,
-                   BUILD: tl.constexpr):  # fmt: skip
+def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq_strides, sizes, mask, dropout, scale,
+                   CONFIG: tl.constexpr):  # fmt: skip
     """dQ of one block of queries of one head. Grid: blocks * B * H."""
-    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_D: tl.constexpr = BUILD.BLOCK_D
-    block, entry = locate(sizes.blocks, sizes.entries, sizes.section, BUILD.REVERSED)
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    block, entry = locate(sizes.blocks, sizes.entries, sizes.section, CONFIG.REVERSED)
     batch, head = entry // sizes.H, entry % sizes.H
-    place = place_of(mask, sizes, batch, head, head // sizes.G)
+    seqlen = seqlen_info(mask, sizes, batch, head, head // sizes.G)
     row = block * BLOCK_M
     limit = sizes.M
-    if BUILD.PACKED:
+    if CONFIG.PACKED:
         if mask.q_lengths is None:
             if batch == sizes.entries // sizes.H - 1:
                 first = tl.load(mask.cu_q + batch + 1) + row
-                clear_behind(dq, dq_strides, head, first, sizes.rows, sizes.blocks, BLOCK_M, BLOCK_D, BUILD.D)
-        limit = place.q_length
+                clear_behind(dq, dq_strides, head, first, sizes.rows, sizes.blocks, BLOCK_M, BLOCK_D, CONFIG.D)
+        limit = seqlen.q_length
         if row >= limit:
             return
     memory = memory_batch(mask, batch)
-    CLIP: tl.constexpr = not BUILD.DESCRIBED
-    at = Stretch(memory, head, place.q_first + row, place.q_first + limit)
-    q_tile = load_rows(q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
-    g_tile = load_rows(grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
+    CLIP: tl.constexpr = not CONFIG.TMA
+    at = RowRange(memory, head, seqlen.q_first + row, seqlen.q_first + limit)
+    q_tile = load_rows(q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+    g_tile = load_rows(grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
     offsets = row + tl.arange(0, BLOCK_M)
-    origin = tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + place.q_first
+    origin = tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + seqlen.q_first
     row_lse = load_lse(lse + origin, offsets, offsets < limit)
     row_delta = tl.load(delta + origin + offsets, mask=offsets < limit, other=0.0)
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    span = key_span(mask, place, row, BLOCK_M, BUILD)
+    visited = visited_keys(mask, seqlen, row, BLOCK_M, CONFIG)
     given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
-    shared = (QueryBlock(q_tile, g_tile, row_lse, row_delta, row), given, place)
-    if BUILD.LEADING:
-        dq_tile = collect_queries(dq_tile, *shared, span.begin, span.full_begin, scale, True, BUILD)
-    if BUILD.FULL:
-        dq_tile = collect_queries(dq_tile, *shared, span.full_begin, span.full_end, scale, False, BUILD)
-    if BUILD.TRAILING:
-        dq_tile = collect_queries(dq_tile, *shared, span.full_end, span.end, scale, True, BUILD)
-    store_rows(dq, dq_strides, at, dq_tile * scale, BUILD.D)
+    shared = (GradQueryTile(q_tile, g_tile, row_lse, row_delta, row), given, seqlen)
+    if CONFIG.LEADING:
+        dq_tile = accumulate_dq(dq_tile, *shared, visited.begin, visited.full_begin, scale, True, CONFIG)
+    if CONFIG.FULL:
+        dq_tile = accumulate_dq(dq_tile, *shared, visited.full_begin, visited.full_end, scale, False, CONFIG)
+    if CONFIG.TRAILING:
+        dq_tile = accumulate_dq(dq_tile, *shared, visited.full_end, visited.end, scale, True, CONFIG)
+    store_rows(dq, dq_strides, at, dq_tile * scale, CONFIG.D)
 
 
 class Backward(NamedTuple):
@@ -296,7 +298,7 @@ def tensors_of(inputs: AttentionInputs, results: Results, upstream: Results) -> 
 
 
 def readable_rows(results: Results) -> Results:
-    """Results, or their gradients, as kernels read them; another kernel's lse may be a slice of a padded one."""
+    """Results, or their gradients, as kernels read them. The lse of another kernel may be a slice of a padded one."""
     out, lse = results
     return Results(out if out.stride(3) == 1 else out.contiguous(), None if lse is None else lse.contiguous())
 
@@ -307,7 +309,7 @@ def backward_pass(
     given = with_memory(tensors_of(inputs, results, upstream))
     tensors = readable(inputs), readable_rows(results), readable_rows(upstream)
     grads, launches, delta, bias_parts = backward_launches(*tensors, problem, tile)
-    made = (*grads[:3], delta, *tables_of(launches), *(() if bias_parts is None else (bias_parts,)))
+    made = (*grads[:3], delta, *range_tables(launches), *(() if bias_parts is None else (bias_parts,)))
     finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)
     return Pass(launches, given, tensors_of(*tensors), made, finish, gradient_fills(inputs))
 
@@ -315,7 +317,7 @@ def backward_pass(
 def finish_of(
     inputs: AttentionInputs, lse: int, bias_parts: int | None
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Gradients]:
-    """What makes Gradients of the tensors (read, made) of a backward; `lse` and `bias_parts` are places among them."""
+    """What makes Gradients of the tensors (read, made) of a backward. `lse` and `bias_parts` are places among them."""
     sinks = None if inputs.sinks is None else [t is inputs.sinks for t in read_of(inputs)].index(True)
     bias_dtype = None if inputs.bias is None else inputs.bias.dtype
 
@@ -343,12 +345,12 @@ def backward_launches(
 ) -> Backward:
     """The launches of a backward. `inputs`, `results` and `upstream` are readable."""
     delta, first = delta_launch(results.out, upstream.out, upstream.lse)
-    row = Rows(upstream.out, results.lse, delta)
+    row = BackwardRows(upstream.out, results.lse, delta)
     grads = empty_gradients(inputs)
     launches = [
         first,
-        *keys_launches(inputs, problem, tile, row, grads),
-        *queries_launches(inputs, problem, tile, row, grads),
+        *dkdv_launches(inputs, problem, tile, row, grads),
+        *dq_launches(inputs, problem, tile, row, grads),
     ]
     bias_parts = None
     if "bias_grad" in problem.features:
@@ -358,16 +360,18 @@ def backward_launches(
 
 
 def empty_gradients(inputs: AttentionInputs) -> Gradients:
-    """Gradients in the layouts of their tensors. Rows behind the last packed sequence are the kernels' to clear; those
-    behind a sequence's own length are 0 already."""
+    """Gradients to be filled, in the memory order of their tensors.
+
+    The kernels clear the rows behind the last packed sequence. The rows behind a sequence's own length are 0 already.
+    """
     grads = Gradients(*(empty_as(t, t.shape[3]) for t in inputs[:3]))
-    for place, value in gradient_fills(inputs):
-        grads[place].fill_(value)
+    for number, value in gradient_fills(inputs):
+        grads[number].fill_(value)
     return grads
 
 
 def gradient_fills(inputs: AttentionInputs) -> tuple[tuple[int, float], ...]:
-    """What the gradients of q, k and v hold before the launches, by place."""
+    """(number of a gradient, what it holds before the launches), of q, k and v."""
     if inputs.cu_q is None:
         return ()
     queries = ((0, 0.0),) if inputs.q_lengths is not None else ()
@@ -383,8 +387,7 @@ def delta_launch(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tupl
 def row_launch(
     out: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None, multiple: int
 ) -> tuple[Tensor, Tensor, Launch]:
-    """lse in base 2 and delta, both (B * H, queries) with rows filled up to a multiple, and the launch that makes
-    them."""
+    """(lse in base 2, delta, the launch that fills them). Both are (B * H, queries), padded to a multiple of rows."""
     B, H, rows = out.shape[:3]
     shape = (2, B * H, -(-rows // multiple) * multiple)
     base2, delta = torch.empty(shape, dtype=torch.float32, device=out.device)
@@ -402,30 +405,30 @@ def delta_arguments(
     return (-(-width // DELTA_ROWS) * B * H,), (out, grad_out, lse, grad_lse, delta, base2, *sizes)
 
 
-def keys_launches(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows, grads: Gradients
+def dkdv_launches(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows, grads: Gradients
 ) -> list[Launch]:
-    """dK and dV in one pass, or in two where the registers do not hold the sums of both."""
+    """The launches of dK and dV: one for both, or two where the registers do not hold both sums."""
     launches = []
     for part, parts_tile in passes(problem, tile):
-        given, before = prepare(inputs, problem, parts_tile, Side.QUERIES, row.grad_out)
-        build = given.build._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS)
+        given, before = kernel_args(inputs, problem, parts_tile, LoopOver.QUERIES, row.grad_out)
+        config = given.config._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS)
         targets = (grads.k, grads.v, row.lse, row.delta, given.strides, strides_of(grads.k), strides_of(grads.v))
-        args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, build)
+        args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, config)
         grid = (given.sizes.blocks * given.sizes.entries,)
-        launches += [*before, Launch(keys_kernel, grid, args, parts_tile)]
+        launches += [*before, Launch(dkdv_kernel, grid, args, parts_tile)]
     return launches
 
 
-def queries_launches(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows, grads: Gradients
+def dq_launches(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows, grads: Gradients
 ) -> list[Launch]:
     tile = queries_tile(problem, tile)
-    given, before = prepare(inputs, problem, tile, Side.KEYS, row.grad_out)
+    given, before = kernel_args(inputs, problem, tile, LoopOver.KEYS, row.grad_out)
     targets = (grads.q, row.lse, row.delta, given.strides, strides_of(grads.q))
-    args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.build)
+    args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.config)
     grid = (given.sizes.blocks * given.sizes.entries,)
-    return [*before, Launch(queries_kernel, grid, args, tile)]
+    return [*before, Launch(dq_kernel, grid, args, tile)]
 
 
 def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The gradient of a dense bias, reduced in the kernel over whatever the bias broadcasts along: memory of its own size.
+"""The gradient of a dense bias, reduced in the kernel over whatever the bias broadcasts along.
 
-A program owns a tile of the bias and goes through everything that is summed into it: batch entries and heads, and
-blocks of rows or columns where the bias has one. Where that leaves too few programs, the sum is cut into parts, which
-are added in order: the same bits twice.
+It needs memory of the bias's own size only. A program owns a tile of the bias and goes through everything that is
+summed into it: batch entries and heads, and blocks of rows or columns where the bias has one. Where that leaves too few
+programs, the sum is cut into parts, which are added in order, so a call gives the same bits twice.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, prepare
+from sdpa.kernels.triton.arguments import block_size, kernel_args
+from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import Launch
-from sdpa.kernels.triton.mask import Spot, modified, place_of, visible
-from sdpa.kernels.triton.nouns import Rows, Side
-from sdpa.kernels.triton.primitives import Operands, Stretch, keep_tile, load_lse, load_rows, probabilities
+from sdpa.kernels.triton.mask import TileCoords, score_mod, seqlen_info, visible
+from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, load_rows, probabilities
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 PROGRAMS_PER_CORE = 2
-# Small heads leave room for more keys than the other passes have registers for, and so less is read again.
+# Small heads leave registers for a wider tile than the other passes have, so less is read again.
 WIDE, WIDE_SIZE = Tile(64, 128, 4, 2), 64
 
 
@@ -42,33 +42,33 @@ class Reduction(NamedTuple):
 
 
 @triton.jit
-def bias_tile(given, place, row, column, scale, BUILD: tl.constexpr):
+def bias_tile(given, seqlen, row, column, scale, CONFIG: tl.constexpr):
     """dS [BLOCK_M, BLOCK_N] of one tile of scores of the Operands `given`."""
-    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
-    CLIP: tl.constexpr = BUILD.LENGTHS or not BUILD.DESCRIBED
-    MASKED: tl.constexpr = BUILD.LEADING or BUILD.TRAILING or not BUILD.FULL
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
+    MASKED: tl.constexpr = CONFIG.LEADING or CONFIG.TRAILING or not CONFIG.FULL
     strides, sizes, mask, dropout = given.strides, given.sizes, given.mask, given.dropout
-    batch, head = place.batch, place.head
-    at = Stretch(batch, head, row, sizes.M)
-    q_tile = load_rows(given.q, strides.q, at, BUILD.D, BLOCK_M, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
-    g_tile = load_rows(given.grad_out, strides.other, at, BUILD.DV, BLOCK_M, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
-    at = Stretch(batch, place.kv_head, column, place.k_length)
-    k_tile = load_rows(given.k, strides.k, at, BUILD.D, BLOCK_N, BUILD.BLOCK_D, BUILD.DESCRIBED, CLIP)
-    v_tile = load_rows(given.v, strides.v, at, BUILD.DV, BLOCK_N, BUILD.BLOCK_DV, BUILD.DESCRIBED, CLIP)
-    s = tl.dot(q_tile, k_tile.T, input_precision=BUILD.PRECISION)
-    dp = tl.dot(g_tile, v_tile.T, input_precision=BUILD.PRECISION)
+    batch, head = seqlen.batch, seqlen.head
+    at = RowRange(batch, head, row, sizes.M)
+    q_tile = load_rows(given.q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+    g_tile = load_rows(given.grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    at = RowRange(batch, seqlen.kv_head, column, seqlen.k_length)
+    k_tile = load_rows(given.k, strides.k, at, CONFIG.D, BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+    v_tile = load_rows(given.v, strides.v, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    s = tl.dot(q_tile, k_tile.T, input_precision=CONFIG.PRECISION)
+    dp = tl.dot(g_tile, v_tile.T, input_precision=CONFIG.PRECISION)
     offsets = row + tl.arange(0, BLOCK_M)
-    spot = Spot(row, column, offsets[:, None], column + tl.arange(0, BLOCK_N)[None, :])
+    coords = TileCoords(row, column, offsets[:, None], column + tl.arange(0, BLOCK_N)[None, :])
     origin = tl.cast(batch * sizes.H + head, tl.int64) * sizes.rows
     row_lse = load_lse(given.lse + origin, offsets, offsets < sizes.M)
     row_delta = tl.load(given.delta + origin + offsets, mask=offsets < sizes.M, other=0.0)
-    s = modified(s, given.bias, mask, place, spot, scale, BUILD)
+    s = score_mod(s, given.bias, mask, seqlen, coords, scale, CONFIG)
     p = probabilities(s, 1.0, row_lse[:, None], True)
     if MASKED:
-        p = tl.where(visible(given.allowed, mask, place, spot, BUILD), p, 0.0)
+        p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
     if dropout is not None:
-        keep = keep_tile(dropout, batch * sizes.H + head, spot.rows, column, BLOCK_M, BLOCK_N)
+        keep = dropout_keep(dropout, batch * sizes.H + head, coords.rows, column, BLOCK_M, BLOCK_N)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
     ds = p * (dp - row_delta[:, None])
     if MASKED:
@@ -78,10 +78,10 @@ def bias_tile(given, place, row, column, scale, BUILD: tl.constexpr):
 
 @triton.jit
 def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, strides, sizes, mask, dropout, bias_shape,
-                     reduction, scale, BUILD: tl.constexpr):  # fmt: skip
+                     reduction, scale, CONFIG: tl.constexpr):  # fmt: skip
     """One tile of parts [parts, bias.batch, bias.heads, rows, columns]. Grid: parts * tiles of the bias."""
-    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
     r = reduction
     tiles = r.batch * r.heads * r.row_blocks * r.column_blocks
@@ -97,9 +97,9 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
         inner_column, rest = step % r.sum_columns, step // r.sum_columns
         inner_row, rest = rest % r.sum_rows, rest // r.sum_rows
         head, batch = bias_head + rest % r.sum_heads, bias_batch + rest // r.sum_heads
-        place = place_of(mask, sizes, batch, head, head // sizes.G)
+        seqlen = seqlen_info(mask, sizes, batch, head, head // sizes.G)
         row, column = (row_block + inner_row) * BLOCK_M, (column_block + inner_column) * BLOCK_N
-        total += bias_tile(given, place, row, column, scale, BUILD)
+        total += bias_tile(given, seqlen, row, column, scale, CONFIG)
     rows, columns = row_block * BLOCK_M + tl.arange(0, BLOCK_M), column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     M, N = bias_shape
     dtype = parts.dtype.element_ty
@@ -116,17 +116,17 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
 
 
 def bias_grad_launch(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows
 ) -> tuple[Tensor, Launch]:
     """(the parts of the gradient, (parts, *bias.shape), the launch that fills them)."""
     bias, tile = inputs.bias, tile_of(problem, tile)
-    given, _ = prepare(inputs, problem, tile, Side.KEYS, row.grad_out)
+    given, _ = kernel_args(inputs, problem, tile, LoopOver.KEYS, row.grad_out)
     reduction = reduction_of(bias.shape, problem, tile)
     dtype = bias.dtype if reduction.parts == 1 else torch.float32
     parts = torch.empty((reduction.parts, *bias.shape), dtype=dtype, device=bias.device)
-    mask = given.mask._replace(key_spans=None)  # nobody looked for them, and no tile is passed over
+    mask = given.mask._replace(key_ranges=None)  # no block ranges are found for this kernel, which skips no tile
     args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, mask)
-    args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.build)
+    args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.config)
     tiles = reduction.batch * reduction.heads * reduction.row_blocks * reduction.column_blocks
     return parts, Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile)
 
@@ -137,7 +137,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
-    """The tile of this pass, in a backward with `tile`: wide where a wide one fits and each tile of the bias is one."""
+    """The tile of this kernel in a backward with `tile`: a wide one where it fits and the bias repeats nowhere."""
     size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
     streams = (WIDE.BLOCK_M + WIDE.BLOCK_N) * width * size + WIDE.BLOCK_M * WIDE.BLOCK_N * problem.bias_dtype.itemsize
     fits = WIDE.num_stages * streams <= target_of(problem.device).shared_memory

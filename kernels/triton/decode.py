@@ -1,8 +1,8 @@
-"""The kernel `triton_decode`: few queries over many keys, cut along the keys so that every core has work.
+"""The kernel `triton_decode`: split-KV attention of few queries over many keys, so that every core has work.
 
 A program packs the query heads of a group into the rows of its tile, so that keys and values are read once for all of
-them, and takes one part of the keys, which may lie in pages; a second kernel combines the parts (Flash-Decoding; Dao,
-Haziza, Massa and Sizov, 2023).
+them. It takes one part (split) of the keys, which may lie in pages. A second kernel combines the parts (Flash-Decoding;
+Dao, Haziza, Massa and Sizov, 2023).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from sdpa.kernels.triton.arguments import (
     block_size,
     empty_results,
     forward_pass_of,
-    prepare,
+    kernel_args,
     readable,
     strides_of,
 )
 from sdpa.kernels.triton.availability import unavailable
-from sdpa.kernels.triton.forward import attend, unit_of
+from sdpa.kernels.triton.forward import attend_range, unit_of
+from sdpa.kernels.triton.kernel_arguments import LoopOver, Strides
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
-from sdpa.kernels.triton.mask import key_span, place_of
-from sdpa.kernels.triton.nouns import Side, Strides
-from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, Queries, Softmax, finish_softmax
+from sdpa.kernels.triton.mask import seqlen_info, visited_keys
+from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, QueryTile, Softmax, finish_softmax
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 __all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
 
-# Rows are query heads of a group times queries: 16, the least that the tensor cores take, mostly.
+# The rows of a tile are the query heads of a group times the queries: mostly 16, the least that tensor cores take.
 TILES = tuple(
     Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (128, 2), (64, 2), (32, 4), (32, 2), (16, 2))
 )
 PROGRAMS_PER_CORE = 2  # as many as the shared memory of a core holds at the default tile
-# Keys of a part at least: less does not hide the latency of its first loads; and with a second program per core, whose
-# parts must be loaded and combined, too.
+# The least keys of a part: fewer do not hide the latency of its first loads. And the least with a second program per
+# core, whose parts must be loaded and combined, too.
 MIN_KEYS = 256
 LONG_PART = 1024
 MAX_PARTS = 128
@@ -48,14 +48,17 @@ COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
 
 @triton.jit
 def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_stride, sizes, mask, sinks, dropout,
-                  scale, parts, BUILD: tl.constexpr, SPLIT: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
-    """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv."""
-    if CHAINED:
+                  scale, parts, CONFIG: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv.
+
+    PDL: the kernel that combines the parts may be launched before this one is done.
+    """
+    if PDL:
         gdc_launch_dependents()
-    BLOCK_M: tl.constexpr = BUILD.BLOCK_M
-    BLOCK_N: tl.constexpr = BUILD.BLOCK_N
-    BLOCK_D: tl.constexpr = BUILD.BLOCK_D
-    BLOCK_DV: tl.constexpr = BUILD.BLOCK_DV
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
+    BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
     part, program = tl.program_id(0) % parts, tl.program_id(0) // parts
     block, entry = program % sizes.blocks, program // sizes.blocks
     kv_heads = sizes.H // sizes.G
@@ -64,20 +67,20 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     rows, heads = packed // sizes.G, kv_head * sizes.G + packed % sizes.G
     inside = rows < sizes.M
     heads = tl.where(inside, heads, 0)
-    place = place_of(mask, sizes, batch, heads, kv_head)
+    seqlen = seqlen_info(mask, sizes, batch, heads, kv_head)
     columns = tl.arange(0, BLOCK_D)[None, :]
     origin = q + tl.cast(batch, tl.int64) * strides.q.batch
     q_tile = tl.load(origin + heads.to(tl.int64) * strides.q.head + rows.to(tl.int64) * strides.q.row + columns,
-                     mask=inside & (columns < BUILD.D), other=0.0)  # fmt: skip
+                     mask=inside & (columns < CONFIG.D), other=0.0)  # fmt: skip
     first_row = block * BLOCK_M // sizes.G
-    span = key_span(mask, place, first_row, (block * BLOCK_M + BLOCK_M - 1) // sizes.G + 1 - first_row, BUILD)
-    length = tl.cdiv(tl.cdiv(span.end - span.begin, BLOCK_N), parts) * BLOCK_N
-    begin = span.begin + part * length
-    end = tl.minimum(begin + length, span.end)
-    full_begin = tl.minimum(tl.maximum(span.full_begin, begin), tl.maximum(end, begin))
-    full_end = tl.minimum(tl.maximum(span.full_end, full_begin), tl.maximum(end, begin) // BLOCK_N * BLOCK_N)
+    visited = visited_keys(mask, seqlen, first_row, (block * BLOCK_M + BLOCK_M - 1) // sizes.G + 1 - first_row, CONFIG)
+    length = tl.cdiv(tl.cdiv(visited.end - visited.begin, BLOCK_N), parts) * BLOCK_N
+    begin = visited.begin + part * length
+    end = tl.minimum(begin + length, visited.end)
+    full_begin = tl.minimum(tl.maximum(visited.full_begin, begin), tl.maximum(end, begin))
+    full_end = tl.minimum(tl.maximum(visited.full_end, full_begin), tl.maximum(end, begin) // BLOCK_N * BLOCK_N)
     full_end = tl.maximum(full_end, full_begin)
-    unit = unit_of(scale, BUILD)
+    unit = unit_of(scale, CONFIG)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + heads).to(tl.float32).reshape(BLOCK_M) / unit
@@ -85,22 +88,22 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     state = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32), row_sum, row_max)
     given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout)
-    shared = (Queries(q_tile, first_row, rows), given, place)
-    if BUILD.LEADING:
-        state = attend(state, *shared, begin, full_begin, scale, True, BUILD)
-    if BUILD.FULL:
-        state = attend(state, *shared, full_begin, full_end, scale, False, BUILD)
-    if BUILD.TRAILING:
-        state = attend(state, *shared, full_end, end, scale, True, BUILD)
+    shared = (QueryTile(q_tile, first_row, rows), given, seqlen)
+    if CONFIG.LEADING:
+        state = attend_range(state, *shared, begin, full_begin, scale, True, CONFIG)
+    if CONFIG.FULL:
+        state = attend_range(state, *shared, full_begin, full_end, scale, False, CONFIG)
+    if CONFIG.TRAILING:
+        state = attend_range(state, *shared, full_end, end, scale, True, CONFIG)
     acc, row_lse = finish_softmax(state, unit, 0)
     if dropout is not None:
         acc = acc * dropout.inverse_keep
     columns = tl.arange(0, BLOCK_DV)[None, :]
     target = out + tl.cast(part, tl.int64) * part_stride + tl.cast(batch, tl.int64) * strides.other.batch
     pointers = target + heads.to(tl.int64) * strides.other.head + rows.to(tl.int64) * strides.other.row + columns
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside & (columns < BUILD.DV))
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside & (columns < CONFIG.DV))
     offsets = part * lse_stride + (batch * sizes.H + heads).to(tl.int64) * sizes.M + rows
-    if SPLIT:  # apart: where the largest score is huge, its logarithm's sum would lose the number of keys
+    if SPLIT:  # two numbers, because the sum of a huge maximum and a logarithm would lose the latter
         behind = out + tl.cast(parts, tl.int64) * part_stride + offsets
         tl.store(behind, (state.row_max * unit)[:, None], mask=inside)
         tl.store(behind + parts * lse_stride, state.row_sum[:, None], mask=inside)
@@ -110,15 +113,13 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
 
 @triton.jit
 def combine_kernel(parts_out, out, lse, out_strides, H, M, rows, parts, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                   BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
-    """One row of the result from its parts, weighted by their sums: behind the parts lie their largest
-    scores, and behind these the sums.
+                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One row of the result, of its parts weighted by their sums. Grid: B * H * M.
 
-    Grid: B * H * M.
-
-    CHAINED: it is launched before the parts are done (programmatic dependent launch), and waits here for them.
+    Behind the parts [parts, rows, DV] lie their largest scores [parts, rows], and behind these their sums.
+    PDL: the kernel is launched before the parts are done (programmatic dependent launch), and waits for them here.
     """
-    if CHAINED:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0)
     entry, i = row // M, row % M
@@ -154,7 +155,7 @@ def combine_kernel(parts_out, out, lse, out_strides, H, M, rows, parts, DV: tl.c
 
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The fewest rows that hold a group's heads and queries, and keys by what shared memory holds."""
+    """The tiles of the fewest rows that hold a group's heads and queries, with as many keys as shared memory holds."""
     rows = min(64, max(16, triton.next_power_of_2(problem.M * problem.G)))
     width = (block_size(problem.D) + block_size(problem.Dv)) * problem.dtype.itemsize
     limit = target_of(problem.device).shared_memory
@@ -163,7 +164,7 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
 
 
 def parts_of(problem: AttentionProblem, tile: Tile) -> int:
-    """Parts of the keys that give every core a program, or several where parts are long even so."""
+    """The number of KV splits: as many as give every core a program, or several programs where parts stay long."""
     programs = max(1, -(-problem.M * problem.G // tile.BLOCK_M) * problem.B * problem.Hkv)
     cores = target_of(problem.device).cores
     several = min(PROGRAMS_PER_CORE * cores // programs, problem.N // LONG_PART)
@@ -177,7 +178,7 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     rows = p.B * p.H * p.M
     if parts > 1:  # and behind them, in one piece of memory, what they are weighted by
         out, lse = torch.empty(parts * rows * (p.Dv + 2), dtype=torch.float32, device=inputs.q.device), None
-    given, _ = prepare(inputs, problem, tile, Side.SPLIT_KEYS)
+    given, _ = kernel_args(inputs, problem, tile, LoopOver.SPLIT_KV)
     own = strides_of(out) if parts == 1 else Strides(p.H * p.M * p.Dv, p.M * p.Dv, p.Dv)
     strides = given.strides._replace(other=own)
     args = (
@@ -196,12 +197,12 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
         given.sinks,
         given.dropout,
     )
-    chained = parts > 1 and target_of(p.device).has_chained_launch
+    pdl = parts > 1 and target_of(p.device).has_pdl
     grid = (parts * given.sizes.blocks * given.sizes.entries,)
-    launches = [Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.build, parts > 1, chained), tile)]
+    launches = [Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.config, parts > 1, pdl), tile)]
     if parts > 1:
         args = (out, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
-        launches.append(Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, chained), COMBINE, chained))
+        launches.append(Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, pdl), COMBINE, pdl))
     return results, launches
 
 

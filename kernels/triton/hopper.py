@@ -1,6 +1,6 @@
-"""Attention for Hopper: tiles, descriptors and the launch of the Gluon forward; its backward is in hopper_backward.py.
+"""The kernel `triton_hopper`: tiles, descriptors and the launch of the forward; its backward is in hopper_backward.py.
 
-Which build is best for which problem was measured on an H200, with bfloat16 and 16384 rows of 2048 columns in all.
+Which configuration is best for which problem was measured on an H200, with bfloat16 and 16384 rows of 2048 columns.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sdpa.kernels.triton import forward as plain
 from sdpa.kernels.triton import hopper_backward
-from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, forward_pass_of, section_of
+from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, fits_tma, forward_pass_of, section_of
 from sdpa.kernels.triton.hopper_descriptors import describe, rows_descriptor
-from sdpa.kernels.triton.hopper_kernel import Build, forward_kernel
-from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
+from sdpa.kernels.triton.hopper_forward_kernel import ForwardConfig, forward_kernel
+from sdpa.kernels.triton.hopper_primitives import LOG2E, WG_ROWS
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
@@ -29,20 +29,20 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, 
 
 HOPPER = (9, 0)
 MIN_POWER = 2.0**-6  # float16 has no digits to lose far below 1
-SMALL_D, MEDIUM_D = 64, 128  # head sizes; 64 of them fill a row of the 128-byte swizzle, so there are none smaller
-# Warps are those of one group of 64 rows. Stages of keys and values fill the shared memory: 160 KB at D = 128, 192 KB
-# at D = 256. Scores of 64 x 128 fill the registers beside an accumulator of D = 128; at D = 64 there is room for a
-# third group, so that the products of two hide the softmax of one.
-TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE = Tile(128, 128, 4, 2), Tile(192, 128, 4, 2), Tile(128, 64, 4, 2)
-TILES: tuple[Tile, ...] = (TWO_GROUP_TILE, THREE_GROUP_TILE, LARGE_TILE, *hopper_backward.TILES)
-# A bias takes as many stages: 16 KB per group and stage, 8 KB at D = 256, which fills the rest.
-# Registers per thread of (a group, the loaders), which setmaxnreg moves between them; 65536 are there for all.
-TWO_GROUPS, THREE_GROUPS = (240, 24), (160, 32)
+SMALL_D, MEDIUM_D = 64, 128  # head sizes; 64 numbers fill a row of the 128-byte swizzle, so none is smaller
+# Warps are those of one consumer warpgroup. Stages of keys and values fill the shared memory: 160 KB at D = 128, 192 KB
+# at D = 256. Scores of 64 x 128 fill the registers beside an accumulator of D = 128. At D = 64 there is room for a
+# third consumer, so that the products of two hide the softmax of one.
+TWO_WARPGROUP_TILE, THREE_WARPGROUP_TILE, LARGE_TILE = Tile(128, 128, 4, 2), Tile(192, 128, 4, 2), Tile(128, 64, 4, 2)
+TILES: tuple[Tile, ...] = (TWO_WARPGROUP_TILE, THREE_WARPGROUP_TILE, LARGE_TILE, *hopper_backward.TILES)
+# A bias takes as many stages: 16 KB per consumer and stage, 8 KB at D = 256, which fills the rest.
+# Registers per thread of (a consumer, a producer), which setmaxnreg moves between them. 65536 are there for all.
+TWO_CONSUMERS, THREE_CONSUMERS = (240, 24), (160, 32)
 SHORT = 1024  # up to so many queries, blocks of 192 leave too many rows empty
-# Up to so many keys a persistent program wins by loading beside the end of the block before (13 % at 1024 keys, 3 % at
+# Up to so many keys a persistent program wins by loading during the epilogue before (13 % at 1024 keys, 3 % at
 # 4096); at 16384 there is nothing left to win, and it loses 1 %.
 PERSISTENT_KEYS = 8192
-# Shares are dealt out beforehand, so the last round may be short; the hardware's own order has nearly full rounds.
+# Shares are assigned beforehand, so the last wave may be short. The hardware's own order has nearly full waves.
 MIN_FILLED = 0.9
 
 
@@ -58,19 +58,19 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     if problem.direction == "backward":
         return hopper_backward.tiles(problem)
     if problem.D > SMALL_D:
-        return (TWO_GROUP_TILE,) if problem.D <= MEDIUM_D else (LARGE_TILE,)
+        return (TWO_WARPGROUP_TILE,) if problem.D <= MEDIUM_D else (LARGE_TILE,)
     two_first = problem.M <= SHORT or (problem.causal and is_biased(problem))
-    return (TWO_GROUP_TILE, THREE_GROUP_TILE) if two_first else (THREE_GROUP_TILE, TWO_GROUP_TILE)
+    return (TWO_WARPGROUP_TILE, THREE_WARPGROUP_TILE) if two_first else (THREE_WARPGROUP_TILE, TWO_WARPGROUP_TILE)
 
 
 def is_biased(problem: AttentionProblem) -> bool:
     return "bias" in problem.features
 
 
-def build_of(problem: AttentionProblem, tile: Tile) -> Build:
-    group, loader = TWO_GROUPS if tile.BLOCK_M == 2 * GROUP_ROWS.value else THREE_GROUPS
+def config_of(problem: AttentionProblem, tile: Tile) -> ForwardConfig:
+    consumer, producer = TWO_CONSUMERS if tile.BLOCK_M == 2 * WG_ROWS.value else THREE_CONSUMERS
     persistent, biased = is_persistent(problem, tile), is_biased(problem)
-    return Build(
+    return ForwardConfig(
         tile.BLOCK_M,
         tile.BLOCK_N,
         max(SMALL_D, triton.next_power_of_2(problem.D)),
@@ -78,25 +78,27 @@ def build_of(problem: AttentionProblem, tile: Tile) -> Build:
         CAUSAL=problem.causal,
         BOTTOM_RIGHT=problem.bottom_right,
         BIAS=biased,
-        WHOLE_SCALE=False,  # a problem does not tell: see `fix`
+        POWER_OF_TWO_SCALE=False,  # a problem does not tell; see `prepare_forward`
         PERSISTENT=persistent,
-        OWN_OUT=persistent and problem.D <= (SMALL_D if biased else MEDIUM_D),  # beyond it shared memory is full
-        PINGPONG=persistent and takes_turns(problem, tile),
-        GROUP_REGISTERS=group,
-        LOADER_REGISTERS=loader,
+        EPILOGUE_SMEM=persistent and problem.D <= (SMALL_D if biased else MEDIUM_D),  # beyond it shared memory is full
+        PINGPONG=persistent and uses_ping_pong(problem, tile),
+        CONSUMER_REGISTERS=consumer,
+        PRODUCER_REGISTERS=producer,
     )
 
 
-def takes_turns(problem: AttentionProblem, tile: Tile) -> bool:
-    """Whether groups do well to take turns: where softmax takes longer than the products."""
+def uses_ping_pong(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether ping-pong pays: where the softmax takes longer than the products."""
     if is_biased(problem):
         return problem.D <= MEDIUM_D
-    return tile == TWO_GROUP_TILE and problem.D <= SMALL_D and problem.N <= SHORT
+    return tile == TWO_WARPGROUP_TILE and problem.D <= SMALL_D and problem.N <= SHORT
 
 
 def is_persistent(problem: AttentionProblem, tile: Tile) -> bool:
-    """Whether a program per core should go through its share of the blocks; where causal, only if shares are equal,
-    which takes as many keys as queries at least, and fill the device."""
+    """Whether persistent programs, one per core, should go through shares of the blocks.
+
+    Where causal, only if the shares are equal, which takes at least as many keys as queries, and fill the device.
+    """
     if problem.N > PERSISTENT_KEYS:
         return False
     if not problem.causal:
@@ -106,13 +108,13 @@ def is_persistent(problem: AttentionProblem, tile: Tile) -> bool:
 
 
 def shares_of_head(problem: AttentionProblem, tile: Tile, persistent: bool) -> int:
-    """What programs can divide among themselves: blocks of queries, or pairs of them (see the kernel's Schedule)."""
+    """How many shares a head has: blocks of queries, or pairs of them (see TileSchedule)."""
     blocks = -(-problem.M // tile.BLOCK_M)
     return -(-blocks // 2) if persistent and problem.causal else blocks
 
 
 class Order(NamedTuple):
-    """In which order programs take the entries (see the kernel's Schedule)."""
+    """The order in which programs take the entries (see TileSchedule)."""
 
     blocks: int
     shares: int
@@ -124,7 +126,7 @@ class Order(NamedTuple):
 
 
 def order_of(problem: AttentionProblem, tile: Tile, persistent: bool, bias: Tensor | None) -> Order:
-    """Entries that share a bias come side by side, so that it is read from memory once; without one, see section_of."""
+    """The Order of a problem. Entries that share a bias lie side by side, so that it is read from memory once."""
     blocks, entries = -(-problem.M // tile.BLOCK_M), problem.B * problem.H
     section, inner, by_head = 1, problem.H, 0
     if bias is None:
@@ -137,10 +139,10 @@ def order_of(problem: AttentionProblem, tile: Tile, persistent: bool, bias: Tens
     return Order(blocks, shares, shares * entries, entries, section, inner, by_head)
 
 
-class Fixed(NamedTuple):
-    """What calls of the same problem, strides and tile share; made once."""
+class PreparedForward(NamedTuple):
+    """What calls of the same problem, strides and tile share. It is made once (prepared.py)."""
 
-    build: Build
+    config: ForwardConfig
     programs: int
     order: Order
     power: float  # of two, by which the kernel multiplies queries
@@ -148,36 +150,42 @@ class Fixed(NamedTuple):
 
 
 def power_of(problem: AttentionProblem, scale: float) -> float:
-    """The power of two next below the scale, so far as it does not cost float16 queries digits."""
+    """The power of two next below the scale, but none that costs float16 queries digits."""
     power = 2.0 ** math.floor(math.log2(scale))
     return min(1.0, max(MIN_POWER, power)) if problem.dtype == torch.float16 else power
 
 
-def fix(
-    problem: AttentionProblem, tile: Tile, build: Build | None, tensors: tuple[Tensor | None, ...], scale: float
-) -> Fixed | None:
+def prepare_forward(
+    problem: AttentionProblem,
+    tile: Tile,
+    config: ForwardConfig | None,
+    tensors: tuple[Tensor | None, ...],
+    scale: float,
+) -> PreparedForward | None:
     """`tensors` are q, k, v, out and the bias; None where TMA cannot follow their strides."""
-    build = build or build_of(problem, tile)
-    if not all(t is None or (t.stride(3) == 1 and describable(t)) for t in tensors):
+    config = config or config_of(problem, tile)
+    if not all(t is None or (t.stride(3) == 1 and fits_tma(t)) for t in tensors):
         return None
-    order = order_of(problem, tile, build.PERSISTENT, tensors[-1])
-    programs = min(order.all_shares, target_of(problem.device).cores) if build.PERSISTENT else order.all_shares
-    own, keys, size = GROUP_ROWS.value, tile.BLOCK_N, build.D
+    order = order_of(problem, tile, config.PERSISTENT, tensors[-1])
+    programs = min(order.all_shares, target_of(problem.device).cores) if config.PERSISTENT else order.all_shares
+    own, keys, size = WG_ROWS.value, tile.BLOCK_N, config.D
     boxes = ((own, size), (keys, size), (keys, size), (own, size), (own, keys))
     descriptors = (None if t is None else rows_descriptor(t, *box) for t, box in zip(tensors, boxes, strict=True))
-    power = power_of(problem, scale) if build.BIAS else 1.0
-    build = replace(build, WHOLE_SCALE=build.BIAS and power == scale)
-    return Fixed(build, programs, order, power, tuple(descriptors))
+    power = power_of(problem, scale) if config.BIAS else 1.0
+    config = replace(config, POWER_OF_TWO_SCALE=config.BIAS and power == scale)
+    return PreparedForward(config, programs, order, power, tuple(descriptors))
 
 
 def forward_launch(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, build: Build | None = None
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, config: ForwardConfig | None = None
 ) -> tuple[Results, Launch] | None:
-    """Results to be filled, and the launch that fills them, of the kernel that `build` tells or else the best; None
-    where the bulk copy engine cannot read the tensors."""
+    """Results to be filled, and the launch that fills them: of the kernel that `config` tells, else of the best one.
+
+    None where TMA cannot read the tensors.
+    """
     q, k, v = inputs[:3]
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    key = ("hopper forward", problem, tile, build, target_of(problem.device), q.stride(), k.stride(), v.stride())
+    key = ("hopper forward", problem, tile, config, target_of(problem.device), q.stride(), k.stride(), v.stride())
     bias = inputs.bias
     if bias is not None:
         bias = unexpanded(bias)
@@ -187,18 +195,21 @@ def forward_launch(
         return None
     out = empty_as(q, problem.Dv)
     tensors = (q, k, v, out, bias)
-    fixed = PREPARED.get(key, fix, problem, tile, build, tensors, inputs.scale)
-    if fixed is None:
+    prepared = PREPARED.get(key, prepare_forward, problem, tile, config, tensors, inputs.scale)
+    if prepared is None:
         return None
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    numbers = (*fixed.order, inputs.scale / fixed.power * LOG2E.value, fixed.power)
-    args = (*map(describe, fixed.descriptors, tensors), lse, *numbers, fixed.build)
-    return Results(out, lse), Launch(forward_kernel, (fixed.programs,), args, tile)
+    numbers = (*prepared.order, inputs.scale / prepared.power * LOG2E.value, prepared.power)
+    args = (*map(describe, prepared.descriptors, tensors), lse, *numbers, prepared.config)
+    return Results(out, lse), Launch(forward_kernel, (prepared.programs,), args, tile)
 
 
 def forward_pass(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Pass:
-    """Tensors that TMA cannot read (addresses or strides that are no multiples of 16 bytes, strides of zero), which a
-    problem does not tell, go to the plain Triton loop: slower, but with the same results and no copy."""
+    """The pass of a forward.
+
+    TMA cannot read addresses or strides that are no multiples of 16 bytes, nor strides of zero; a problem does not tell
+    them. Such tensors go to the plain Triton loop: slower, but with the same results and no copy.
+    """
     given = with_memory(read_of(inputs))
     made = forward_launch(inputs, problem, tile)
     if made is None:

@@ -1,4 +1,4 @@
-"""On Hopper: which block of queries a program has, in which order, and which keys it visits."""
+"""The tile scheduler of Hopper's kernels: which blocks of queries a program has, in which order, with which keys."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-class Schedule(NamedTuple):
-    """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side. Entries are
-    counted by `inner` = H heads of a batch after another or, where `by_head`, by `inner` = B batches of a head.
+class TileSchedule(NamedTuple):
+    """The grid: `blocks` of queries for each of `entries` = B * H, of which `section` lie side by side.
 
-    A persistent program takes `shares` of each entry: a block of queries each; where causal, the n-th block from the
-    end and the n-th from the front, so that all shares take equally long."""
+    Entries count through the `inner` = H heads of a batch entry or, where `by_head`, the `inner` = B entries of a head.
+    A persistent program takes `shares` of each entry. A share is a block of queries. Where causal, it is the n-th block
+    from the end and the n-th from the front, so that all shares take equally long.
+    """
 
     blocks: Any
     shares: Any
@@ -34,7 +35,7 @@ def batch_and_head(outer, inner, schedule):
 
 @gluon.jit
 def entry_and_block(program, schedule):
-    """Where a program has one block: equal blocks of `section` entries lie side by side."""
+    """(entry, block) where a program has one block. The same block of `section` entries lies side by side."""
     first = (program // (schedule.section * schedule.blocks)) * schedule.section
     inside = program - first * schedule.blocks
     width = gl.minimum(schedule.section, schedule.entries - first)
@@ -42,19 +43,18 @@ def entry_and_block(program, schedule):
 
 
 @gluon.jit
-def locate(program, schedule, BUILD: gl.constexpr):
-    """(batch, head, first row) where a program has one block: the longest first."""
+def locate(program, schedule, CONFIG: gl.constexpr):
+    """(batch, head, first row) where a program has one block. The longest come first."""
     entry, block = entry_and_block(program, schedule)
-    if BUILD.CAUSAL:
+    if CONFIG.CAUSAL:
         block = schedule.blocks - 1 - block
     batch, head = batch_and_head(entry // schedule.inner, entry % schedule.inner, schedule)
-    return batch, head, block * BUILD.BLOCK_M
+    return batch, head, block * CONFIG.BLOCK_M
 
 
 @gluon.jit
 def find_share(number, schedule):
-    """(batch, head, n) of the n-th share of an entry, by its number among all. A section here is one entry or `inner`
-    of them."""
+    """(batch, head, n) of a share by its number among all: the n-th of its entry. A section is one entry or `inner`."""
     low, high = schedule.shares, schedule.inner
     if schedule.section > 1:
         low, high = high, low
@@ -67,45 +67,45 @@ def find_share(number, schedule):
 
 
 @gluon.jit
-def share_size(n, schedule, BUILD: gl.constexpr):
-    """How many blocks the n-th share of an entry has: of an odd number of blocks the middle one is alone."""
+def share_size(n, schedule, CONFIG: gl.constexpr):
+    """How many blocks the n-th share of an entry has. Of an odd number of blocks the middle one is alone."""
     size = 1
-    if BUILD.CAUSAL:
+    if CONFIG.CAUSAL:
         if 2 * n + 1 < schedule.blocks:
             size = 2
     return size
 
 
 @gluon.jit
-def first_row(n, part, schedule, BUILD: gl.constexpr):
-    """Where a block of the n-th share of an entry begins, the longer one first."""
+def first_row(n, part, schedule, CONFIG: gl.constexpr):
+    """The first row of a block of the n-th share of an entry, the longer block first."""
     block = n
-    if BUILD.CAUSAL:
+    if CONFIG.CAUSAL:
         block += (1 - part) * (schedule.blocks - 1 - 2 * n)
-    return block * BUILD.BLOCK_M
+    return block * CONFIG.BLOCK_M
 
 
 @gluon.jit
-def key_blocks(row, rows, M, N, BUILD: gl.constexpr):
-    """How many blocks of keys `rows` rows from `row` on visit: at least one, so that dead rows end like all others."""
+def key_blocks(row, rows, M, N, CONFIG: gl.constexpr):
+    """How many blocks of keys the `rows` rows from `row` on visit. It is at least one, also where they see no key."""
     end = N
-    if BUILD.CAUSAL:
-        end = gl.minimum(N, row + rows + diagonal(M, N, BUILD))
-    return gl.maximum(gl.cdiv(end, BUILD.BLOCK_N), 1)
+    if CONFIG.CAUSAL:
+        end = gl.minimum(N, row + rows + diagonal(M, N, CONFIG))
+    return gl.maximum(gl.cdiv(end, CONFIG.BLOCK_N), 1)
 
 
 @gluon.jit
-def full_blocks(row, M, N, BUILD: gl.constexpr):
-    """How many leading blocks of keys are visible to row `row` and all below it."""
+def full_blocks(row, M, N, CONFIG: gl.constexpr):
+    """How many leading blocks of keys are visible to row `row` and to all rows below it."""
     end = N
-    if BUILD.CAUSAL:
-        end = gl.maximum(gl.minimum(N, row + 1 + diagonal(M, N, BUILD)), 0)
-    return end // BUILD.BLOCK_N
+    if CONFIG.CAUSAL:
+        end = gl.maximum(gl.minimum(N, row + 1 + diagonal(M, N, CONFIG)), 0)
+    return end // CONFIG.BLOCK_N
 
 
 @gluon.jit
-def diagonal(M, N, BUILD: gl.constexpr):
+def diagonal(M, N, CONFIG: gl.constexpr):
     shift = 0
-    if BUILD.BOTTOM_RIGHT:
+    if CONFIG.BOTTOM_RIGHT:
         shift = N - M
     return shift

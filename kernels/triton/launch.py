@@ -17,19 +17,19 @@ from sdpa.problem import AttentionProblem, Tile
 
 
 class Launch(NamedTuple):
-    """One kernel, its grid and arguments, the tile whose warps and stages it is built with, and what it is known by."""
+    """One kernel, its grid and arguments, and the options it is compiled with."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple
     tile: Tile
-    chained: bool = False  # may begin before the launch before it has ended, and waits inside
-    registers: int | None = None  # of a thread at most
+    pdl: bool = False  # programmatic dependent launch: it may begin before the one before has ended, and waits inside
+    registers: int | None = None  # per thread at most
 
     @property
     def options(self) -> dict:
         sizes = {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
-        if self.chained:
+        if self.pdl:
             sizes["launch_pdl"] = True
         if self.registers:
             sizes["maxnreg"] = self.registers

@@ -1,4 +1,4 @@
-"""The one memory of prepared launches: what calls alike share (sizes, builds, checked descriptors), made once.
+"""The one memory of prepared launches: what calls alike share (sizes, configurations, checked descriptors), made once.
 
 All kernels of the family keep it here. Its size is bounded: the entry that was not used for the longest time goes
 first, and never more than one at a time.

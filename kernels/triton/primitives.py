@@ -1,4 +1,4 @@
-"""What every kernel of the family shares on the device: where a program works, loads, the online softmax, dropout."""
+"""What every kernel of the family shares on the device: the tile scheduler, loads, the online softmax, dropout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WORD_BITS = tl.constexpr(32)
 SMALL_TANH = tl.constexpr(0.25)
 
 
-class Place(NamedTuple):
-    """One entry and head: where its rows begin in memory, how many there are, and how far the diagonal is shifted."""
+class SeqlenInfo(NamedTuple):
+    """The lengths of one entry and head: where rows begin in memory, how many there are, the diagonal's shift."""
 
     batch: tl.tensor
-    head: tl.tensor  # a query head; a column of them where a tile packs several
+    head: tl.tensor  # a query head; a column of them where a tile packs the heads of a group
     kv_head: tl.tensor
     q_first: tl.tensor
     q_length: tl.tensor
@@ -29,24 +29,24 @@ class Place(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the loops of a kernel read, as pointers or tensor descriptors, and how it lies in memory."""
+    """What the loops of a kernel read, as pointers or tensor descriptors, and how the tensors lie in memory."""
 
     k: tl.tensor
     v: tl.tensor
     bias: tl.tensor
     allowed: tl.tensor
-    strides: tl.tuple  # this and the next three as in nouns.py
+    strides: tl.tuple  # this and the next three as in kernel_arguments.py
     sizes: tl.tuple
     mask: tl.tuple
     dropout: tl.tuple
-    q: tl.tensor | None = None  # a backward's, from here on
+    q: tl.tensor | None = None  # from here on only in a backward or for weights
     grad_out: tl.tensor | None = None
     lse: tl.tensor | None = None
     delta: tl.tensor | None = None
 
 
-class Stretch(NamedTuple):
-    """Rows `start`.. of one head, which end before row `limit`."""
+class RowRange(NamedTuple):
+    """The rows of one head from `start` on, which end before row `limit`."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -54,8 +54,8 @@ class Stretch(NamedTuple):
     limit: tl.tensor
 
 
-class Queries(NamedTuple):
-    """A block of queries: its tile, its first row, and all of them."""
+class QueryTile(NamedTuple):
+    """A block of queries: its tile, its first row, and all of its rows."""
 
     tile: tl.tensor  # [BLOCK_M, BLOCK_D]
     row: tl.tensor
@@ -72,8 +72,11 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def locate(blocks, heads, section, REVERSED: tl.constexpr):
-    """(block, head) of this program. Heads come in sections whose keys and values fit the L2 cache together; within
-    one, equal blocks of all its heads run side by side, the longest first where REVERSED (causal)."""
+    """(block, head) of this program.
+
+    Heads come in sections whose keys and values fit the L2 cache together. In a section the same block of all heads
+    runs side by side. With REVERSED (causal) the longest blocks come first.
+    """
     program = tl.program_id(0)
     first = (program // (section * blocks)) * section
     inside = program - first * blocks
@@ -86,13 +89,13 @@ def locate(blocks, heads, section, REVERSED: tl.constexpr):
 
 @triton.jit
 def load_rows(source, strides, at, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-              DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
-    """[BLOCK, BLOCK_SIZE] rows of the Stretch `at`, zeros beyond SIZE columns; beyond its limit, too, if CLIP.
+              TMA: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
+    """[BLOCK, BLOCK_SIZE]: the rows of the RowRange `at`, with zeros beyond SIZE columns; with CLIP, beyond its limit.
 
-    DESCRIBED: `source` is a tensor descriptor (the bulk copy engine pads with zeros at the tensor's end by itself).
+    TMA: `source` is a tensor descriptor. TMA fills with zeros behind the tensor's end by itself.
     """
     rows = tl.arange(0, BLOCK)[:, None]
-    if DESCRIBED:
+    if TMA:
         tile = source.load([at.batch, at.head, at.start, 0]).reshape(BLOCK, BLOCK_SIZE)
         if CLIP:
             tile = tl.where(at.start + rows < at.limit, tile, 0.0)
@@ -111,10 +114,10 @@ def load_rows(source, strides, at, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOC
 
 @triton.jit
 def load_keys(source, strides, mask, at, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-              DESCRIBED: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
+              TMA: tl.constexpr, CLIP: tl.constexpr):  # fmt: skip
     """load_rows of keys or values, which may lie in pages that the block table names."""
     if mask.pages is None:
-        tile = load_rows(source, strides, at, SIZE, BLOCK, BLOCK_SIZE, DESCRIBED, CLIP)
+        tile = load_rows(source, strides, at, SIZE, BLOCK, BLOCK_SIZE, TMA, CLIP)
     else:
         positions = at.start + tl.arange(0, BLOCK)
         inside = positions < at.limit
@@ -129,7 +132,7 @@ def load_keys(source, strides, mask, at, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def store_rows(target, strides, at, tile, SIZE: tl.constexpr):
-    """Write the rows of `tile` [BLOCK, BLOCK_SIZE] to the Stretch `at`, below its limit and column SIZE."""
+    """Write the rows of `tile` [BLOCK, BLOCK_SIZE] to the RowRange `at`, below its limit and column SIZE."""
     rows = tl.arange(0, tile.shape[0])[:, None]
     columns = tl.arange(0, tile.shape[1])[None, :]
     origin = target + tl.cast(at.batch, tl.int64) * strides.batch + tl.cast(at.head, tl.int64) * strides.head
@@ -140,20 +143,24 @@ def store_rows(target, strides, at, tile, SIZE: tl.constexpr):
 @triton.jit
 def clear_behind(target, strides, head, first, limit, blocks, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                  SIZE: tl.constexpr):  # fmt: skip
-    """0 in every blocks-th block of packed rows from `first` to `limit`: what lies behind the last sequence, which as
-    many programs share."""
+    """Write 0 to every blocks-th block of packed rows from `first` to `limit`.
+
+    These rows lie behind the last sequence, and `blocks` programs share them.
+    """
     for start in tl.range(first, limit, blocks * BLOCK):
-        store_rows(target, strides, Stretch(0, head, start, limit), tl.zeros([BLOCK, BLOCK_SIZE], tl.float32), SIZE)
+        store_rows(target, strides, RowRange(0, head, start, limit), tl.zeros([BLOCK, BLOCK_SIZE], tl.float32), SIZE)
 
 
 @triton.jit
-def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, LIFT: tl.constexpr):
-    """The state before the first key; a sink is a key without a value. Scores are `unit` times what state holds,
-    probabilities and their sums 2^-LIFT times."""
+def init_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, P_EXPONENT: tl.constexpr):
+    """The Softmax before the first key. A sink is a key without a value.
+
+    Scores are `unit` times what the state holds; probabilities and their sums are 2^-P_EXPONENT times what it holds.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     if sinks is not None:
         row_max = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) / unit
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 2.0**LIFT)
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 2.0**P_EXPONENT)
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -161,39 +168,40 @@ def begin_softmax(sinks, head, unit, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constex
 
 
 @triton.jit
-def raise_scores(state, s, unit, HIDDEN: tl.constexpr, FAR: tl.constexpr, LIFT: tl.constexpr):
-    """(2^LIFT times the probabilities, state rescaled to them) of a tile [BLOCK_M, BLOCK_N] of scores s * unit.
+def online_softmax_step(state, s, unit, MASKED: tl.constexpr, LARGE: tl.constexpr, P_EXPONENT: tl.constexpr):
+    """(2^P_EXPONENT times the probabilities, state rescaled to them) of a tile [BLOCK_M, BLOCK_N] of scores s * unit.
 
-    HIDDEN: some may be -inf, and a row that has seen no other yet subtracts nothing. FAR: some may be so large (a mask
-    of the lowest finite number) that they must not be multiplied before the maximum is taken off.
+    MASKED: some scores may be -inf. A row that has seen no other score yet subtracts nothing.
+    LARGE: some scores may be so large (a mask of the lowest finite number) that they must not be multiplied before the
+    maximum is subtracted.
     """
     row_max = tl.maximum(state.row_max, tl.max(s, 1))
     base = row_max
-    if HIDDEN:
+    if MASKED:
         base = tl.where(row_max == float("-inf"), 0.0, row_max)
     factor = unit * LOG2E
     alpha = tl.math.exp2((state.row_max - base) * factor)
-    if FAR:
-        p = tl.math.exp2((s - base[:, None]) * factor + LIFT)
+    if LARGE:
+        p = tl.math.exp2((s - base[:, None]) * factor + P_EXPONENT)
     else:
-        p = tl.math.exp2(s * factor - (base * factor - LIFT)[:, None])
+        p = tl.math.exp2(s * factor - (base * factor - P_EXPONENT)[:, None])
     row_sum = state.row_sum * alpha + tl.sum(p, 1)
     return p, Softmax(state.acc * alpha[:, None], row_sum, row_max)
 
 
 @triton.jit
-def finish_softmax(state, unit, LIFT: tl.constexpr):
-    """(acc, lse): normalised; 0 and -inf for rows that saw no key."""
+def finish_softmax(state, unit, P_EXPONENT: tl.constexpr):
+    """(acc [BLOCK_M, BLOCK_DV] normalised, lse [BLOCK_M]); 0 and -inf for rows that saw no key."""
     dead = state.row_sum == 0.0
     total = tl.where(dead, 1.0, state.row_sum)
-    lse = tl.where(dead, float("-inf"), state.row_max * unit + (tl.math.log2(total) - LIFT) * LN2)
+    lse = tl.where(dead, float("-inf"), state.row_max * unit + (tl.math.log2(total) - P_EXPONENT) * LN2)
     return state.acc / total[:, None], lse
 
 
 @triton.jit
-def probabilities(s, unit, lse, FAR: tl.constexpr):
-    """exp(s * unit - lse), given lse as [.., 1] or [1, ..], +inf for rows that saw no key."""
-    if FAR:
+def probabilities(s, unit, lse, LARGE: tl.constexpr):
+    """exp(s * unit - lse). lse is [.., 1] or [1, ..], and +inf for rows that saw no key."""
+    if LARGE:
         p = tl.math.exp2((s - lse) * LOG2E)
     else:
         p = tl.math.exp2(s * (unit * LOG2E) - lse * LOG2E)
@@ -202,7 +210,7 @@ def probabilities(s, unit, lse, FAR: tl.constexpr):
 
 @triton.jit
 def load_lse(pointer, offsets, inside):
-    """A row's log-sum-exp; +inf where there is none, so that its probabilities are 0."""
+    """The log-sum-exp of rows. It is +inf where there is none, so that the row's probabilities are 0."""
     return dead_as_inf(tl.load(pointer + offsets, mask=inside, other=float("inf")))
 
 
@@ -223,10 +231,12 @@ def tanh(x):
 
 
 @triton.jit
-def keep_tile(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] bool of queries rows [BLOCK_M, 1] and keys from `column` on, True where a pair is kept:
-    Philox4x32-10 (Salmon et al., 2011) with the counter layout of sdpa/philox.py, in which each call serves four
-    neighbouring keys. `stream` is that of the head, or a column of them where a tile packs several."""
+def dropout_keep(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] bool of queries rows [BLOCK_M, 1] and keys from `column` on: True where a pair is kept.
+
+    It is Philox4x32-10 (Salmon et al., 2011) with the counter layout of sdpa/philox.py: each call serves four
+    neighbouring keys. `stream` is that of the head, or a column of them where a tile packs several heads.
+    """
     key = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
     groups = column // PHILOX_WORDS + tl.arange(0, BLOCK_N // PHILOX_WORDS)[None, :]

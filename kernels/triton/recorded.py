@@ -73,12 +73,13 @@ class Form(NamedTuple):
 
 @dataclass(slots=True)
 class RecordedCall:
-    """The launches of one call, for tensors of the same sizes, strides, dtypes and device, and the same of them twice.
+    """The launches of one call, for tensors of the same sizes, strides, dtypes and device.
 
     It is called with the tensors of the inputs (`read_of`), followed in a backward by out, lse, the gradient of out
-    and, where there is one, that of lse; for weights by lse.
+    and, where there is one, that of lse; for weights by lse. Its caller knows that the same fields share a tensor.
     """
 
+    count: int  # of the tensors given
     steps: list[Step]
     hooks: list[list]  # of each kernel: what wants to be called before a launch
     device: int
@@ -91,7 +92,7 @@ class RecordedCall:
 
     def __call__(self, *given: Tensor) -> Any:
         """What the call returns; None where the ordinary way must be taken."""
-        if hooked() or any(self.hooks) or current_device() != self.device:
+        if len(given) != self.count or hooked() or any(self.hooks) or current_device() != self.device:
             return None
         if self.strides and any(map(ne, map(stride_of, given), self.strides)):
             return None
@@ -154,6 +155,7 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
     if None in steps:
         return None
     return RecordedCall(
+        len(work.given),
         steps,
         hooks,
         index,

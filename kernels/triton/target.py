@@ -1,4 +1,4 @@
-"""What kernels are built for: architecture, shared memory, bulk copies; of the device at hand, or of one assumed."""
+"""What kernels are compiled for: architecture, shared memory, TMA, PDL; of the device at hand, or of one assumed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Target(NamedTuple):
     l2: int  # bytes
 
     @property
-    def has_bulk_copy(self) -> bool:
-        """A copy engine that tensor descriptors drive; the interpreter reads descriptors as well."""
+    def has_tma(self) -> bool:
+        """Whether tensors can be read by TMA, through tensor descriptors. The interpreter reads descriptors as well."""
         return self.backend == "interpreter" or (self.backend == "cuda" and self.arch >= HOPPER)
 
     @property
-    def has_chained_launch(self) -> bool:
-        """Programmatic dependent launch: a kernel may begin before the one it depends on has ended."""
+    def has_pdl(self) -> bool:
+        """PDL, programmatic dependent launch: a kernel may begin before the one it depends on has ended."""
         return self.backend == "cuda" and self.arch >= HOPPER
 
 

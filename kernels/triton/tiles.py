@@ -1,4 +1,4 @@
-"""Which tiles a kernel may be built with for a problem, best guess first: by head size, dtype and shared memory.
+"""Which tiles a kernel may be compiled with for a problem, best guess first: by head size, dtype and shared memory.
 
 BLOCK_M queries and BLOCK_N keys stay in registers as scores, BLOCK_M x head size as the accumulator. In a backward,
 BLOCK_M is the side that streams and BLOCK_N the side that stays, whichever of the two passes it is.
@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from sdpa.kernels.triton.arguments import block_size, halves
+from sdpa.kernels.triton.arguments import block_size, float16_parts_of
 from sdpa.kernels.triton.target import HOPPER, Target, target_of
 from sdpa.problem import AttentionProblem, Tile
 
@@ -21,7 +21,7 @@ FORWARD = {
     256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     512: (Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
-# For two float16 parts of float32 operands, and for one (halves.py).
+# For float32 operands in two float16 parts, and in one (float16_parts.py).
 FORWARD_TWO_PARTS = {
     64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(32, 32, 4, 1)),
     128: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
@@ -34,7 +34,7 @@ FORWARD_ONE_PART = {
     256: (Tile(64, 32, 8, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
     512: (Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),
 }
-# For products of float32 as they are: of what those parts do not hold, and where they are not used.
+# For float32 operands without float16 parts.
 FORWARD_FLOAT32 = {
     64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3), Tile(128, 128, 8, 2), Tile(32, 32, 4, 1)),
     128: (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 1)),
@@ -47,14 +47,14 @@ BACKWARD = {
     256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
-# Whatever spills least: products of parts in bfloat16 take more registers than there are above 64.
+# The tiles that spill least: products of bfloat16 parts take more registers than there are above a head size of 64.
 BACKWARD_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
     128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
-# Of the weights: the scores are twice in registers, as a product and as a sum, so 128 x 128 is the largest. It comes
+# Of the weights. Scores are twice in registers, as a product and as a sum, so 128 x 128 is the largest tile. It comes
 # first: smaller ones load so often that, by the count of bytes, the L2 cache takes longer than the exponentials.
 WEIGHTS = {
     64: (Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
@@ -85,12 +85,12 @@ SIZES = (64, 128, 256, 512)
 
 
 RANDOM_BYTES = 4  # of dropout per score, which change their layout through shared memory
-# The sums of dK and dV of a block of keys in float32: more than half a core's registers, and they are made one by one.
+# Bytes of dK and dV of a block of keys in float32 beyond which each has a launch: more than half a core's registers.
 ACCUMULATOR_BYTES = 128 << 10
 
 
 class Part(Enum):
-    """What a pass over blocks of keys makes."""
+    """What one launch over blocks of keys computes."""
 
     BOTH = "dK and dV"
     KEYS = "dK"
@@ -98,14 +98,14 @@ class Part(Enum):
 
 
 def passes(problem: AttentionProblem, tile: Tile) -> tuple[tuple[Part, Tile], ...]:
-    """The passes of a backward over blocks of keys. dK keeps values beside keys in shared memory, so less streams."""
+    """The launches of a backward over blocks of keys. dK's keeps values in shared memory, too, so less streams."""
     if not is_split(problem, tile):
         return ((Part.BOTH, tile),)
     return (Part.VALUES, tile), (Part.KEYS, half(tile))
 
 
 def queries_tile(problem: AttentionProblem, tile: Tile) -> Tile:
-    """The tile of the pass over blocks of queries: what stays is the larger side there, too."""
+    """The tile of the launch over blocks of queries. There, too, the side that stays is the larger one."""
     tile = half(tile) if is_split(problem, tile) else tile
     return tile._replace(BLOCK_M=tile.BLOCK_N, BLOCK_N=tile.BLOCK_M)
 
@@ -120,7 +120,7 @@ def half(tile: Tile) -> Tile:
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     """The tiles that fit the device, at least the last (smallest) one."""
-    listed = TABLES[problem.direction, problem.dtype == torch.float32, halves(problem)][size_class(problem)]
+    listed = TABLES[problem.direction, problem.dtype == torch.float32, float16_parts_of(problem)][size_class(problem)]
     target = target_of(problem.device)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
     return fitting or listed[-1:]
@@ -130,8 +130,8 @@ def size_class(problem: AttentionProblem) -> int:
     return next((s for s in SIZES if max(block_size(problem.D), block_size(problem.Dv)) <= s), SIZES[-1])
 
 
-def careful_tile(problem: AttentionProblem, tile: Tile) -> Tile:
-    """For what a kernel with `tile` doubts. It is no higher, so that a block asks one word."""
+def recompute_tile(problem: AttentionProblem, tile: Tile) -> Tile:
+    """The tile that computes again what a kernel with `tile` flags. It is no higher, so that a block reads one flag."""
     target = target_of(problem.device)
     listed = (t for t in FORWARD_FLOAT32[size_class(problem)] if t.BLOCK_M <= tile.BLOCK_M)
     return next((t for t in listed if shared_memory(problem, t, target, 0) <= target.shared_memory), tile)
@@ -147,9 +147,9 @@ def shared_memory(problem: AttentionProblem, tile: Tile, target: Target, parts: 
     scores = tile.BLOCK_M * tile.BLOCK_N
     dense = 0 if problem.row_mask else scores * dense_bytes(problem)  # of a mask that streams with the keys
     if problem.direction == "forward":
-        parts = halves(problem) if parts is None else parts
+        parts = float16_parts_of(problem) if parts is None else parts
         if parts:
-            return halves_memory(problem, tile, parts) + max(1, tile.num_stages) * dense
+            return float16_parts_memory(problem, tile, parts) + max(1, tile.num_stages) * dense
         stays = tile.BLOCK_M * block_size(problem.D) if holds_operands(target) else 0
         return stays * size + max(1, tile.num_stages) * (tile.BLOCK_N * width * size + dense)
     if problem.direction == "weights":
@@ -164,9 +164,12 @@ def shared_memory(problem: AttentionProblem, tile: Tile, target: Target, parts: 
     return (tile.BLOCK_N * width + scores) * size + streams + turned
 
 
-def halves_memory(problem: AttentionProblem, tile: Tile, parts: int) -> int:
-    """Queries in one part or three tiles (halves.py), a key's or value's parts, and what streams in float32, of which
-    one stage's is in registers."""
+def float16_parts_memory(problem: AttentionProblem, tile: Tile, parts: int) -> int:
+    """Bytes of shared memory of a forward with float16 parts.
+
+    Queries take one tile, or three for two parts. To these come the parts of keys or values, and what streams in
+    float32, of which one stage is in registers.
+    """
     D, Dv = block_size(problem.D), block_size(problem.Dv)
     queries = tile.BLOCK_M * D * (1 if parts == 1 else 3)
     streams = max(1, tile.num_stages - 1) * tile.BLOCK_N * (D + Dv) * torch.float32.itemsize
@@ -180,5 +183,5 @@ def dense_bytes(problem: AttentionProblem) -> int:
 
 
 def holds_operands(target: Target) -> bool:
-    """Hopper's matrix units read both operands from shared memory; older ones take the queries from registers."""
+    """Whether tensor cores read both operands from shared memory, as Hopper's do. Older ones need one in registers."""
     return target.backend == "cuda" and target.arch >= HOPPER

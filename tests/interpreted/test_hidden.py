@@ -9,8 +9,8 @@ import torch
 
 from sdpa import Mask, dense
 from sdpa.inputs import Options, build_inputs
+from sdpa.kernels.triton.block_ranges import Ids, find_block_ranges
 from sdpa.kernels.triton.launch import run
-from sdpa.kernels.triton.spans import Ids, find_spans
 from sdpa.problem import Results
 from sdpa.testing import Case, Draw, make_inputs, problem_of
 
@@ -159,7 +159,7 @@ def test_spans_of_segments(ordered, length):
     other = torch.randint(-1, 7, (2, length), generator=generator, dtype=torch.int32)
     if ordered:
         own, other = own.sort(1).values, other.sort(1).values
-    spans, launch = find_spans(Ids(own, 50, 0, 50), Ids(other, length, 0, length), (2, 1), BLOCK, own.device)
+    spans, launch = find_block_ranges(Ids(own, 50, 0, 50), Ids(other, length, 0, length), (2, 1), BLOCK, own.device)
     run([launch], problem_of(make_inputs(Case()), "forward"))
     assert spans.pointer.shape == (2, 1, 4, 4) and (spans.batch, spans.head, spans.block) == (16, 0, 4)
     for b in range(2):
@@ -174,7 +174,7 @@ def test_spans_of_a_mask_of_keys():
     allowed[0, :, 5:40] = 1
     allowed[1, 0, ::7], allowed[1, 1, 66] = 1, 1
     queries, keys = Ids(None, 0, 0, 40), Ids(allowed, allowed.stride(0), allowed.stride(1), 67)
-    spans, launch = find_spans(queries, keys, (2, 3), BLOCK, allowed.device)
+    spans, launch = find_block_ranges(queries, keys, (2, 3), BLOCK, allowed.device)
     run([launch], problem_of(make_inputs(Case()), "forward"))
     assert spans.block == 0 and spans.pointer.shape == (2, 3, 1, 4)
     found = spans.pointer[:, :, 0, :3].tolist()

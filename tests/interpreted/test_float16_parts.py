@@ -22,12 +22,12 @@ BLOCKS = 2 * 64 // 32
 
 
 def launched(inputs, target, once=False):
-    """(results, doubts [entries, blocks]) of the two launches of a forward, or of the first alone."""
+    """(results, recompute flags [entries, blocks]) of the two launches of a forward, or of the first alone."""
     with assume(target):
         problem = problem_of(inputs, "forward")
         results, launches = forward.forward_launches(inputs, problem, TILE)
         run(launches[:-1] if once else launches, problem)
-    return results, launches[-1].args[forward.DOUBTS]
+    return results, launches[-1].args[forward.RECOMPUTE]
 
 
 def judge_out(inputs, got):
@@ -52,7 +52,7 @@ def one(name, value, row=40):
     return change
 
 
-# What float16 parts hold, and what they do not: a change of ordinary inputs, and the blocks that are doubted.
+# What float16 parts hold, and what they do not: a change of ordinary inputs, and the blocks that are computed again.
 HELD = {
     "plain": lambda inputs: inputs,
     "large_values": times("v", 1e4),
@@ -74,8 +74,8 @@ NOT_HELD = {
 @pytest.mark.parametrize("name", HELD)
 def test_parts_hold(name, target):
     inputs = HELD[name](make_inputs(Case(**SIZES), seed=2))
-    got, doubts = launched(inputs, target, once=True)
-    assert not doubts.any()
+    got, flags = launched(inputs, target, once=True)
+    assert not flags.any()
     judge_out(inputs, got)
 
 
@@ -83,8 +83,8 @@ def test_parts_hold(name, target):
 def test_blocks_made_again(name, target):
     change, blocks = NOT_HELD[name]
     inputs = change(make_inputs(Case(**SIZES, mask="causal"), seed=2))
-    got, doubts = launched(inputs, target)
-    assert int(doubts.sum()) == blocks
+    got, flags = launched(inputs, target)
+    assert int(flags.sum()) == blocks
     judge_out(inputs, got)
 
 
@@ -96,8 +96,8 @@ def test_queries_far_smaller_than_others_of_their_block(targets):
     q[:, :, 1::2], k[..., 0] = 0.0, 0.0
     q[:, :, 1::2, 0] = 360.0  # whose scores are all alike
     inputs = inputs._replace(q=q, k=k)
-    got, doubts = launched(inputs, targets[0])
-    assert doubts.all()
+    got, flags = launched(inputs, targets[0])
+    assert flags.all()
     judge_out(inputs, got)
 
 
@@ -105,19 +105,19 @@ def test_queries_far_smaller_than_others_of_their_block(targets):
 def test_what_is_not_finite_stays_so(value, target):
     """As the products of float32 themselves have it."""
     inputs = one("v", value)(make_inputs(Case(**SIZES), seed=2))
-    got, doubts = launched(inputs, target)
-    assert doubts.all()
+    got, flags = launched(inputs, target)
+    assert flags.all()
     plain = reference(inputs, torch.float32).out
     assert torch.equal(got.out.isnan(), plain.isnan())
     assert torch.equal(got.out.isposinf(), plain.isposinf())
     assert torch.equal(got.out.isneginf(), plain.isneginf())
 
 
-def test_rows_without_keys_are_not_doubted(targets):
+def test_rows_without_keys_are_not_computed_again(targets):
     inputs = make_inputs(Case(**SIZES, mask="lengths"), seed=2)
     inputs = inputs._replace(k_lengths=torch.zeros_like(inputs.k_lengths))
-    got, doubts = launched(inputs, targets[0])
-    assert not doubts.any() and not got.out.any() and torch.isneginf(got.lse).all()
+    got, flags = launched(inputs, targets[0])
+    assert not flags.any() and not got.out.any() and torch.isneginf(got.lse).all()
 
 
 def test_packed_sequences(targets):
@@ -135,12 +135,12 @@ def test_one_part_is_as_exact_as_tf32(targets):
     torch.set_float32_matmul_precision("high")
     try:
         inputs = make_inputs(Case(**SIZES, mask="causal"), seed=2)
-        got, doubts = launched(inputs, targets[0], once=True)
+        got, flags = launched(inputs, targets[0], once=True)
     finally:
         torch.set_float32_matmul_precision("highest")
     wanted = reference(inputs).out
     rounded = inputs._replace(**{n: tf32(getattr(inputs, n)) for n in ("q", "k", "v")})
-    assert not doubts.any()
+    assert not flags.any()
     assert (got.out - wanted).abs().max() < (reference(rounded).out - wanted).abs().max()
 
 
@@ -151,5 +151,5 @@ def tf32(x):
 
 def test_half_precision_takes_one_launch(targets):
     inputs = make_inputs(Case(**{**SIZES, "dtype": torch.float16}), seed=2)
-    with assume(targets[0]), patch.object(forward, "doubts_of", side_effect=AssertionError):
+    with assume(targets[0]), patch.object(forward, "recompute_flags", side_effect=AssertionError):
         assert len(forward.forward_launches(inputs, problem_of(inputs, "forward"), TILE)[1]) == 1

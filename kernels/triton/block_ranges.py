@@ -1,4 +1,7 @@
-"""Which part of the other side a block can meet at all: found once per call for segments and for masks of keys."""
+"""Block ranges: which keys a block of queries can see at all, and the other way round.
+
+For segments and for masks of keys a small kernel finds them once per call. Loops then skip all other blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from sdpa.kernels.triton.launch import Launch
 from sdpa.problem import Tile
 
 CHUNK = 1024  # positions of the other side looked at in one step: one per thread and a few more
-WORDS = 4  # int32 per span: first, one past the last, whole, and one to keep them aligned
+WORDS = 4  # int32 per range: first, one past the last, whether all of it matches, and one for alignment
 SCAN = Tile(0, 0, 4, 1)
 
 
-class Spans(NamedTuple):
-    """A table of spans and its strides; `block` is 0 where all blocks share one."""
+class BlockRanges(NamedTuple):
+    """A table of ranges and its strides. `block` is 0 where all blocks share one range."""
 
-    pointer: Tensor
+    pointer: Tensor  # (batch, heads, blocks, WORDS) int32
     batch: int
     head: int
     block: int
 
 
 class Ids(NamedTuple):
-    """Ids of one side, or None: every position has id 1 (a mask of keys is ids 0 and 1)."""
+    """The ids of one side. Without a pointer every position has id 1; a mask of keys is ids 0 and 1."""
 
     pointer: Tensor | None
     outer: int
@@ -36,9 +39,12 @@ class Ids(NamedTuple):
 
 
 @triton.jit
-def spans_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """For one block of `own`: the hull of positions of `other` whose id lies in the range of the block's ids, and
-    whether block and hull hold one id only. Grid: entries * blocks."""
+def block_ranges_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The range of one block of `own`. Grid: entries * blocks.
+
+    It goes from the first to the last position of `other` whose id lies between the smallest and the largest id of the
+    block. The third word tells whether the block and its range hold one id only, so that nothing in it is masked.
+    """
     program = tl.program_id(0)
     entry, block = program // blocks, program % blocks
     batch, head = entry // heads, entry % heads
@@ -68,18 +74,18 @@ def spans_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, CHUNK: t
     tl.store(target + 2, whole.to(tl.int32))
 
 
-def tables_of(launches: list[Launch]) -> tuple[Tensor, ...]:
-    """The memory of the spans that launches find."""
-    return tuple(launch.args[0] for launch in launches if launch.kernel is spans_kernel)
+def range_tables(launches: list[Launch]) -> tuple[Tensor, ...]:
+    """The tables that these launches fill."""
+    return tuple(launch.args[0] for launch in launches if launch.kernel is block_ranges_kernel)
 
 
-def find_spans(own: Ids, other: Ids, entries: tuple[int, int], block: int, device: torch.device):
-    """(Spans, Launch) of blocks of `block` positions of `own`; `entries` are the batch and head sizes of the ids."""
+def find_block_ranges(own: Ids, other: Ids, entries: tuple[int, int], block: int, device: torch.device):
+    """(BlockRanges, Launch) for blocks of `block` positions of `own`. `entries` are the ids' batch and head sizes."""
     batch, heads = entries
     blocks = 1 if own.pointer is None else -(-own.length // block)
     table = torch.empty((batch, heads, blocks, WORDS), dtype=torch.int32, device=device)
     each = 0 if own.pointer is None else WORDS
-    spans = Spans(table, table.stride(0) if batch > 1 else 0, table.stride(1) if heads > 1 else 0, each)
-    return spans, Launch(
-        spans_kernel, (batch * heads * blocks,), (table, own, other, heads, blocks, block, CHUNK), SCAN
+    block_ranges = BlockRanges(table, table.stride(0) if batch > 1 else 0, table.stride(1) if heads > 1 else 0, each)
+    return block_ranges, Launch(
+        block_ranges_kernel, (batch * heads * blocks,), (table, own, other, heads, blocks, block, CHUNK), SCAN
     )

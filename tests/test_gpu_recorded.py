@@ -1,0 +1,134 @@
+"""Recorded calls of every kind on a device: run again with other tensors they give the bits of the ordinary way."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from recorded_calls import DECODED, KINDS, M, backward_of, given_of, inputs_of, problem_of, tensors_in
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+AGAIN = 3  # other tensors, one after the other
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The kernels' modules, which import Triton."""
+    pytest.importorskip("triton", reason="Triton has no package for this platform")
+    from sdpa.kernels.triton import decode, flash, hopper
+
+    return {"flash": flash, "decode": decode, "hopper": hopper}
+
+
+def inputs(kind, rows=M, dtype=torch.float16):
+    """What draws (inputs,) from a seed."""
+    return lambda seed: (inputs_of(kind, seed, "cuda", rows, dtype),)
+
+
+def backward_tensors(kind, lse_grad=False, dtype=torch.float16):
+    """What draws (inputs, results, upstream) from a seed."""
+    return lambda seed: backward_of(inputs_of(kind, seed, "cuda", dtype=dtype), seed, lse_grad, dtype)
+
+
+def run_again(module, make, direction, extra):
+    """Record a call, run it again with other tensors, and compare each with the ordinary way."""
+    problem = problem_of(make(0), direction, extra)
+    tile = module.tiles(problem)[0]
+    first, again = module.record(make(0), problem, tile)
+    assert again is not None
+    for seed in range(AGAIN):
+        tensors = make(seed)
+        wanted = tensors_in(getattr(module, direction)(*tensors, problem, tile))
+        found = again(*given_of(tensors))
+        assert found is not None
+        for got, want in zip(tensors_in(found), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+            assert got.stride() == want.stride()
+    return first, again
+
+
+DECODES = [("decode", "paged", M), *(("decode", kind, 1) for kind in sorted(DECODED))]
+
+
+@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no lse"])
+@pytest.mark.parametrize("name,kind,rows", [*(("flash", kind, M) for kind in KINDS), *DECODES])
+def test_every_kind_of_forward_again(name, kind, rows, lse, modules):
+    run_again(modules[name], inputs(kind, rows), "forward", {"lse"} if lse else ())
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "packed", "everything"])
+def test_float32_forwards_again(kind, modules):
+    """Two launches: of float16 parts, and of what these do not hold."""
+    run_again(modules["flash"], inputs(kind, dtype=torch.float32), "forward", {"lse"})
+
+
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_backward_again(kind, lse_grad, modules):
+    make = backward_tensors(kind, lse_grad)
+    run_again(modules["flash"], make, "backward", {"bias_grad"} if make(0)[0].bias is not None else ())
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "bias", "padding", "unaligned"])
+def test_weights_again(kind, averaged, modules):
+    def make(seed):
+        return inputs_of(kind, seed, "cuda"), torch.zeros(2, 4, M, device="cuda") + seed
+
+    run_again(modules["flash"], make, "weights", {"averaged"} if averaged else ())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "bias"])
+def test_hopper_again(kind, direction, modules):
+    hopper = modules["hopper"]
+    if hopper.unavailable():
+        pytest.skip(hopper.unavailable())
+    if direction == "forward":
+        run_again(hopper, inputs(kind, dtype=torch.bfloat16), "forward", {"lse"})
+    elif kind != "bias":
+        run_again(hopper, backward_tensors(kind, dtype=torch.bfloat16), "backward", ())
+
+
+def test_a_signal_handler_may_run_the_same_launches(modules):
+    """A timer whose handler calls what its interrupted code is in the middle of calling."""
+    flash = modules["flash"]
+    one, other = (inputs("causal")(seed) for seed in (1, 2))
+    problem = problem_of(one, "forward", {"lse"})
+    tile = flash.tiles(problem)[0]
+    _, again = flash.record(one, problem, tile)
+    wanted, of_handler = (flash.forward(*tensors, problem, tile).out for tensors in (one, other))
+    wrong, calls = [], []
+
+    def handler(number, frame):
+        calls.append(number)
+        wrong.extend([] if torch.equal(again(*given_of(other)).out, of_handler) else ["inner"])
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        for _ in range(2000):
+            wrong.extend([] if torch.equal(again(*given_of(one)).out, wanted) else ["outer"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert calls and not wrong
+
+
+def test_freed_tensors_are_refused(modules):
+    """And the context of the device lives on."""
+    flash = modules["flash"]
+    tensors = inputs("plain")(1)
+    problem = problem_of(tensors, "forward", {"lse"})
+    tile = flash.tiles(problem)[0]
+    _, again = flash.record(tensors, problem, tile)
+    broken = tensors[0]._replace(v=tensors[0].v.clone())
+    broken.v.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="0 bytes"):
+        again(*given_of((broken,)))
+    with pytest.raises(RuntimeError, match="0 bytes"):
+        flash.forward(broken, problem, tile)
+    torch.cuda.synchronize()
+    assert again(*given_of(tensors)) is not None
