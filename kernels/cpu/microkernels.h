@@ -133,7 +133,7 @@ inline void with_type(double, Dtype, F f) {
 
 template <typename T>
 void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
-  assert(rows > 0 && width <= ld && ld % kLanes<T> == 0);
+  assert(width <= ld && ld % kLanes<T> == 0);
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
     for (int64_t row = 0; row < rows; ++row)
@@ -222,7 +222,7 @@ void pack_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
 template <typename T>
 void store_rows(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
                 int64_t row_stride) {
-  assert(rows > 0 && (rows == 1 || ld >= (width + kLanes<T> - 1) / kLanes<T> * kLanes<T>));
+  assert(rows <= 1 || ld >= (width + kLanes<T> - 1) / kLanes<T> * kLanes<T>);
   with_type(T(), dtype, [=](auto* type) {
     using S = typename Pointee<decltype(type)>::type;
     S* out = static_cast<S*>(dst);

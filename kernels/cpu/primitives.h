@@ -109,7 +109,7 @@ struct ScorePrimitives {
 // those beyond the last may hold anything.
 //
 // Preconditions, which the sanitizer build asserts: leading dimensions are multiples of `lanes`, in values, and not
-// smaller than the rows that they hold; `rows` is positive.
+// smaller than the rows that they hold. Products and the softmax have at least one row and one column.
 template <typename T, typename Operand = T>
 struct Primitives : ScorePrimitives<T> {
   int64_t lanes;  // elements of a vector
