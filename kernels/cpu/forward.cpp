@@ -157,8 +157,12 @@ class Forward {
   int64_t left_ld() const { return plan_.ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
 
   struct Buffers {
-    Operand *q, *keys, *values, *left;
-    T *s, *alpha;
+    Operand* q;       // [rows of the task, D], a left operand
+    Operand* keys;    // [D, ld], a right operand; not used where keys are read in place
+    Operand* values;  // [BLOCK_N, Dv], a right operand; not used where values are read in place
+    Operand* left;    // [rows, ld]: the weights as a left operand, where that is no T
+    T* s;             // [rows, ld]: scores, then weights
+    T* alpha;         // [rows]
   };
 
   // The online softmax of a task's rows: acc [rows, Dv], row_max [rows], row_sum [rows, kMaxLanes].

@@ -8,14 +8,16 @@
 // draws work tiles from a counter, and an epilogue that transposes the output among the lanes of quads: it needs no
 // shared memory, which the next work tile's loads already fill.
 //
-// The schedule of one work tile, here with two consumers in ping-pong. K0, K1, ... are blocks of keys in the order they
-// are visited, V0, V1, ... their values, S0, S1, ... the softmax of their scores. Time runs to the right.
+// The schedule of one work tile, here with two consumers in ping-pong. Time runs to the right. K0, K1, ... are blocks
+// of keys in the order they are visited, and V0, V1, ... their values. Q0 and Q1 are the consumers' rows of queries.
+// QK, S and PV are the scores of a block, their softmax, and the product of its weights and values; "alpha" rescales
+// acc. The last loads are the next work tile's.
 //
-//   producer     TMA             K0 Q Q K1 V0   K2 V1    K3 V2  ...  Kn Vn-1  Vn | K0 Q Q K1 V0 of the next work tile
-//   consumer 0   tensor cores      QK0       QK1 PV0         QK2 PV1             ...   PVn
-//                other units          S0        S1 acc*alpha     S2 acc*alpha    ...      epilogue
-//   consumer 1   tensor cores         QK0            QK1 PV0         QK2 PV1         ...   PVn
-//                other units             S0             S1 acc*alpha     S2 acc*alpha    ...  epilogue
+//   producer    TMA      K0 Q0 Q1  K1 V0     K2 V1              K3 V2        ...  Vn  K0 Q0 Q1  K1 V0
+//   consumer 0  WGMMA       [QK0]        [QK1][PV0]          [QK2][PV1]             ...  [PVn]
+//               softmax          [S0    ]     [S1    ][alpha]     [S2    ][alpha]   ...       [epilogue]
+//   consumer 1  WGMMA            [QK0]             [QK1][PV0]          [QK2][PV1]        ...  [PVn]
+//               softmax               [S0    ]          [S1    ][alpha]     [S2    ][alpha]   ...  [epilogue]
 //
 // Two things overlap. Inside a consumer, softmax S1 runs as soon as QK1 is done, while the tensor cores still compute
 // PV0. Between consumers, ping-pong lets consumer 1 issue its WGMMAs after consumer 0 has issued its own, so that one's
