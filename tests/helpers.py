@@ -1,9 +1,11 @@
-"""What several test files share: calls of the command, tables of tuning, rows of contests, packed documents.
+"""What several test files share: calls of the command, tables of tuning, rows of contests, tensors, packed documents.
 
 pytest finds it by `pythonpath` in pyproject.toml; fixtures are in conftest.py.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import yaml
@@ -46,6 +48,22 @@ def complaint(*arguments: str, code: int = 2) -> str:
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("sdpa"), result.stderr
     return lines[0]
+
+
+def python_calls(function) -> int:
+    """How many Python functions one call enters, itself not counted: an overhead that no load changes."""
+    entered = 0
+
+    def count(frame, event, argument):
+        nonlocal entered
+        entered += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return entered - 1
 
 
 # contests
@@ -97,7 +115,7 @@ def put(folder, data, name=DEVICE_NAME):
     return path
 
 
-# float64 tensors, and documents packed one after the other
+# tensors, and documents packed one after the other
 
 WIDE = torch.float64
 # Sums of a few dozen float64 numbers of size 1, in another order.
@@ -107,6 +125,24 @@ OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "tes
 
 def draw(*shape, dtype=WIDE, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=WIDE).to(dtype)
+
+
+def qkv(
+    B=2, H=3, M=9, N=11, D=8, *, Hkv=None, Dv=None, dtype=torch.float32, device="cpu", grad=False, seed=0, offset=0
+):
+    """query, key, value: the same numbers for the same sizes and seed; `offset` elements of memory lie before each.
+
+    A file of tests that wants other sizes in all its calls binds them: `partial(helpers.qkv, B=1, H=2)`.
+    """
+
+    def drawn(number, *shape):
+        values = draw(*shape, dtype=dtype, seed=3 * seed + number).to(device)
+        if offset:
+            values = torch.cat([values.new_zeros(offset), values.flatten()])[offset:].view(shape)
+        return values.requires_grad_(grad)
+
+    heads = H if Hkv is None else Hkv
+    return [drawn(0, B, H, M, D), drawn(1, B, heads, N, D), drawn(2, B, heads, N, D if Dv is None else Dv)]
 
 
 def int32(*values):

@@ -48,11 +48,11 @@ std::vector<int> draw_ids(int entries, int size, int kind) {
 
 struct Problem {
   SegmentParams p;
-  std::vector<int> k_lengths, q_lengths, q_ids, k_ids, laid;
+  std::vector<int> k_lengths, q_lengths, q_ids, k_ids, padded;
   std::vector<Span> spans;
-  std::vector<Extent> extents;
+  std::vector<IdRange> id_ranges;
 
-  Problem(int BN, int GROUPS) {
+  Problem(int BLOCK_N, int CONSUMERS) {
     p.B = draw(1, 3), p.M = draw(1, 700), p.N = draw(0, 1) ? p.M : draw(1, 700);
     p.left = draw(0, 2) ? kUnlimited : draw(0, 300);
     p.right = draw(0, 1) ? kUnlimited : draw(0, 1) * draw(0, 100);
@@ -66,10 +66,10 @@ struct Problem {
     int const kind = draw(0, 3);
     q_ids = draw_ids(p.B, p.M, kind), k_ids = p.M == p.N && draw(0, 2) ? q_ids : draw_ids(p.B, p.N, kind);
     p.q_ids = {q_ids.data(), draw(0, 1) * p.M}, p.k_ids = {k_ids.data(), draw(0, 1) * p.N};
-    p.groups = (p.M + 64 * GROUPS - 1) / (64 * GROUPS) * GROUPS, p.blocks = (p.N + BN - 1) / BN;
-    spans.assign(p.B * p.groups, Span{-777, 777, -777, 777}), extents.assign(p.B * p.blocks, Extent{0, 0});
-    laid.assign(p.B * p.blocks * BN, 1);
-    p.spans = spans.data(), p.extents = extents.data(), p.laid_k_ids = laid.data();
+    p.groups = (p.M + 64 * CONSUMERS - 1) / (64 * CONSUMERS) * CONSUMERS, p.blocks = (p.N + BLOCK_N - 1) / BLOCK_N;
+    spans.assign(p.B * p.groups, Span{-777, 777, -777, 777}), id_ranges.assign(p.B * p.blocks, IdRange{0, 0});
+    padded.assign(p.B * p.blocks * BLOCK_N, 1);
+    p.spans = spans.data(), p.id_ranges = id_ranges.data(), p.padded_k_ids = padded.data();
   }
 
   bool sees(int b, int i, int j) const {
@@ -86,54 +86,54 @@ void expect(bool holds, char const* what, int round) {
   exit(1);
 }
 
-// The loops of sm90/flash.cuh: what a group sees of the blocks it visits, each key once.
-template <int BN, int ROWS>
-void play_group(Problem const& problem, int b, Blocks all, int row0, int round) {
+// The loops of sm90/flash.cuh: what a consumer's rows see of the blocks they visit, each key once.
+template <int BLOCK_N, int ROWS>
+void play_consumer(Problem const& problem, int b, Blocks tile, int row0, int round) {
   using namespace cute;
   SegmentParams const& p = problem.p;
-  SegmentMask<BN, ROWS> const mask(p, b);
-  Blocks const own = mask.blocks_of_group(all, row0, p.M);
-  expect(all.begin <= own.begin && own.begin < own.end && own.end <= all.end, "a group outside of what is loaded",
+  SegmentMask<BLOCK_N, ROWS> const mask(p, b);
+  Blocks const own = mask.blocks_of_consumer(tile, row0, p.M);
+  expect(tile.begin <= own.begin && own.begin < own.end && own.end <= tile.end, "a consumer outside of what is loaded",
          round);
-  std::vector<float> numbers(ROWS * BN);
-  Tensor scores = make_tensor(numbers.data(), make_layout(Shape<Int<ROWS>, Int<BN>>{}));
-  Tensor place = make_identity_tensor(Shape<Int<ROWS>, Int<BN>>{});
+  std::vector<float> numbers(ROWS * BLOCK_N);
+  Tensor scores = make_tensor(numbers.data(), make_layout(Shape<Int<ROWS>, Int<BLOCK_N>>{}));
+  Tensor coords = make_identity_tensor(Shape<Int<ROWS>, Int<BLOCK_N>>{});
   std::vector<int> seen(ROWS * p.N, 0);
-  auto visit = [&](int n, Cut cut) {
-    ++visited, unmasked += cut == Cut::kNone;
+  auto visit = [&](int n, Masking cut) {
+    ++visited, unmasked += cut == Masking::kNone;
     std::fill(numbers.begin(), numbers.end(), 1.f);
-    if (cut == Cut::kBoth) mask.template hide<Cut::kBoth>(scores, place, row0, mask.key_of(n));
-    if (cut == Cut::kLeft) mask.template hide<Cut::kLeft>(scores, place, row0, mask.key_of(n));
+    if (cut == Masking::kBoth) mask.template apply<Masking::kBoth>(scores, coords, row0, mask.key_of(n));
+    if (cut == Masking::kLeft) mask.template apply<Masking::kLeft>(scores, coords, row0, mask.key_of(n));
     for (int i = 0; i < ROWS && row0 + i < p.M; ++i)
-      for (int c = 0; c < BN; ++c) {
-        int const j = n * BN + c - mask.pad;
+      for (int c = 0; c < BLOCK_N; ++c) {
+        int const j = n * BLOCK_N + c - mask.pad;
         if (scores(i, c) != 1.f) continue;
         expect(0 <= j && j < p.N, "a key that there is not", round);
         ++seen[i * p.N + j];
       }
   };
   int n = own.end - 1;
-  visit(n, n >= mask.whole(row0) || n < mask.reached(row0) ? Cut::kBoth : Cut::kNone);
+  visit(n, n >= mask.unmasked_end(row0) || n < mask.unmasked_begin(row0) ? Masking::kBoth : Masking::kNone);
   --n;
-  for (int const end = std::max(own.begin, mask.whole(row0)); n >= end; --n) visit(n, Cut::kBoth);
-  for (int const end = std::max(own.begin, mask.reached(row0)); n >= end; --n) visit(n, Cut::kNone);
-  for (; n >= own.begin; --n) visit(n, Cut::kLeft);
+  for (int const end = std::max(own.begin, mask.unmasked_end(row0)); n >= end; --n) visit(n, Masking::kBoth);
+  for (int const end = std::max(own.begin, mask.unmasked_begin(row0)); n >= end; --n) visit(n, Masking::kNone);
+  for (; n >= own.begin; --n) visit(n, Masking::kLeft);
   for (int i = 0; i < ROWS && row0 + i < p.M; ++i)
     for (int j = 0; j < p.N; ++j)
       expect(seen[i * p.N + j] == problem.sees(b, row0 + i, j), "another key than the mask's", round);
 }
 
-template <int BN, int GROUPS>
+template <int BLOCK_N, int CONSUMERS>
 void play(int round) {
-  constexpr int ROWS = 64, BM = ROWS * GROUPS;
-  Problem problem(BN, GROUPS);
+  constexpr int ROWS = 64, BLOCK_M = ROWS * CONSUMERS;
+  Problem problem(BLOCK_N, CONSUMERS);
   SegmentParams& p = problem.p;
-  for (blockIdx.x = 0; blockIdx.x < p.B; ++blockIdx.x) find_spans<BN, ROWS>(p);
+  for (blockIdx.x = 0; blockIdx.x < p.B; ++blockIdx.x) find_spans<BLOCK_N, ROWS>(p);
   for (int b = 0; b < p.B; ++b)
-    for (int row0 = 0; row0 < p.M; row0 += BM) {
-      Blocks const all = SegmentMask<BN, ROWS>(p, b).blocks(row0, std::min(p.M, row0 + BM));
-      expect(0 <= all.begin && all.begin < all.end && all.end <= p.blocks, "blocks that there are not", round);
-      for (int g = 0; g < GROUPS; ++g) play_group<BN, ROWS>(problem, b, all, row0 + g * ROWS, round);
+    for (int row0 = 0; row0 < p.M; row0 += BLOCK_M) {
+      Blocks const tile = SegmentMask<BLOCK_N, ROWS>(p, b).blocks(row0, std::min(p.M, row0 + BLOCK_M));
+      expect(0 <= tile.begin && tile.begin < tile.end && tile.end <= p.blocks, "blocks that there are not", round);
+      for (int g = 0; g < CONSUMERS; ++g) play_consumer<BLOCK_N, ROWS>(problem, b, tile, row0 + g * ROWS, round);
     }
 }
 

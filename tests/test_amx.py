@@ -234,7 +234,7 @@ FAULTS = {
     "pairs beyond the depth are read": ("k < pairs ? _mm512_loadu_ps(b", "k < kTile ? _mm512_loadu_ps(b"),
     "rows beyond the last are read": ("square[i] = i < lines ?", "square[i] = i < kTile ?"),
     "the first chunk stands for all": ("first || pairs - in_place > kChunk", "first"),
-    "squares of tiles share their factors": ("keep ? keep + r : nullptr", "keep"),
+    "squares of tiles share their factors": ("alpha ? alpha + r : nullptr", "alpha"),
     "a product is left out": ("_tile_dpbf16ps(3, 5, 7)", "_tile_zero(3)"),
 }
 

@@ -6,17 +6,21 @@ import ast
 import re
 from pathlib import Path
 
+import cpp_functions
 import pytest
+from layers import ALLOWED, KNOWN_ARROWS, KNOWN_CIRCLES, LAYERS, MODULES, circles, imports, layer_of
+from signatures import KNOWN_SIGNATURES, MAX_PARAMETERS, excused, signatures
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("sdpa", "dispatch", "kernels", "tuning_tables", "bench")
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".metal"}
 TOP_LEVEL_CODE = {"sdpa", "dispatch", "kernels", "tuning_tables", "tests", "bench", "setup.py"}
 NOT_CODE = {"docs", "examples", "build", "dist"}
-MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION = 400, 600, 60
+MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION, MAX_DEVICE_FUNCTION = 400, 600, 60, 180
 
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES)
 PYTHON = [p for p in FILES if p.suffix == ".py"]
+NATIVE = [p for p in FILES if p.suffix in SUFFIXES - {".py"}]
 
 
 def name(path: Path) -> str:
@@ -73,67 +77,110 @@ def test_length_of_functions(path):
         assert length <= MAX_FUNCTION, f"{name(path)}: {node.name} has {length} lines without its docstring"
 
 
-# What a layer must not import at all, by the start of the imported module's name.
-FORBIDDEN = {
-    "sdpa/problem.py": ("sdpa",),
-    "sdpa/environment.py": ("sdpa",),
-    "sdpa/layout.py": ("sdpa.",),
-    "kernels/": (
-        "sdpa.dispatch",
-        "sdpa.functional",
-        "sdpa.ops",
-        "sdpa.autograd",
-        "sdpa.eager",
-        "sdpa.plans",
-        "sdpa.repeats",
-        "sdpa.bench",
-        "sdpa.cli",
-    ),
-    "dispatch/": (
-        "sdpa.functional",
-        "sdpa.ops",
-        "sdpa.autograd",
-        "sdpa.eager",
-        "sdpa.plans",
-        "sdpa.repeats",
-        "sdpa.bench",
-        "sdpa.cli",
-        "sdpa.testing",
-    ),
-    "sdpa/ops.py": ("sdpa.functional", "sdpa.autograd", "sdpa.eager", "sdpa.plans", "sdpa.kernels"),
-    "sdpa/autograd.py": ("sdpa.functional", "sdpa.eager", "sdpa.plans", "sdpa.dispatch"),
-    "sdpa/repeats.py": ("sdpa.functional", "sdpa.autograd", "sdpa.eager", "sdpa.plans", "sdpa.ops", "sdpa.kernels"),
-    "sdpa/plans.py": ("sdpa.functional", "sdpa.eager", "sdpa.kernels"),
-    "sdpa/functional.py": ("sdpa.kernels",),
-    "sdpa/eager.py": ("sdpa.functional", "sdpa.kernels"),
+@pytest.mark.parametrize("path", NATIVE, ids=name)
+def test_length_of_native_functions(path):
+    for function in cpp_functions.functions(path.read_text()):
+        limit = MAX_DEVICE_FUNCTION if function.device else MAX_FUNCTION
+        said = f"{name(path)}:{function.line}: {function.name} has {function.lines} lines, limit {limit}"
+        assert function.lines <= limit, said
+
+
+SAMPLE = """// not_a_function() {
+#define MACRO(x) \\
+  int x() {
+namespace a {
+template <class T, int N = (3)>
+struct Two : Base<T> {
+  int size = 1, sizes[2] = {1, 2};
+  Two(int x) : size(x) {
+    auto f = [&](int y) { return '{' + y; };
+    struct Local { int inner() { return 1; } };
+  }
+  bool operator()(const char* c) const { return c == "}{"; }
+  enum class E { kOne };
+};
+const Row kTable[] = {{f(1), 2}, {3, 4}};
+template <typename T>
+__global__ void __launch_bounds__(f(2), 1)
+    device(T x) {
+  if (x) {
+    /* } */
+  }
 }
+}  // namespace a
+"""
+
+
+def test_native_functions_are_found():
+    found = cpp_functions.functions(SAMPLE)
+    assert [(f.name, f.line, f.lines, f.device) for f in found] == [
+        ("Two", 8, 4, False),
+        ("operator()", 12, 1, False),
+        ("device", 16, 7, True),
+    ]
+
+
+def test_the_longest_device_function_is_found():
+    """What the limit is for; a parser that loses functions would hold every limit."""
+    text = (ROOT / "kernels/cuda/sm90/flash.cuh").read_text()
+    longest = max(cpp_functions.functions(text), key=lambda function: function.lines)
+    assert longest.name == "consume" and longest.device and longest.lines > MAX_FUNCTION
+
+
 HEAVY = ("triton", "rich", "click", "matplotlib")
 
 
-def imports(path: Path) -> set[str]:
-    """Every module a file imports, at any depth; `from package import name` counts as package.name, too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_arrows(module):
+    """Each module has one layer, and imports from the layers that this one may see."""
+    wrong = {other for other in imports(module) if layer_of(other) not in ALLOWED[layer_of(module)]}
+    wrong -= {other for (own, other) in KNOWN_ARROWS if own == module}
+    assert not wrong, f"{module}, of layer {layer_of(module)!r}, imports {sorted(wrong)}"
+
+
+def test_arrows_between_layers_go_one_way():
+    for layer, seen in ALLOWED.items():
+        assert set(seen) <= set(LAYERS) and layer in seen
+        back = {other for other in seen if other != layer and layer in ALLOWED[other]}
+        assert not back, f"{layer!r} and {sorted(back)} see each other"
+
+
+def test_no_circles():
+    """No module imports itself by way of others, at any depth of its functions; what only types need is no import."""
+    found = {frozenset(circle) for circle in circles()}
+    assert found == set(KNOWN_CIRCLES), "circles of imports: see layers.py"
+
+
+def test_known_arrows_are_needed():
+    stale = {f"{own} -> {other}" for own, other in KNOWN_ARROWS if own not in MODULES or other not in imports(own)}
+    stale |= {f"{own} -> {other}" for own, other in KNOWN_ARROWS if layer_of(other) in ALLOWED[layer_of(own)]}
+    assert not stale, "exceptions in layers.py that nothing needs"
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_arrows(path):
-    for prefix, forbidden in FORBIDDEN.items():
-        if name(path).startswith(prefix):
-            wrong = {module for module in imports(path) if module.startswith(forbidden)}
-            assert not wrong, f"{name(path)} imports {sorted(wrong)}"
+def test_number_of_parameters(path):
+    """More than six mean a missing noun."""
+    for function in signatures(path):
+        if function.count > MAX_PARAMETERS and excused(name(path), function) is None:
+            known = (name(path), function.name) in KNOWN_SIGNATURES
+            assert known, f"{name(path)}: {function.name} has {function.count} parameters, limit {MAX_PARAMETERS}"
 
 
-@pytest.mark.parametrize("path", [p for p in PYTHON if name(p).count("/") == 2 and "kernels" in p.parts], ids=name)
-def test_kernels_do_not_import_other_backends(path):
-    backend = path.parent.name
-    wrong = {m for m in imports(path) if m.startswith("sdpa.kernels.") and m.split(".")[2] != backend}
-    assert not wrong, f"{name(path)} imports {sorted(wrong)}"
+def test_known_signatures_are_needed():
+    long = {
+        (name(path), function.name)
+        for path in PYTHON
+        for function in signatures(path)
+        if function.count > MAX_PARAMETERS and excused(name(path), function) is None
+    }
+    assert set(KNOWN_SIGNATURES) - long == set(), "exceptions in signatures.py that nothing needs"
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(MODULES) if m.startswith("sdpa.kernels.")])
+def test_kernels_do_not_import_other_backends(module):
+    backend = module.split(".")[2]
+    wrong = {m for m in imports(module) if m.startswith("sdpa.kernels.") and m.split(".")[2] != backend}
+    assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name)

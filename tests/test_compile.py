@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+import helpers
 import sdpa
 from sdpa import Mask, operators, torch_private
 from sdpa.dispatch.catalog import by_name
@@ -21,6 +22,7 @@ from sdpa.problem import AttentionInputs, Results
 from sdpa.testing import Case, Draw, make_inputs
 
 attention = sdpa.scaled_dot_product_attention
+qkv = functools.partial(helpers.qkv, H=4, M=16, N=16)
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 
@@ -29,12 +31,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def qkv(B=2, H=4, M=16, N=16, D=8, requires_grad=False, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((B, H, M, D), (B, H, N, D), (B, H, N, D))
-    return [torch.randn(*shape, generator=generator).requires_grad_(requires_grad) for shape in shapes]
 
 
 OPERATOR_CASES = {
@@ -83,7 +79,7 @@ CALLS = {
 def test_one_graph_with_the_same_results(name, training):
     function = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True, dynamic=True)
     for length in (16, 23):
-        leaves = [qkv(M=length, N=length, requires_grad=training) for _ in range(2)]
+        leaves = [qkv(M=length, N=length, grad=training) for _ in range(2)]
         got, wanted = function(*leaves[0]), CALLS[name](*leaves[1])
         assert torch.allclose(got, wanted, atol=1e-6)
         if training:
@@ -98,7 +94,7 @@ def test_two_calls_in_one_dynamic_graph(training):
     def twice(q, k, v):
         return attention(q, k, attention(q, k, v))
 
-    q, k, v = qkv(requires_grad=training)
+    q, k, v = qkv(grad=training)
     got = torch.compile(twice, backend="aot_eager", fullgraph=True, dynamic=True)(q, k, v)
     assert torch.allclose(got, twice(q, k, v), atol=1e-6)
 
@@ -107,12 +103,12 @@ def test_two_calls_in_one_dynamic_graph(training):
 def test_a_new_length_compiles_nothing(training):
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda *t: attention(*t, is_causal=True), backend=counter, fullgraph=True, dynamic=True)
-    function(*qkv(requires_grad=training))
+    function(*qkv(grad=training))
     compiled = counter.frame_count
     for length in (23, 64, 129):
-        function(*qkv(M=length, N=length, requires_grad=training))
+        function(*qkv(M=length, N=length, grad=training))
     for batch in (3, 5):
-        function(*qkv(B=batch, requires_grad=training))
+        function(*qkv(B=batch, grad=training))
     assert counter.frame_count == compiled
 
 
@@ -123,10 +119,10 @@ def test_inductor_trains_by_every_kernel(kernel, options):
     if by_name()[kernel].unavailable():
         pytest.skip(f"{kernel}: {by_name()[kernel].unavailable()}")
     compiled = torch.compile(attention, fullgraph=True)
-    wanted = qkv(requires_grad=True)
+    wanted = qkv(grad=True)
     attention(*wanted, **options, kernel="math").square().sum().backward()
     for named in ({"kernel": kernel}, {}):
-        ours = qkv(requires_grad=True)
+        ours = qkv(grad=True)
         with sdpa.sdpa_kernel(kernel):  # around what was compiled for another, too
             compiled(*ours, **options, **named).square().sum().backward()
         for a, b in zip(ours, wanted, strict=True):
@@ -140,7 +136,7 @@ def test_inductor_trains_by_every_kernel(kernel, options):
 @pytest.mark.parametrize("option", ["plain", "return_lse", "mask", "grad"])
 def test_a_graph_names_few_arguments(option):
     """Those of a plain call, and of masks up to the last that is given."""
-    tensors = qkv(requires_grad=option == "grad")
+    tensors = qkv(grad=option == "grad")
     options = {"return_lse": {"return_lse": True}, "mask": {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}}
     counter = CompileCounterWithBackend("eager")
     torch.compile(lambda *t: attention(*t, **options.get(option, {})), backend=counter, fullgraph=True)(*tensors)
@@ -267,12 +263,12 @@ def test_flops_are_those_of_torch(options):
     """torch counts two products forward and five backward, whatever a mask hides."""
     B, H, N, D = 2, 4, 16, 8
     product = 2 * B * H * N * N * D
-    ours = counted(lambda *t: attention(*t, **options), *qkv(requires_grad=True))
+    ours = counted(lambda *t: attention(*t, **options), *qkv(grad=True))
     assert ours == 7 * product
     with FlopCounterMode(display=False) as counter:
         attention(*qkv(), **options)
     assert counter.get_total_flops() == 2 * product
-    written = counted(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, *qkv(requires_grad=True))
+    written = counted(lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, *qkv(grad=True))
     assert written == 6 * product  # the fifth product is the recomputed score
 
 
@@ -303,7 +299,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
 def test_selective_checkpointing_by_the_operators_name(saved, forwards):
     context = functools.partial(create_selective_checkpoint_contexts, policy)
     options = {"context_fn": context} if saved else {}
-    q, k, v = qkv(requires_grad=True)
+    q, k, v = qkv(grad=True)
 
     def block(q, k, v):
         return attention(q.sin(), k.sin(), v, is_causal=True).sin()
@@ -312,7 +308,7 @@ def test_selective_checkpointing_by_the_operators_name(saved, forwards):
         checkpoint(block, q, k, v, use_reentrant=False, **options).sum().backward()
     assert calls.forwards == forwards
     grads = [t.grad.clone() for t in (q, k, v)]
-    others = qkv(requires_grad=True)
+    others = qkv(grad=True)
     block(*others).sum().backward()
     assert all(torch.allclose(a, b.grad, atol=1e-6) for a, b in zip(grads, others, strict=True))
 

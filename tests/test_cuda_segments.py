@@ -14,19 +14,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "kernels/cuda"
 ONE_LANE = {
-    "kLanes = 32, kMostWarps = 32": "kLanes = 1, kMostWarps = 1",
-    "kSharesOfEntry = 8": "kSharesOfEntry = 1",
-    "__cluster_dims__(kSharesOfEntry, 1, 1) ": "",
+    "kWarpLanes = 32, kMaxWarps = 32": "kWarpLanes = 1, kMaxWarps = 1",
+    "kClusterSize = 8": "kClusterSize = 1",
+    "__cluster_dims__(kClusterSize, 1, 1) ": "",
     "__grid_constant__ ": "",
-    "<<<kSharesOfEntry * p.B, warps * kLanes, 0, stream>>>": "",
+    "<<<kClusterSize * p.B, warps * kWarpLanes, 0, stream>>>": "",
     "#include <cooperative_groups.h>\n": "",
     "  cooperative_groups::this_cluster().sync();\n": "",
 }
 FAULTS = {
-    "the last block of a group is left out": ("found.end = n + 1;\n", "found.end = n;\n"),
+    "the last block of a consumer is left out": ("found.end = n + 1;\n", "found.end = n;\n"),
     "the band is forgotten where ids are one": (" || n < first || n >= end", ""),
-    "blocks between those seen whole count": ("|| found.whole_end - found.whole_begin != whole", ""),
-    "ids are read from the first key on": ("ids[place - band.pad]", "ids[place]"),
+    "blocks between those without a mask count": ("|| found.unmasked_end - found.unmasked_begin != unmasked", ""),
+    "ids are read from the first key on": ("ids[key - band.pad]", "ids[key]"),
 }
 
 
@@ -60,7 +60,7 @@ def play(folder, rounds, *faults):
     return subprocess.run([player, str(rounds)], capture_output=True, text=True, check=False)
 
 
-def test_every_group_sees_what_the_mask_says(tmp_path):
+def test_every_consumer_sees_what_the_mask_says(tmp_path):
     """Each visible pair in one visited block, inside what is loaded; some blocks without a mask."""
     said = play(tmp_path, 200)
     assert said.returncode == 0, said.stdout + said.stderr

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import helpers
 import sdpa
 from sdpa import philox
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.testing import Case, able
 
 attention = sdpa.scaled_dot_product_attention
+qkv = partial(helpers.qkv, grad=True, seed=3)
 OURS = [k.name for k in KERNELS if "dropout" in k.features and not able(k.name, Case(dropout_p=0.5))]
-
-
-def qkv(*shape, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
 def run(seed, q, k, v, p=0.4, **options):
@@ -32,7 +31,7 @@ def equal(a, b):
 
 
 def test_none_and_all():
-    q, k, v = qkv(2, 3, 9, 8)
+    q, k, v = qkv(2, 3, 9, 9)
     assert torch.equal(attention(q, k, v, dropout_p=0.0), attention(q, k, v))
     out, *grads = run(0, q, k, v, p=1.0)
     assert not out.any() and not any(g.any() for g in grads)
@@ -40,13 +39,13 @@ def test_none_and_all():
 
 
 def test_seed_decides():
-    tensors = qkv(2, 3, 9, 8)
+    tensors = qkv(2, 3, 9, 9)
     assert equal(run(1, *tensors), run(1, *tensors))
     assert not equal(run(1, *tensors), run(2, *tensors))
 
 
 def test_consecutive_calls_differ():
-    q, k, v = qkv(2, 3, 9, 8)
+    q, k, v = qkv(2, 3, 9, 9)
     torch.manual_seed(0)
     assert not torch.equal(attention(q, k, v, dropout_p=0.4), attention(q, k, v, dropout_p=0.4))
 
@@ -68,7 +67,7 @@ def test_share_and_scale(kernel, p):
 @pytest.mark.parametrize("kernel", OURS)
 def test_forward_and_backward_drop_the_same_pairs(kernel):
     """With v one-hot the result is the dropped weights themselves, and the gradient of v their transpose."""
-    q, k, _ = qkv(2, 3, 13, 13)
+    q, k, _ = qkv(2, 3, 13, 13, 13)
     v = torch.eye(13).expand(2, 3, 13, 13).clone().requires_grad_()
     torch.manual_seed(5)
     weights = attention(q, k, v, dropout_p=0.4, kernel=kernel)
@@ -79,7 +78,7 @@ def test_forward_and_backward_drop_the_same_pairs(kernel):
 
 @pytest.mark.parametrize("kernel", OURS)
 def test_kernels_agree_on_the_mask(kernel):
-    q, k, _ = qkv(2, 4, 33, 32)
+    q, k, _ = qkv(2, 4, 33, 33, 32)
     v = torch.eye(33, 33).expand(2, 4, 33, 33)
     torch.manual_seed(7)
     rng = philox.draw_seed(torch.device("cpu"))
@@ -92,7 +91,7 @@ def test_kernels_agree_on_the_mask(kernel):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_checkpointing_draws_the_same(reentrant):
-    tensors = qkv(2, 3, 9, 8)
+    tensors = qkv(2, 3, 9, 9)
 
     def block(q, k, v):
         return attention(q, k, v, dropout_p=0.4)
@@ -105,7 +104,7 @@ def test_checkpointing_draws_the_same(reentrant):
 
 
 def test_works_with_masks_and_groups():
-    q, k, v = (t.detach() for t in qkv(2, 6, 9, 8))
+    q, k, v = (t.detach() for t in qkv(2, 6, 9, 9))
     mask = sdpa.Mask(causal=True) & (torch.rand(2, 1, 1, 9, generator=torch.Generator().manual_seed(0)) > 0.3)
     for kernel in OURS:
         torch.manual_seed(1)
@@ -116,7 +115,7 @@ def test_works_with_masks_and_groups():
 
 
 def test_rows_of_torch_refuse_dropout():
-    explanation = sdpa.explain(*(t.detach() for t in qkv(2, 3, 9, 8)), dropout_p=0.3)
+    explanation = sdpa.explain(*(t.detach() for t in qkv(2, 3, 9, 9)), dropout_p=0.3)
     for row in explanation.rows:
         if row.kernel.startswith("vendor_"):
             assert row.status == "refused" and any("dropout" in reason for reason in row.reasons)

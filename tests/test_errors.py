@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 import re
 import traceback
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.attention.bias as torch_bias
 import torch.nn.functional as F
 
+import helpers
 import sdpa
 from sdpa import Mask
 from sdpa.dispatch import select
 from sdpa.dispatch.catalog import KERNELS
 
 attention = sdpa.scaled_dot_product_attention
+qkv = partial(helpers.qkv, M=5, N=7)
 
 
 def t(*shape, dtype=torch.float32, device="cpu"):
     return torch.ones(*shape, dtype=dtype, device=device)
-
-
-def qkv(**options):
-    return [t(2, 3, 5, 8, **options), t(2, 3, 7, 8, **options), t(2, 3, 7, 8, **options)]
 
 
 def same(shape=(2, 3, 5, 8), **options):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from remembered import forwards, remembered
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
+import helpers
 import sdpa
 import sdpa.nn
 from sdpa import scaled_dot_product_attention as attend
@@ -20,17 +23,8 @@ pytestmark = pytest.mark.gpu
 NATIVE = {"vendor_efficient": "ScaledDotProductEfficient", "vendor_flash": "ScaledDotProductFlash"}
 NATIVE["vendor_cudnn"] = "ScaledDotProductCudnn"
 AGAIN = ("triton_flash", "triton_efficient", "triton_hopper", "triton_decode")
+qkv = partial(helpers.qkv, H=4, M=64, N=64, D=64, dtype=torch.bfloat16, device="cuda")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-
-
-def qkv(grad=False, dtype=torch.bfloat16, M=64, N=64, D=64, seed=0, offset=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def draw(rows):
-        flat = torch.randn(2 * 4 * rows * D + offset, generator=generator, dtype=dtype, device="cuda")
-        return flat[offset:].view(2, 4, rows, D).requires_grad_(grad)
-
-    return [draw(M), draw(N), draw(N)]
 
 
 def close(found, wanted):
@@ -80,10 +74,10 @@ def masks(kind, seed):
 def test_masked_calls_again(name, kind):
     """Forward and backward, each time with another mask; a backward that the kernel does not have is another's."""
     able(name, (*qkv(), masks(kind, 0)))
-    backward = sdpa.explain(*qkv(True), masks(kind, 0), direction="backward")
+    backward = sdpa.explain(*qkv(grad=True), masks(kind, 0), direction="backward")
     learner = None if any(row.kernel == name and row.reasons for row in backward.rows) else name
     for seed in range(4):
-        tensors, mask = qkv(True, seed=seed), masks(kind, seed)
+        tensors, mask = qkv(grad=True, seed=seed), masks(kind, seed)
         with torch.no_grad():
             close(attend(*tensors, mask, kernel=name), exact(*tensors, mask))
         out = attend(*tensors, mask, kernel=learner)
@@ -126,7 +120,7 @@ def test_masks_of_fields_again(name, grad):
     nothing."""
     clear_caches()
     for seed in range(4):
-        tensors, mask = qkv(grad, seed=seed), FIELDS[name]()
+        tensors, mask = qkv(grad=grad, seed=seed), FIELDS[name]()
         if mask.lengths is not None:
             mask.lengths.sub_(seed)
         mode = torch.cuda.get_sync_debug_mode()
@@ -168,7 +162,7 @@ def test_lengths_of_a_captured_call():
 def test_training_again(name, dtype):
     able(name, qkv(dtype=dtype))
     for seed in range(3):
-        tensors = qkv(True, dtype, seed=seed)
+        tensors = qkv(grad=True, dtype=dtype, seed=seed)
         out = attend(*tensors, kernel=name)
         assert type(out.grad_fn).__name__.startswith(NATIVE.get(name, "AttentionBackward"))
         upstream = torch.randn_like(out)
@@ -186,7 +180,7 @@ def test_training_again(name, dtype):
 def test_second_derivatives(name):
     dtype = torch.float32 if name == "vendor_efficient" else torch.bfloat16
     able(name, qkv(dtype=dtype))
-    tensors = qkv(True, dtype, M=40, N=40)
+    tensors = qkv(grad=True, dtype=dtype, M=40, N=40)
 
     def second(out):
         first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)

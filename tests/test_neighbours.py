@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
+import helpers
 import sdpa
+from helpers import qkv
 from sdpa import Mask
 from sdpa.dispatch.catalog import ALL_DTYPES
 
 attention = sdpa.scaled_dot_product_attention
+draw = partial(helpers.draw, dtype=torch.float32)
 DTYPES = sorted(ALL_DTYPES, key=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
-        dtype
-    )
-
-
-def qkv(B=2, H=3, M=9, N=11, D=8, dtype=torch.float32):
-    return draw(B, H, M, D, dtype=dtype), draw(B, H, N, D, dtype=dtype, seed=1), draw(B, H, N, D, dtype=dtype, seed=2)
 
 
 def test_autocast_of_float32_and_mixed_inputs():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+import helpers
 import sdpa
 from sdpa.patch import ROUTING
 
@@ -27,7 +28,7 @@ def given_back():
 
 @pytest.fixture
 def qkv():
-    return torch.randn(3, 2, 4, 16, 8).unbind(0)
+    return helpers.qkv(H=4, M=16, N=16)
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.attention.bias as torch_bias
 import torch.nn.functional as F
 
+import helpers
 import sdpa
+from helpers import qkv
 from sdpa import Mask
 from sdpa.dispatch.catalog import ALL_DTYPES
 from sdpa.inputs import Options, build_inputs
@@ -17,23 +20,9 @@ from sdpa.reference import attention as reference
 from sdpa.testing import compare
 
 attention = sdpa.scaled_dot_product_attention
+draw = partial(helpers.draw, dtype=torch.float32)
 DTYPES = sorted(ALL_DTYPES, key=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(
-        dtype
-    )
-
-
-def qkv(B=2, H=3, M=9, N=11, D=8, Dv=None, dtype=torch.float32, Hkv=None):
-    heads = H if Hkv is None else Hkv
-    return (
-        draw(B, H, M, D, dtype=dtype),
-        draw(B, heads, N, D, dtype=dtype, seed=1),
-        draw(B, heads, N, Dv or D, dtype=dtype, seed=2),
-    )
 
 
 SHAPES = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-import time
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
+import helpers
 import sdpa
 from sdpa import last_choice, sdpa_kernel
 from sdpa.dispatch import tracing
@@ -22,12 +23,8 @@ from sdpa.testing import Case, able
 
 attention = sdpa.scaled_dot_product_attention
 ABLE = [k.name for k in KERNELS if not able(k.name, Case())]
-MICROSECONDS = 2e-6
-
-
-def qkv(requires_grad=False):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 2, 16, 8, generator=generator).requires_grad_(requires_grad) for _ in range(3)]
+qkv = partial(helpers.qkv, B=1, H=2, M=16, N=16)
+CALLS_OF_A_TOGGLE = 8
 
 
 def ran(**options):
@@ -209,7 +206,7 @@ def test_the_switches_of_torch_are_honoured():
 
 def test_backward_keeps_the_setting_of_forward():
     for name, given in (("vendor_cpu_flash", "vendor_cpu_flash"), ("math", "math")):
-        leaves = qkv(requires_grad=True)
+        leaves = qkv(grad=True)
         with sdpa_kernel(given):
             out = attention(*leaves)
         with sdpa_kernel("math" if name != "math" else "vendor_cpu_flash"):
@@ -218,24 +215,21 @@ def test_backward_keeps_the_setting_of_forward():
 
 
 def test_backward_keeps_kernel_by_name():
-    leaves = qkv(requires_grad=True)
+    leaves = qkv(grad=True)
     out = attention(*leaves, sdpa.Mask(causal=True, window=(3, 0)), kernel="math")
     out.sum().backward()
     assert last_choice().kernel.name == "math" and last_choice().problem.direction == "backward"
 
 
-def enter_and_exit(count=100):
-    start = time.perf_counter()
-    for _ in range(count):
-        with sdpa_kernel("math"):
-            pass
-    return (time.perf_counter() - start) / count
+def enter_and_exit():
+    with sdpa_kernel("math"):
+        pass
 
 
-def test_entering_and_leaving_costs_under_two_microseconds():
-    # The least of many short runs: one of them passes between what else the machine does.
-    best = min(enter_and_exit() for _ in range(2000))
-    assert best < MICROSECONDS, f"{best * 1e6:.2f} us at best"
+def test_entering_and_leaving_takes_few_calls():
+    """A toggle around a small call is not to be felt beside it."""
+    enter_and_exit()
+    assert helpers.python_calls(enter_and_exit) <= CALLS_OF_A_TOGGLE
 
 
 @pytest.fixture
@@ -288,7 +282,7 @@ def test_training_under_compile_keeps_the_setting(inside, compiled):
 
     function = compiled(inner)
     with sdpa_kernel("vendor_cpu_flash" if inside else "math"):
-        function(*qkv(requires_grad=True)).backward()
+        function(*qkv(grad=True)).backward()
     assert last_choice().kernel.name == "math" and last_choice().problem.direction == "backward"
 
 

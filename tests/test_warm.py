@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from dataclasses import replace
 
 import pytest
@@ -24,23 +24,21 @@ def tasks(*texts):
 
 
 def test_tasks_that_raise_die_or_hang_do_not_hold_up_the_others():
-    begin = time.monotonic()
     chains = [tasks("6 * 7", RAISE, "6 * 8"), tasks(HANG, "1"), tasks(DIE, "2")]
     found = {outcome.task[1]: outcome for outcome in pool.run_tasks(chains, jobs=2, seconds=4.0)}
     assert {text: o.value for text, o in found.items() if not o.error} == {"6 * 7": 42, "6 * 8": 48, "1": 1, "2": 2}
     assert found[RAISE].error == "ZeroDivisionError: division by zero" and not found[RAISE].fatal
     assert found[HANG].fatal and "hangs" in found[HANG].error
     assert found[DIE].fatal and found[DIE].error == "its process ended with exit code 3"
-    assert time.monotonic() - begin < 300
 
 
 def test_a_chain_stays_in_one_process_and_closing_ends_all():
     outcomes = pool.run_tasks([tasks(OWN_ID, OWN_ID, HANG)], jobs=4)
     first, second = next(outcomes), next(outcomes)
     assert first.value == second.value
-    begin = time.monotonic()
     outcomes.close()
-    assert time.monotonic() - begin < 10
+    with pytest.raises(ProcessLookupError):  # though its last task hangs
+        os.kill(first.value, 0)
     assert list(pool.run_tasks([[]], jobs=4)) == []
 
 

@@ -1,5 +1,5 @@
-// Conversions, reductions and a transpose in AVX-512, for the units built for it: each includes this in its own unnamed
-// namespace.
+// Conversions, reductions and a transpose in AVX-512. Each translation unit built for AVX-512 includes this file in its
+// own unnamed namespace.
 #pragma once
 
 constexpr int kVectorBytes = 64;
@@ -27,7 +27,7 @@ inline __m512 larger(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
 inline float largest(__m512 x) { return _mm512_reduce_max_ps(x); }
 inline float total(__m512 x) { return _mm512_reduce_add_ps(x); }
 
-// Sums of 16 vectors by adding halves of two into one: within 128 bits, then of the 128-bit parts.
+// The sums of 16 vectors. Two vectors become one by adding their halves: first within 128 bits, then the 128-bit parts.
 inline void totals(const __m512 (&x)[16], float* sums) {
   __m512 four[4];
 #pragma GCC unroll 4
@@ -51,7 +51,7 @@ inline void interleave(__m512& even, __m512& odd) {
   even = first;
 }
 
-// 16 x 16: pairs, then fours within 128 bits, then the 128-bit parts.
+// Transposes 16 x 16: pairs, then fours within 128 bits, then the 128-bit parts.
 inline void transpose(__m512* rows) {
   __m512 pairs[16], fours[16];
 #pragma GCC unroll 8

@@ -1,6 +1,6 @@
-// The backward attention loop: probabilities are computed again from the log-sum-exp, block by block. A task is a
-// key/value head with its query heads, or a fixed part of its keys, so that every sum has one writer and the same bits
-// come out twice from as many threads.
+// The backward attention loop, which computes the probabilities again from the log-sum-exp, block by block. A task has
+// a key/value head with its query heads, or a fixed split of its keys. So every sum has one writer, and the same number
+// of threads gives the same bits twice.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -15,11 +15,11 @@
 namespace sdpa_cpu {
 namespace {
 
-constexpr int64_t kBlockM = 96;  // scores and their gradients of 96 x 64 pairs: 48 KiB, within the second cache
+constexpr int64_t kBlockM = 96;  // scores and their gradients [96, 64] take 48 KiB, within the second cache
 constexpr int64_t kBlockN = 64;
-constexpr double kParallelFlops = 1e6;  // about what waking the other threads costs
-constexpr int64_t kBlocksOfPart = 4;    // loading the queries again costs little beside so many key blocks
-constexpr int64_t kLseRounding = 8192;  // a probability may be off by one in so many because lse is rounded
+constexpr double kParallelFlops = 1e6;  // computing so many takes about as long as waking threads
+constexpr int64_t kBlocksOfSplit = 4;   // beside so many key blocks, packing the queries again costs little
+constexpr int64_t kLseRounding = 8192;  // rounding lse may change a probability by one in so many
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -33,23 +33,23 @@ struct Block {
   RowGroup rows;
   int64_t begin, count;  // keys
   Cover structured, dense;
-  bool exact;  // something that a structured mask hides is not finite: 0 * NaN must not happen
+  bool exact;  // something masked may be NaN: it must not be multiplied, not even by 0
 };
 
 template <typename T, typename Operand>
 class Backward {
  public:
   Backward(const AttentionParams& params, const Primitives<T, Operand>& prim, const BackwardTensors& tensors)
-      : p_(params), t_(tensors), prim_(prim), terms_(params, prim), sink_parts_(params.sinks ? p_.B * p_.H : 0) {
+      : p_(params), t_(tensors), prim_(prim), terms_(params, prim), sink_sums_(params.sinks ? p_.B * p_.H : 0) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
     block_m_ = p_.block_m > 0 ? round_up(p_.block_m, kPack) : kBlockM;
     block_n_ = p_.block_n > 0 ? round_up(p_.block_n, kMaxLanes) : kBlockN;
-    split();
+    choose_splits();
   }
 
   void run() {
-    const int64_t tasks = batches_ * heads_ * parts_;
+    const int64_t tasks = batches_ * heads_ * splits_;
     const int64_t threads = std::min(threads_, tasks);
     Carver sizes(nullptr);
     carve(sizes);
@@ -57,12 +57,12 @@ class Backward {
     run_tasks(tasks, threads, prim_.setup, [&](int64_t task, int64_t thread) {
       Carver carver(scratch.of(thread));
       const Buffers buffers = carve(carver);
-      const int64_t part = task % parts_, first = task / parts_;
+      const int64_t split = task % splits_, first = task / splits_;
       for (int64_t batch = first / heads_; batch < p_.B; batch += batches_)
         for (int64_t head = first % heads_; head < p_.Hkv; head += heads_)
-          Task(*this, buffers, batch, head, part).run();
+          Task(*this, buffers, batch, head, split).run();
     });
-    if (parts_ > 1) reduce_dq(threads, scratch);
+    if (splits_ > 1) reduce_dq(threads, scratch);
     if (t_.dsinks) reduce_sinks();
   }
 
@@ -78,7 +78,7 @@ class Backward {
     T *dq, *dk, *dv;                                   // all queries and keys of a head
     T *lse, *delta, *scales;                           // [M], [M], [max(M, N)]
     T* inverse;                                        // [M], see normalise_again
-    T *row_max, *keep;                                 // of a block of queries
+    T *row_max, *alpha;                                // of a block of queries
     Operand *key_columns, *key_steps, *value_columns;  // of a block of keys
     T *s, *dp, *extra;                                 // of a pair of blocks
     Operand* transposed;                               // s or dp, where it cannot stay in its place
@@ -88,13 +88,13 @@ class Backward {
   Buffers carve(Carver& carver) const {
     Buffers b;
     const int64_t steps = (p_.M + kPack - 1) / kPack;
-    const int64_t rows = round_up(p_.M, kTogether<Operand>);
+    const int64_t rows = round_up(p_.M, kInterleave<Operand>);
     b.q = carver.take<Operand>(rows * q_ld_ / kPack);
     b.grad_out = carver.take<Operand>(rows * v_ld_ / kPack);
-    // Where operands are single values, left and right are the same.
+    // Where operands are single values, left and right operands are the same.
     b.q_steps = kPack == 1 ? b.q : carver.take<Operand>(steps * q_ld_);
     b.grad_out_steps = kPack == 1 ? b.grad_out : carver.take<Operand>(steps * v_ld_);
-    b.dq = carver.take<T>(parts_ > 1 ? 0 : p_.M * q_ld_);
+    b.dq = carver.take<T>(splits_ > 1 ? 0 : p_.M * q_ld_);
     b.dk = carver.take<T>(p_.N * q_ld_);
     b.dv = carver.take<T>(p_.N * v_ld_);
     b.lse = carver.take<T>(p_.M);
@@ -102,34 +102,34 @@ class Backward {
     b.scales = carver.take<T>(std::max(p_.M, p_.N));
     b.inverse = carver.take<T>(p_.M);
     b.row_max = carver.take<T>(block_m_);
-    b.keep = carver.take<T>(block_m_);
+    b.alpha = carver.take<T>(block_m_);
     b.key_columns = carver.take<Operand>((p_.D + kPack - 1) / kPack * block_n_);
     b.key_steps = carver.take<Operand>(block_n_ / kPack * q_ld_);
     b.value_columns = carver.take<Operand>((p_.Dv + kPack - 1) / kPack * block_n_);
     b.s = carver.take<T>(block_m_ * block_n_);
     b.dp = carver.take<T>(block_m_ * block_n_);
-    b.transposed = carver.take<Operand>(kTogether<Operand> == 1 ? 0 : block_m_ * left_ld());
+    b.transposed = carver.take<Operand>(kInterleave<Operand> == 1 ? 0 : block_m_ * left_ld());
     b.extra = carver.take<T>(p_.softcap != 0.0 || p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
     b.out = carver.take<T>(v_ld_);
     b.grad_out_row = carver.take<T>(v_ld_);
     return b;
   }
 
-  // Heads that add to the same gradient of a broadcast bias are one task; where threads are left, the key blocks of a
-  // head are dealt out in parts, each with its own dq.
-  void split() {
+  // Heads that add to the same gradient of a broadcast bias are one task. Where there are more threads than tasks, the
+  // key blocks of a head are divided into splits, each with a dq of its own.
+  void choose_splits() {
     const double flops = 2.0 * p_.B * p_.H * p_.M * p_.N * (3 * p_.D + 2 * p_.Dv);
     threads_ = flops < kParallelFlops ? 1 : p_.threads;
     batches_ = t_.dbias && t_.dbias.stride[0] == 0 ? 1 : p_.B;
     heads_ = t_.dbias && t_.dbias.stride[1] == 0 ? 1 : p_.Hkv;
     const bool one_column = t_.dbias && t_.dbias.stride[3] == 0;
-    const int64_t most = one_column ? 1 : p_.N / (kBlocksOfPart * block_n_);
-    parts_ = std::clamp<int64_t>(threads_ / std::max<int64_t>(batches_ * heads_, 1), 1, std::max<int64_t>(most, 1));
-    if (parts_ > 1) dq_parts_.emplace(parts_ * p_.B * p_.H, p_.M * q_ld_ * static_cast<int64_t>(sizeof(T)));
+    const int64_t most = one_column ? 1 : p_.N / (kBlocksOfSplit * block_n_);
+    splits_ = std::clamp<int64_t>(threads_ / std::max<int64_t>(batches_ * heads_, 1), 1, std::max<int64_t>(most, 1));
+    if (splits_ > 1) dq_splits_.emplace(splits_ * p_.B * p_.H, p_.M * q_ld_ * static_cast<int64_t>(sizeof(T)));
   }
 
-  T* dq_part(int64_t part, int64_t batch, int64_t head) const {
-    return static_cast<T*>(dq_parts_->of((part * p_.B + batch) * p_.H + head));
+  T* dq_split(int64_t split, int64_t batch, int64_t head) const {
+    return static_cast<T*>(dq_splits_->of((split * p_.B + batch) * p_.H + head));
   }
 
   void reduce_dq(int64_t threads, const Scratch& scratch) const {
@@ -138,9 +138,9 @@ class Backward {
       T* scales = carve(carver).scales;
       std::fill_n(scales, p_.M, static_cast<T>(p_.scale));
       const int64_t batch = task / p_.H, head = task % p_.H;
-      T* sum = dq_part(0, batch, head);
-      for (int64_t part = 1; part < parts_; ++part) {
-        const T* more = dq_part(part, batch, head);
+      T* sum = dq_split(0, batch, head);
+      for (int64_t split = 1; split < splits_; ++split) {
+        const T* more = dq_split(split, batch, head);
         for (int64_t i = 0; i < p_.M * q_ld_; ++i) sum[i] += more[i];
       }
       prim_.store_rows(sum, q_ld_, scales, p_.M, p_.D, t_.dq.at(batch, head), t_.dq.dtype, t_.dq.stride[2]);
@@ -149,26 +149,26 @@ class Backward {
 
   class Task {
    public:
-    Task(const Backward& backward, const Buffers& buffers, int64_t batch, int64_t kv_head, int64_t part)
+    Task(const Backward& backward, const Buffers& buffers, int64_t batch, int64_t kv_head, int64_t split)
         : f_(backward),
           p_(backward.p_),
           b_(buffers),
           prim_(backward.prim_),
           batch_(batch),
           kv_head_(kv_head),
-          part_(part),
+          split_(split),
           mask_(p_, batch) {}
 
     void run() {
       std::fill_n(b_.scales, std::max(p_.M, p_.N), static_cast<T>(p_.scale));
       std::fill_n(b_.dk, p_.N * f_.q_ld_, T(0));
       std::fill_n(b_.dv, p_.N * f_.v_ld_, T(0));
-      const int64_t first = part_ * f_.block_n_, step = f_.parts_ * f_.block_n_;
+      const int64_t first = split_ * f_.block_n_, step = f_.splits_ * f_.block_n_;
       for (int64_t head = kv_head_ * p_.G(); head < (kv_head_ + 1) * p_.G(); ++head) {
-        dq_ = f_.parts_ > 1 ? f_.dq_part(part_, batch_, head) : b_.dq;
+        dq_ = f_.splits_ > 1 ? f_.dq_split(split_, batch_, head) : b_.dq;
         load_head(head);
         for (int64_t begin = first; begin < p_.N; begin += step) visit_keys(head, begin);
-        if (f_.parts_ == 1) store(dq_, f_.q_ld_, b_.scales, 0, p_.M, p_.D, f_.t_.dq, head);
+        if (f_.splits_ == 1) store(dq_, f_.q_ld_, b_.scales, 0, p_.M, p_.D, f_.t_.dq, head);
       }
       for (int64_t begin = first; begin < p_.N; begin += step) {
         const int64_t count = std::min(f_.block_n_, p_.N - begin);
@@ -178,7 +178,7 @@ class Backward {
     }
 
    private:
-    static constexpr T kNothing = -std::numeric_limits<T>::infinity();
+    static constexpr T kMinusInfinity = -std::numeric_limits<T>::infinity();
 
     void store(const T* gradient, int64_t ld, const T* factor, int64_t first, int64_t rows, int64_t width,
                const View& to, int64_t head) const {
@@ -188,19 +188,19 @@ class Backward {
 
     void load_head(int64_t head) {
       const Source q = p_.q.rows(batch_, head, 0), grad_out = f_.t_.grad_out.rows(batch_, head, 0);
-      prim_.load_left(q, p_.M, p_.D, b_.q, f_.q_ld_);
-      prim_.load_left(grad_out, p_.M, p_.Dv, b_.grad_out, f_.v_ld_);
+      prim_.pack_left(q, p_.M, p_.D, b_.q, f_.q_ld_);
+      prim_.pack_left(grad_out, p_.M, p_.Dv, b_.grad_out, f_.v_ld_);
       if (kPack > 1) {
-        prim_.load_steps(q, p_.M, p_.D, b_.q_steps, f_.q_ld_);
-        prim_.load_steps(grad_out, p_.M, p_.Dv, b_.grad_out_steps, f_.v_ld_);
+        prim_.pack_steps(q, p_.M, p_.D, b_.q_steps, f_.q_ld_);
+        prim_.pack_steps(grad_out, p_.M, p_.Dv, b_.grad_out_steps, f_.v_ld_);
       }
       std::fill_n(dq_, p_.M * f_.q_ld_, T(0));
       for (int64_t i = 0; i < p_.M; ++i) load_row(head, i);
       normalise_again(head);
-      if (p_.sinks && part_ == 0) f_.sink_parts_[batch_ * p_.H + head] = sink_gradient(head);
+      if (p_.sinks && split_ == 0) f_.sink_sums_[batch_ * p_.H + head] = sink_gradient(head);
     }
 
-    // lse, with infinity for a row that sees nothing, so that its probabilities are 0; and
+    // Loads lse, with +inf for a row that sees nothing, so that its probabilities are 0. Computes
     // delta = rowsum(out * grad_out) - grad_lse.
     void load_row(int64_t head, int64_t i) const {
       const T lse = *reinterpret_cast<const T*>(f_.t_.lse.at(batch_, head, i));
@@ -219,8 +219,8 @@ class Backward {
       return std::abs(lse) > kCoarse && !std::isinf(lse);
     }
 
-    // Where lse is too large to tell sums of exponentials apart, as in a row whose every score has a bias of -1e9, the
-    // row's maximum takes its place and `inverse` is one over its sum.
+    // A large lse is too coarse to tell sums of exponentials apart, for example in a row whose every score has a bias
+    // of -1e9. There the row's maximum replaces lse, and `inverse` is one over the row's sum.
     void normalise_again(int64_t head) {
       coarse_ = std::any_of(b_.lse, b_.lse + p_.M, is_coarse);
       if (!coarse_) return;
@@ -233,16 +233,16 @@ class Backward {
 
     void normalise_again(const RowGroup& rows) const {
       T* row_sum = b_.dp;  // [rows, kMaxLanes]
-      const T sink = p_.sinks ? static_cast<T>(read_number(p_.sinks.at(rows.head), p_.sinks.dtype)) : kNothing;
+      const T sink = p_.sinks ? static_cast<T>(read_number(p_.sinks.at(rows.head), p_.sinks.dtype)) : kMinusInfinity;
       std::fill_n(b_.row_max, rows.count, sink);
       std::fill_n(row_sum, rows.count * kMaxLanes, T(0));
-      for (int64_t r = 0; sink != kNothing && r < rows.count; ++r) row_sum[r * kMaxLanes] = T(1);
+      for (int64_t r = 0; sink != kMinusInfinity && r < rows.count; ++r) row_sum[r * kMaxLanes] = T(1);
       for (int64_t begin = 0; begin < p_.N; begin += f_.block_n_) {
         Block block = make_block(rows, begin);
         if (block.structured == Cover::kNone || block.dense == Cover::kNone) continue;
         load_keys(begin, std::min(f_.block_n_, p_.N - begin));
         score(block, nullptr);
-        prim_.softmax_step(rows.count, block.count, b_.s, f_.block_n_, b_.row_max, row_sum, b_.keep);
+        prim_.softmax_step(rows.count, block.count, b_.s, f_.block_n_, b_.row_max, row_sum, b_.alpha);
       }
       for (int64_t r = 0; r < rows.count; ++r) {
         const int64_t i = rows.query + r;
@@ -252,7 +252,7 @@ class Backward {
       }
     }
 
-    // The sink's probability times (0 - delta), summed over the queries that count.
+    // The sink's probability times (0 - delta), summed over the queries that see any key.
     double sink_gradient(int64_t head) const {
       const double sink = read_number(p_.sinks.at(head), p_.sinks.dtype);
       double sum = 0.0;
@@ -270,27 +270,27 @@ class Backward {
         if (block.structured == Cover::kNone || block.dense == Cover::kNone) continue;
         if (!loaded) load_keys(begin, count);
         loaded = true;
-        if constexpr (kPack == 1) block.exact = block.structured == Cover::kCut && !finite(block);
-        visit(block);
+        if constexpr (kPack == 1) block.exact = block.structured == Cover::kPartial && !finite(block);
+        visit_block(block);
       }
     }
 
     // The keys from `begin` on that any of the rows may see.
     Block make_block(const RowGroup& rows, int64_t begin) const {
-      Block block{rows, begin, std::min(f_.block_n_, p_.N - begin), Cover::kWhole, Cover::kWhole, false};
+      Block block{rows, begin, std::min(f_.block_n_, p_.N - begin), Cover::kFull, Cover::kFull, false};
       block.structured = mask_.structured(rows.query, rows.last_query(), begin, block.count);
       if (block.structured == Cover::kNone) return block;
       block.dense = mask_.dense(rows, begin, block.count);
-      if (block.structured == Cover::kCut)
+      if (block.structured == Cover::kPartial)
         block.count = std::min(block.count, mask_.keys(rows.query, rows.last_query()).end - begin);
       return block;
     }
 
     void load_keys(int64_t begin, int64_t count) const {
       const Source k = p_.k.rows(batch_, kv_head_, begin), v = p_.v.rows(batch_, kv_head_, begin);
-      prim_.load_columns(k, count, p_.D, b_.key_columns, f_.block_n_);
-      prim_.load_steps(k, count, p_.D, b_.key_steps, f_.q_ld_);
-      prim_.load_columns(v, count, p_.Dv, b_.value_columns, f_.block_n_);
+      prim_.pack_columns(k, count, p_.D, b_.key_columns, f_.block_n_);
+      prim_.pack_steps(k, count, p_.D, b_.key_steps, f_.q_ld_);
+      prim_.pack_columns(v, count, p_.Dv, b_.value_columns, f_.block_n_);
     }
 
     bool finite(const Block& block) const {
@@ -301,18 +301,18 @@ class Backward {
              prim_.finite(b_.value_columns, p_.Dv, block.count, f_.block_n_);
     }
 
-    // Masked scores; slope (null: not wanted) receives the derivative of the softcap.
+    // Computes the masked scores. slope (null: not wanted) becomes the softcap's derivative.
     void score(const Block& block, T* slope) const {
       const RowGroup& rows = block.rows;
       const int64_t ld = f_.block_n_;
       prim_.scores(rows.count, block.count, p_.D, b_.q + rows.query * f_.q_ld_ / kPack, f_.q_ld_ / kPack,
                    b_.key_columns, ld, static_cast<T>(p_.scale), b_.s, ld);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, rows, block.begin, block.count, b_.s, slope, ld);
-      if (block.structured == Cover::kCut || block.dense == Cover::kCut)
+      if (block.structured == Cover::kPartial || block.dense == Cover::kPartial)
         mask_.apply(prim_, rows, block.begin, block.count, b_.s, ld);
     }
 
-    void visit(const Block& block) const {
+    void visit_block(const Block& block) const {
       const RowGroup& rows = block.rows;
       const int64_t ld = f_.block_n_, first = rows.query, count = block.count;
       T* slope = p_.softcap != 0.0 ? b_.extra : nullptr;
@@ -332,7 +332,7 @@ class Backward {
 
     Source matrix(const Operand* data, int64_t ld) const { return {data, dtype_of<T>(), ld, 1}; }
 
-    // The scores' room is free once dv is done, and serves dp on its way to dq.
+    // Adds to dv, dq and dk. After dv the scores are no longer needed, so their memory serves as the operand of dq.
     void add(const Block& block) const {
       if constexpr (kPack == 1) {
         if (block.exact) return add_visible(block);
@@ -340,12 +340,12 @@ class Backward {
       const int64_t ld = f_.block_n_, first = block.rows.query, rows = block.rows.count, count = block.count;
       add_transposed(block, b_.s, b_.grad_out_steps, b_.dv, f_.v_ld_);
       const Operand* left = prim_.as_left(rows, count, b_.dp, reinterpret_cast<Operand*>(b_.s), ld);
-      prim_.accumulate(rows, f_.q_ld_, count, left, f_.left_ld(), kTogether<Operand>, matrix(b_.key_steps, f_.q_ld_),
+      prim_.accumulate(rows, f_.q_ld_, count, left, f_.left_ld(), kInterleave<Operand>, matrix(b_.key_steps, f_.q_ld_),
                        dq_ + first * f_.q_ld_, f_.q_ld_, nullptr);
       add_transposed(block, b_.dp, b_.q_steps, b_.dk, f_.q_ld_);
     }
 
-    // gradient += x^T steps, from the last row to the first: under a causal mask the early rows give most of it, and
+    // gradient += x^T steps, summed from the last row to the first. Under a causal mask early rows contribute most, and
     // small terms should be summed before large ones.
     void add_transposed(const Block& block, T* x, const Operand* steps, T* gradient, int64_t width) const {
       const int64_t rows = block.rows.count, stride = f_.left_ld() * kPack, last = (rows - 1) / kPack;
@@ -355,7 +355,7 @@ class Backward {
                        gradient + block.begin * width, width, nullptr);
     }
 
-    // Pair by pair, without touching what a structured mask hides.
+    // Adds pair by pair of query and key, without reading what a structured mask hides.
     void add_visible(const Block& block) const {
       for (int64_t r = 0; r < block.rows.count; ++r)
         for (int64_t j = 0; j < block.count; ++j)
@@ -417,8 +417,8 @@ class Backward {
     const AttentionParams& p_;
     const Buffers& b_;
     const Primitives<T, Operand>& prim_;
-    const int64_t batch_, kv_head_, part_;
-    T* dq_ = nullptr;  // of the head at hand
+    const int64_t batch_, kv_head_, split_;
+    T* dq_ = nullptr;  // of the present head
     const Mask mask_;
     bool coarse_ = false;  // whether any row of the head has an `inverse`
   };
@@ -427,7 +427,7 @@ class Backward {
     T* dsinks = static_cast<T*>(t_.dsinks);
     for (int64_t head = 0; head < p_.H; ++head) {
       double sum = 0.0;
-      for (int64_t batch = 0; batch < p_.B; ++batch) sum += sink_parts_[batch * p_.H + head];
+      for (int64_t batch = 0; batch < p_.B; ++batch) sum += sink_sums_[batch * p_.H + head];
       dsinks[head] = static_cast<T>(sum);
     }
   }
@@ -436,10 +436,10 @@ class Backward {
   const BackwardTensors& t_;
   const Primitives<T, Operand>& prim_;
   const ScoreTerms<T> terms_;
-  mutable std::vector<double> sink_parts_;
+  mutable std::vector<double> sink_sums_;
   int64_t q_ld_, v_ld_, block_m_, block_n_;
-  int64_t threads_, batches_, heads_, parts_;
-  std::optional<Scratch> dq_parts_;
+  int64_t threads_, batches_, heads_, splits_;
+  std::optional<Scratch> dq_splits_;
 };
 
 }  // namespace

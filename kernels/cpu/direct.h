@@ -1,14 +1,14 @@
-// Products with keys and values as they lie in memory, for few queries: a part of microkernels.h, in the including
-// file's unnamed namespace.
+// Products that read keys and values in memory without packing, for few queries. It is a part of microkernels.h, in the
+// including file's unnamed namespace.
 #pragma once
 
-// Sums of each of the vectors.
+// The sum of each of the vectors.
 template <typename V, typename T, int kCount>
 inline void totals(const V (&x)[kCount], T* sums) {
   for (int i = 0; i < kCount; ++i) sums[i] = total(x[i]);
 }
 
-// A vector of operands of queries, and one of keys of which `count` values are left.
+// A vector of a query's operands, and one of a key, of which `count` values are left.
 template <typename T>
 inline Vec<T> query_part(const T* a, int64_t) {
   return load(a);
@@ -18,8 +18,8 @@ inline Vec<T> key_part(const S* key, int64_t count, T) {
   return widen_part<T>(key, 1, count);
 }
 
-// Adds to sums [kRows, ...] the products of kRows queries with a key. The keys ahead are asked for row by row: from
-// memory the order counts.
+// sums [kRows, kKeys] += the products of kRows queries with one key. Keys ahead are prefetched row by row, because
+// memory is fastest in that order.
 template <typename T, typename A, typename S, int kRows, int kKeys>
 inline void add_dots(int64_t depth, const A* a, int64_t lda, const S* key, int64_t stride, Vec<T>* sums) {
   constexpr int64_t kStep = kLanes<T> * kDepth<A>;
@@ -29,13 +29,13 @@ inline void add_dots(int64_t depth, const A* a, int64_t lda, const S* key, int64
     for (int r = 0; r < kRows; ++r)
       add_product<T>(sums[r * kKeys], query_part(a + r * lda + d / kDepth<A>, count), line);
   };
-  fetch_rows(key + kKeysAhead<S> * stride, 1, stride, depth);
+  prefetch_rows(key + kPrefetchKeys<S> * stride, 1, stride, depth);
   int64_t d = 0;
   for (; d + kStep <= depth; d += kStep) add(d, kStep);
   if (d < depth) add(d, depth - d);
 }
 
-// Dot products of kRows queries with kKeys keys.
+// c [kRows, kKeys] = factor * the dot products of kRows queries with kKeys keys.
 template <typename T, typename A, typename S, int kRows, int kKeys>
 void dots(int64_t depth, const A* a, int64_t lda, const S* keys, int64_t stride, T factor, T* c, int64_t ldc) {
   Vec<T> acc[kRows * kKeys] = {};
@@ -72,6 +72,7 @@ void dot_products(int64_t rows, int64_t columns, int64_t depth, const A* a, int6
 template <typename T>
 void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, Source keys, T factor, T* c,
                    int64_t ldc) {
+  assert(rows > 0 && columns > 0 && keys.column_stride == 1);
   with_type(T(), keys.dtype, [=](auto* type) {
     dot_products(rows, columns, depth, a, lda, static_cast<decltype(type)>(keys.data), keys.row_stride, factor, c, ldc);
   });
@@ -79,6 +80,6 @@ void scores_direct(int64_t rows, int64_t columns, int64_t depth, const T* a, int
 
 template <typename T>
 void accumulate_direct(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t lda, Source b, T* c, int64_t ldc,
-                       const T* keep) {
-  accumulate(rows, width, depth, a, lda, 1, b, c, ldc, keep);
+                       const T* alpha) {
+  accumulate(rows, width, depth, a, lda, 1, b, c, ldc, alpha);
 }

@@ -1,5 +1,7 @@
-// The forward attention loop: a task is a block of queries of heads that share keys, and walks over blocks of keys.
+// The forward attention loop. A task has a block of BLOCK_M queries of heads that share keys, and visits blocks of
+// BLOCK_N keys.
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -11,13 +13,13 @@
 namespace sdpa_cpu {
 namespace {
 
-constexpr int64_t kSkippedKeys = 64;     // hidden ones, beside others that are seen
-constexpr int64_t kDirectRows = 8;       // up to here reading keys in place beats packing them
-constexpr int64_t kDirectScores = 8192;  // of a block then: nothing is packed, so only they need room
-constexpr int64_t kCutKeys = 256;        // of a block then where some are hidden: what is read twice stays near
-constexpr int64_t kFewestKeys = 512;     // of a part of a task of one row, of one of eight and more an eighth
-constexpr int64_t kManyRows = 128;       // of all parts, from which on threads bring them together
-constexpr double kParallelFlops = 1e6;   // about what waking the other threads costs
+constexpr int64_t kSkippedKeys = 64;         // runs of so many masked keys are skipped beside visible ones
+constexpr int64_t kDirectRows = 8;           // up to so many rows, reading keys in place is faster than packing them
+constexpr int64_t kDirectScores = 8192;      // of a block whose keys are read in place: only its scores need memory
+constexpr int64_t kPartialKeys = 256;        // of such a block where some keys are masked: a second read hits a cache
+constexpr int64_t kFewestKeysOfSplit = 512;  // for a task of one row; for one of eight and more rows an eighth of it
+constexpr int64_t kManyRows = 128;           // so many rows of all splits are combined by several threads
+constexpr double kParallelFlops = 1e6;       // computing so many takes about as long as waking threads
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
@@ -27,25 +29,25 @@ struct Plan {
   int64_t ld;     // of scores and of packed keys
   int64_t heads;  // per task, of one key/value head
   int64_t query_blocks, head_blocks, tasks, threads;
-  int64_t parts;  // of the keys of each task, that threads may share them
-  bool direct;    // keys and values are read in place
+  int64_t splits;  // split-KV: threads share the keys of a task, each a split of them
+  bool direct;     // keys and values are read in place
 };
 
 bool reads_in_place(const AttentionParams& p) { return p.M * p.G() <= kDirectRows && unit_stride(p.k); }
 
 int64_t direct_block(const AttentionParams& p) { return round_up(kDirectScores / (p.M * p.G()), kMaxLanes); }
 
-// The fewest parts with which so many threads end soonest; at most as many as there are threads.
-int64_t parts_of(int64_t tasks, int64_t threads, int64_t keys, int64_t rows) {
-  const int64_t most = std::min(threads, keys * std::min<int64_t>(rows, 8) / kFewestKeys);
+// Of the numbers of splits with which the threads end soonest, the smallest; at most the number of threads.
+int64_t splits_of(int64_t tasks, int64_t threads, int64_t keys, int64_t rows) {
+  const int64_t most = std::min(threads, keys * std::min<int64_t>(rows, 8) / kFewestKeysOfSplit);
   int64_t best = 1;
-  const auto rounds = [=](int64_t parts) { return blocks_of(tasks * parts, threads); };
-  for (int64_t parts = 2; parts <= most; ++parts)
-    if (rounds(parts) * best < rounds(best) * parts) best = parts;
+  const auto rounds = [=](int64_t splits) { return blocks_of(tasks * splits, threads); };
+  for (int64_t splits = 2; splits <= most; ++splits)
+    if (rounds(splits) * best < rounds(best) * splits) best = splits;
   return best;
 }
 
-// Whether rows of values are vectors as they lie.
+// Whether rows of values in memory are whole vectors, so that they need no packing.
 template <typename T, typename Operand>
 bool values_in_place(const AttentionParams& p, const Primitives<T, Operand>& prim) {
   return unit_stride(p.v) && p.Dv % prim.lanes == 0;
@@ -60,17 +62,18 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   plan.block_m = p.block_m > 0 ? p.block_m : blocking.block_m;
   const auto enough = [&] { return p.B * p.H * blocks_of(p.M, plan.block_m) >= 2 * plan.threads; };
   while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > blocking.least_m && !enough()) plan.block_m /= 2;
-  if (p.block_m <= 0 && plan.threads > 1)  // alike, so that no thread waits for a longer one
+  if (p.block_m <= 0 && plan.threads > 1)  // blocks of equal size, so that no thread waits for a longer one
     plan.block_m = round_up(blocks_of(p.M, blocks_of(p.M, plan.block_m)), plan.rows);
   plan.block_m = std::min(plan.block_m, p.M);
   plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? direct_block(p) : blocking.block_n;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
-  plan.ld = plan.block_n | kMaxLanes;  // of no power of two, which would send the rows of a tile to few sets of a cache
+  // Not a power of two, which would map the rows of a tile to few sets of a cache.
+  plan.ld = plan.block_n | kMaxLanes;
   plan.query_blocks = blocks_of(p.M, plan.block_m);
   const int64_t most = std::clamp<int64_t>(blocking.block_m / plan.block_m, 1, p.G());
   plan.heads = blocks_of(p.G(), blocks_of(p.G(), most));
   const auto few = [&] { return p.B * p.Hkv * blocks_of(p.G(), plan.heads) * plan.query_blocks < 2 * plan.threads; };
-  // Keys in place cost nothing to share, and reading them from memory more than once does.
+  // Keys that are read in place stay shared: sharing them is free, and reading them from memory twice is not.
   const auto too_many = [&] { return !plan.direct && plan.heads > 1 && plan.heads * plan.block_m > blocking.least_m; };
   while (plan.threads > 1 && too_many() && few()) plan.heads = blocks_of(plan.heads, 2);
   plan.head_blocks = blocks_of(p.G(), plan.heads);
@@ -78,17 +81,17 @@ Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
   const bool band = p.left != kUnlimited && p.right != kUnlimited;
   const int64_t seen = band ? std::min(p.left, p.N) + std::min(p.right, p.N) + plan.block_m : p.N;
   const int64_t keys = std::min(seen, p.N), rows = plan.heads * plan.block_m;
-  plan.parts = plan.tasks < plan.threads ? parts_of(plan.tasks, plan.threads, keys, rows) : 1;
-  plan.threads = std::min(plan.threads, plan.tasks * plan.parts);
+  plan.splits = plan.tasks < plan.threads ? splits_of(plan.tasks, plan.threads, keys, rows) : 1;
+  plan.threads = std::min(plan.threads, plan.tasks * plan.splits);
   return plan;
 }
 
-// A block of keys and values, ready for all row groups of a task.
+// A block of keys and values, packed or in place, for all row groups of a task.
 struct KeyBlock {
   int64_t begin, count;
   Source keys, values;
-  int64_t packed = 0;  // where its keys begin among those packed
-  bool exact = false;  // values that a structured mask hides are not finite: 0 * NaN must not happen
+  int64_t packed = 0;  // the position of its first key among the packed keys
+  bool exact = false;  // some masked values may be NaN: they must not be multiplied, not even by 0
 };
 
 template <typename T, typename Operand>
@@ -103,7 +106,7 @@ class Forward {
   }
 
   void run() {
-    if (plan_.parts > 1) return run_in_parts();
+    if (plan_.splits > 1) return run_split_kv();
     Carver sizes(nullptr);
     carve(sizes);
     carve_state(sizes);
@@ -112,37 +115,38 @@ class Forward {
       Carver carver(scratch.of(thread));
       const Buffers buffers = carve(carver);
       Task task(*this, number, buffers, carve_state(carver));
-      task.attend_part(0);
-      for (int64_t h = 0; h < plan_.heads; ++h) task.finish(h);
+      task.run_split(0);
+      for (int64_t h = 0; h < plan_.heads; ++h) task.finish_rows(h);
     });
   }
 
  private:
-  // Threads share the keys of a task, and then bring together what their parts of them came to.
-  void run_in_parts() {
+  // Split-KV: threads share the keys of a task. Then the states of its splits are combined.
+  void run_split_kv() {
     Carver sizes(nullptr), state_sizes(nullptr);
     carve(sizes);
     carve_state(state_sizes);
-    const Scratch scratch(plan_.threads, sizes.used()), states(plan_.tasks * plan_.parts, state_sizes.used());
-    std::vector<State> state(static_cast<size_t>(plan_.tasks * plan_.parts));
+    const Scratch scratch(plan_.threads, sizes.used()), states(plan_.tasks * plan_.splits, state_sizes.used());
+    std::vector<State> state(static_cast<size_t>(plan_.tasks * plan_.splits));
     for (size_t i = 0; i < state.size(); ++i) {
       Carver carver(states.of(static_cast<int64_t>(i)));
       state[i] = carve_state(carver);
     }
-    const auto task_of = [&](int64_t number, int64_t thread, int64_t part) {
+    const auto task_of = [&](int64_t number, int64_t thread, int64_t split) {
       Carver carver(scratch.of(thread));
-      return Task(*this, number, carve(carver), state[static_cast<size_t>(number * plan_.parts + part)]);
+      return Task(*this, number, carve(carver), state[static_cast<size_t>(number * plan_.splits + split)]);
     };
-    run_tasks(plan_.tasks * plan_.parts, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
-      const int64_t part = number % plan_.parts;
-      task_of(number / plan_.parts, thread, part).attend_part(part);
+    run_tasks(plan_.tasks * plan_.splits, plan_.threads, prim_.setup, [&](int64_t number, int64_t thread) {
+      const int64_t split = number % plan_.splits;
+      task_of(number / plan_.splits, thread, split).run_split(split);
     });
-    const int64_t threads = plan_.tasks * plan_.parts * most_rows() < kManyRows ? 1 : plan_.threads;
+    const int64_t threads = plan_.tasks * plan_.splits * most_rows() < kManyRows ? 1 : plan_.threads;
     run_tasks(plan_.tasks * plan_.heads, threads, nullptr, [&](int64_t number, int64_t thread) {
       const int64_t h = number % plan_.heads;
       const Task task = task_of(number / plan_.heads, thread, 0);
-      for (int64_t part = 1; part < plan_.parts; ++part) task.merge(h, task_of(number / plan_.heads, thread, part));
-      task.finish(h);
+      for (int64_t split = 1; split < plan_.splits; ++split)
+        task.combine(h, task_of(number / plan_.heads, thread, split));
+      task.finish_rows(h);
     });
   }
 
@@ -153,16 +157,20 @@ class Forward {
   int64_t left_ld() const { return plan_.ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
 
   struct Buffers {
-    Operand *q, *keys, *values, *left;
-    T *s, *keep;
+    Operand* q;       // [rows of the task, D], a left operand
+    Operand* keys;    // [D, ld], a right operand; not used where keys are read in place
+    Operand* values;  // [BLOCK_N, Dv], a right operand; not used where values are read in place
+    Operand* left;    // [rows, ld]: the weights as a left operand, where that is no T
+    T* s;             // [rows, ld]: scores, then weights
+    T* alpha;         // [rows]
   };
 
-  // What rows have come to so far: sums of weighted values and of weights, below the maximum of their scores.
+  // The online softmax of a task's rows: acc [rows, Dv], row_max [rows], row_sum [rows, kMaxLanes].
   struct State {
     T *acc, *row_max, *row_sum;
   };
 
-  int64_t most_rows() const { return plan_.heads * round_up(plan_.block_m, kTogether<Operand>); }
+  int64_t most_rows() const { return plan_.heads * round_up(plan_.block_m, kInterleave<Operand>); }
 
   State carve_state(Carver& carver) const {
     State state;
@@ -179,13 +187,13 @@ class Forward {
     b.values = carver.take<Operand>(values_in_place_ ? 0 : plan_.block_n / kPack * v_ld_);
     b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * plan_.ld);
     b.s = carver.take<T>(plan_.rows * plan_.ld);
-    b.keep = carver.take<T>(plan_.rows);
+    b.alpha = carver.take<T>(plan_.rows);
     return b;
   }
 
   class Task {
    public:
-    // Tasks are numbered from the last block of queries to the first: under a causal mask the longest come first.
+    // Tasks are counted from the last block of queries to the first: under a causal mask the longest come first.
     Task(const Forward& forward, int64_t task, const Buffers& buffers, const State& state)
         : f_(forward), p_(forward.p_), b_(buffers), state_(state), batch_(batch_of(forward, task)), mask_(p_, batch_) {
       const Plan& plan = f_.plan_;
@@ -199,47 +207,47 @@ class Forward {
       query_ = block * plan.block_m;
       queries_ = std::min(plan.block_m, p_.M - query_);
       across_ = queries_ == 1;
-      rows_ = across_ ? 1 : round_up(queries_, kTogether<Operand>);
+      rows_ = across_ ? 1 : round_up(queries_, kInterleave<Operand>);
     }
 
-    void attend_part(int64_t part) {
-      start(part == 0);
-      const KeyRange range = keys_of(part);
+    void run_split(int64_t split) {
+      begin_rows(split == 0);
+      const KeyRange range = keys_of(split);
       const int64_t last = query_ + queries_ - 1;
-      int64_t cut = range.begin;  // up to where a block was that is gone through in smaller ones
+      int64_t cut = range.begin;  // the end of a partly masked block that is visited in smaller ones
       for (int64_t begin = range.begin, count; begin < range.end; begin += count) {
-        count = std::min(begin < cut ? kCutKeys : f_.plan_.block_n, range.end - begin);
+        count = std::min(begin < cut ? kPartialKeys : f_.plan_.block_n, range.end - begin);
         Cover cover = mask_.structured(query_, last, begin, count);
-        if (cover == Cover::kCut && f_.plan_.direct && count > kCutKeys) {
+        if (cover == Cover::kPartial && f_.plan_.direct && count > kPartialKeys) {
           cut = begin + count;
-          count = kCutKeys;
+          count = kPartialKeys;
           cover = mask_.structured(query_, last, begin, count);
         }
-        if (cover != Cover::kNone) visit(begin, count, cover);
+        if (cover != Cover::kNone) visit_keys(begin, count, cover);
       }
     }
 
-    // The state of a head's rows after the keys of another part, too.
-    void merge(int64_t h, const Task& part) const {
+    // Combines the state of a head's rows with that of another split.
+    void combine(int64_t h, const Task& task) const {
       if (h >= heads_) return;
       const int64_t ld = f_.v_ld_;
-      const State& other = part.state_;
+      const State& other = task.state_;
       for (int64_t row = h * rows_; row < h * rows_ + queries_; ++row) {
         const T ours = state_.row_max[row], theirs = other.row_max[row], top = ours > theirs ? ours : theirs;
-        const T keep = ours == top ? T(1) : std::exp(ours - top), add = theirs == top ? T(1) : std::exp(theirs - top);
+        const T alpha = ours == top ? T(1) : std::exp(ours - top), add = theirs == top ? T(1) : std::exp(theirs - top);
         const Source sums = {other.acc + row * ld, kOwnDtype, ld, 1};
-        f_.prim_.accumulate_direct(1, ld, 1, &add, 1, sums, state_.acc + row * ld, ld, &keep);
+        f_.prim_.accumulate_direct(1, ld, 1, &add, 1, sums, state_.acc + row * ld, ld, &alpha);
         T *to = state_.row_sum + row * kMaxLanes, *from = other.row_sum + row * kMaxLanes;
-        for (int64_t lane = 0; lane < kMaxLanes; ++lane) to[lane] = keep * to[lane] + add * from[lane];
+        for (int64_t lane = 0; lane < kMaxLanes; ++lane) to[lane] = alpha * to[lane] + add * from[lane];
         state_.row_max[row] = top;
       }
     }
 
-    void finish(int64_t h) const {
+    void finish_rows(int64_t h) const {
       if (h >= heads_) return;
       const int64_t row = h * rows_;
       T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
-      for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = close_row(row + i, lse + i);
+      for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = finish_row(row + i, lse + i);
       f_.prim_.store_rows(state_.acc + row * f_.v_ld_, f_.v_ld_, state_.row_max + row, queries_, p_.Dv,
                           f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
     }
@@ -250,22 +258,22 @@ class Forward {
       return task / heads % f.p_.B;
     }
 
-    KeyRange keys_of(int64_t part) const {
+    KeyRange keys_of(int64_t split) const {
       const KeyRange all = mask_.keys(query_, query_ + queries_ - 1);
-      const int64_t keys = round_up(blocks_of(std::max<int64_t>(all.end - all.begin, 0), f_.plan_.parts), kMaxLanes);
-      return {all.begin + part * keys, std::min(all.begin + (part + 1) * keys, all.end)};
+      const int64_t keys = round_up(blocks_of(std::max<int64_t>(all.end - all.begin, 0), f_.plan_.splits), kMaxLanes);
+      return {all.begin + split * keys, std::min(all.begin + (split + 1) * keys, all.end)};
     }
 
-    // Queries in the type computed in; an empty state, or where a sink is seen the state after it.
-    void start(bool sees_sink) {
+    // Packs the queries, and sets the state to an empty one, or to the state after a sink.
+    void begin_rows(bool sees_sink) {
       if (across_) {
         Source rows = p_.q.rows(batch_, head_, query_);
         rows.row_stride = p_.q.stride[1];
-        f_.prim_.load_left(rows, heads_, p_.D, b_.q, f_.q_ld_);
+        f_.prim_.pack_left(rows, heads_, p_.D, b_.q, f_.q_ld_);
       }
       for (int64_t h = 0; h < heads_; ++h) {
         if (!across_)
-          f_.prim_.load_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
+          f_.prim_.pack_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
         if (p_.sinks && sees_sink) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
         const T sum = top == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
@@ -280,7 +288,7 @@ class Forward {
 
     Operand* queries_of(int64_t row) const { return b_.q + row * f_.q_ld_ / kPack; }
 
-    void visit(int64_t begin, int64_t count, Cover cover) {
+    void visit_keys(int64_t begin, int64_t count, Cover cover) {
       KeyBlock block;
       bool loaded = false;
       const int64_t groups_of = across_ ? heads_ : queries_, step = f_.plan_.rows;
@@ -290,27 +298,28 @@ class Forward {
           const RowGroup group =
               across_ ? RowGroup{head_ + first, query_, rows, true} : RowGroup{head_ + h, query_ + first, rows, false};
           const Cover structured =
-              cover == Cover::kWhole ? cover : mask_.structured(group.query, group.last_query(), begin, count);
+              cover == Cover::kFull ? cover : mask_.structured(group.query, group.last_query(), begin, count);
           if (structured == Cover::kNone) continue;
           const Cover dense = mask_.dense(group, begin, count);
           if (dense == Cover::kNone) continue;
           if (!loaded) block = load(begin, count, cover);
           loaded = true;
           const int64_t row = h * rows_ + first;
-          if (structured == Cover::kWhole && dense == Cover::kWhole)
-            attend(group, row, block, structured, dense);
+          if (structured == Cover::kFull && dense == Cover::kFull)
+            add_block(group, row, block, structured, dense);
           else
-            attend_seen(group, row, block, structured, dense);
+            add_visible_runs(group, row, block, structured, dense);
         }
     }
 
-    // Only the runs of keys that any of these rows may see.
-    void attend_seen(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
+    // Adds only the runs of keys that some of these rows may see.
+    void add_visible_runs(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured,
+                          Cover dense) const {
       const int64_t end = block.begin + block.count;
       const KeyRange range = mask_.keys(group.query, group.last_query());
       for (KeyRange run = next_run(group, block.begin, end); run.begin < end; run = next_run(group, run.end, end)) {
         const int64_t first = std::max(run.begin, range.begin) - block.begin, last = std::min(run.end, range.end);
-        attend(group, row, part(block, first / kMaxLanes * kMaxLanes, last), structured, dense);
+        add_block(group, row, slice(block, first / kMaxLanes * kMaxLanes, last), structured, dense);
       }
     }
 
@@ -326,8 +335,10 @@ class Forward {
       return {from, std::min(to, end)};
     }
 
-    // From its key `first` on, a multiple of what operands hold, to the key before `end`.
-    KeyBlock part(KeyBlock block, int64_t first, int64_t end) const {
+    // The block without its first `first` keys, and without those from key `end` on. `first` is a multiple of
+    // kMaxLanes, and so of what an operand packs.
+    KeyBlock slice(KeyBlock block, int64_t first, int64_t end) const {
+      assert(first % kMaxLanes == 0 && block.begin + first < end && end <= block.begin + block.count);
       const Source& v = block.values;
       const int64_t skipped = f_.values_in_place_ ? first * v.row_stride * static_cast<int64_t>(size_of(v.dtype))
                                                   : first / kPack * v.row_stride * int64_t{sizeof(Operand)};
@@ -341,12 +352,12 @@ class Forward {
 
     KeyBlock load(int64_t begin, int64_t count, Cover cover) const {
       KeyBlock block{begin, count, p_.k.rows(batch_, kv_head_, begin), p_.v.rows(batch_, kv_head_, begin)};
-      if (!f_.plan_.direct) f_.prim_.load_columns(block.keys, count, p_.D, b_.keys, f_.plan_.ld);
+      if (!f_.plan_.direct) f_.prim_.pack_columns(block.keys, count, p_.D, b_.keys, f_.plan_.ld);
       if (!f_.values_in_place_) {
-        f_.prim_.load_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
+        f_.prim_.pack_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
         block.values = {b_.values, kOwnDtype, f_.v_ld_, 1};
       }
-      if ((kPack == 1 || f_.plan_.direct) && cover == Cover::kCut) block.exact = !finite_values(block);
+      if ((kPack == 1 || f_.plan_.direct) && cover == Cover::kPartial) block.exact = !finite_values(block);
       return block;
     }
 
@@ -356,18 +367,19 @@ class Forward {
       return finite_halves(block.values, block.count, p_.Dv);
     }
 
-    void attend(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
+    void add_block(const RowGroup& group, int64_t row, const KeyBlock& block, Cover structured, Cover dense) const {
       const int64_t ld = f_.plan_.ld;
       const int64_t count = block.count;
       score(group, row, block, count);
       if (f_.terms_.present()) f_.terms_.apply(mask_, batch_, group, block.begin, count, b_.s, nullptr, ld);
-      if (structured == Cover::kCut || dense == Cover::kCut) mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
+      if (structured == Cover::kPartial || dense == Cover::kPartial)
+        mask_.apply(f_.prim_, group, block.begin, count, b_.s, ld);
       T* acc = state_.acc + row * f_.v_ld_;
-      const bool visible_only = block.exact && structured == Cover::kCut;
+      const bool visible_only = block.exact && structured == Cover::kPartial;
       if (!visible_only && p_.dropout_p == 0.0)
         return accumulate(group, count, softmax_left(group, row, count), block, acc);
       f_.prim_.softmax_step(group.count, count, b_.s, ld, state_.row_max + row, state_.row_sum + row * kMaxLanes,
-                            b_.keep);
+                            b_.alpha);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
       if (visible_only)
         accumulate_visible(group, block, count, acc);
@@ -377,12 +389,12 @@ class Forward {
 
     const Operand* softmax_left(const RowGroup& group, int64_t row, int64_t count) const {
       return f_.prim_.softmax_left(group.count, count, b_.s, f_.plan_.ld, state_.row_max + row,
-                                   state_.row_sum + row * kMaxLanes, b_.keep, b_.left);
+                                   state_.row_sum + row * kMaxLanes, b_.alpha, b_.left);
     }
 
     void accumulate(const RowGroup& group, int64_t count, const Operand* weights, const KeyBlock& block, T* acc) const {
-      f_.prim_.accumulate(group.count, f_.v_ld_, count, weights, f_.left_ld(), kTogether<Operand>, block.values, acc,
-                          f_.v_ld_, b_.keep);
+      f_.prim_.accumulate(group.count, f_.v_ld_, count, weights, f_.left_ld(), kInterleave<Operand>, block.values, acc,
+                          f_.v_ld_, b_.alpha);
     }
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {
@@ -396,10 +408,10 @@ class Forward {
         f_.prim_.scores(group.count, count, p_.D, queries, q_ld, b_.keys + block.packed, ld, factor, b_.s, ld);
     }
 
-    // Key by key, without touching the values of keys that a structured mask hides.
+    // Adds key by key, without reading the values of keys that a structured mask hides.
     void accumulate_visible(const RowGroup& group, const KeyBlock& block, int64_t count, T* acc) const {
       const int64_t ld = f_.plan_.ld, width = f_.v_ld_;
-      f_.prim_.accumulate_direct(group.count, width, 0, b_.s, ld, block.values, acc, width, b_.keep);
+      f_.prim_.accumulate_direct(group.count, width, 0, b_.s, ld, block.values, acc, width, b_.alpha);
       for (int64_t r = 0; r < group.count; ++r)
         for (int64_t j = 0; j < count; ++j) {
           if (!mask_.visible(group.query_of(r), block.begin + j)) continue;
@@ -409,12 +421,12 @@ class Forward {
         }
     }
 
-    // The factor that makes an output of a row's sums, and its log-sum-exp.
-    T close_row(int64_t row, T* lse) const {
+    // Writes the log-sum-exp of a row, and returns the factor that makes its output of acc.
+    T finish_row(int64_t row, T* lse) const {
       const T* lanes = state_.row_sum + row * kMaxLanes;
-      T parts[4] = {};  // short chains: this is felt in small calls
-      for (int64_t lane = 0; lane < kMaxLanes; ++lane) parts[lane % 4] += lanes[lane];
-      const T sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+      T partial[4] = {};  // short chains of additions, because small calls feel their latency
+      for (int64_t lane = 0; lane < kMaxLanes; ++lane) partial[lane % 4] += lanes[lane];
+      const T sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
       if (sum == T(0)) {
         *lse = -std::numeric_limits<T>::infinity();
         std::fill_n(state_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
@@ -431,8 +443,8 @@ class Forward {
     const int64_t batch_;
     const Mask mask_;
     int64_t kv_head_, head_, heads_, query_, queries_;
-    bool across_;   // one query of each head: the heads are the rows
-    int64_t rows_;  // from one head's first to the next one's
+    bool across_;   // one query per head: the rows are the heads
+    int64_t rows_;  // the distance from one head's first row to the next head's
   };
 
   const AttentionParams& p_;

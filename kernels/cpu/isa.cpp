@@ -1,4 +1,5 @@
-// The choice of an instruction set: the widest that the processor and the system support, unless told otherwise.
+// The choice of an instruction set: the widest that the processor and the system support, or the one that was asked
+// for.
 #include "isa.h"
 
 #include <atomic>
@@ -17,7 +18,7 @@ namespace sdpa_cpu {
 namespace {
 
 #ifdef SDPA_X86
-// Products of bfloat16 are by tiles, all the rest is in vectors.
+// Products of bfloat16 are computed by AMX tiles, everything else in vectors.
 const InstructionSet* amx() {
   static const Primitives<float, Pair> pairs = [] {
     Primitives<float, Pair> table = *kAvx512Bf16.bf16;
@@ -44,7 +45,7 @@ bool has_bf16() {
 }
 #endif
 
-// The narrowest first. The compiler's own test asks cpuid, and whether the system saves the wide registers.
+// The narrowest first. The compiler's built-in asks cpuid, and whether the system saves the wide registers.
 std::vector<const InstructionSet*> find_instruction_sets() {
   std::vector<const InstructionSet*> found = {&kScalar};
 #ifdef SDPA_X86
@@ -53,9 +54,9 @@ std::vector<const InstructionSet*> find_instruction_sets() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512) found.push_back(&kAvx512);
-  const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (pairs) found.push_back(&kAvx512Bf16);
-  if (pairs && tiles_permitted()) found.push_back(amx());
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16) found.push_back(&kAvx512Bf16);
+  if (bf16 && tiles_permitted()) found.push_back(amx());
 #endif
 #ifdef SDPA_ARM
   found.push_back(&kNeon);  // a part of every AArch64 processor

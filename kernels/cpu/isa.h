@@ -8,9 +8,9 @@
 namespace sdpa_cpu {
 
 const InstructionSet& instruction_set();
-// Comma separated, the narrowest first.
+// The names of those that this machine has, separated by commas, the narrowest first.
 std::string available_instruction_sets();
-// Throws with the list of what there is.
+// Throws where the machine does not have it; the message lists those that it has.
 void choose_instruction_set(const std::string& name);
 
 }  // namespace sdpa_cpu

@@ -1,4 +1,4 @@
-// The mask's arithmetic: bands, lengths, prefix, segments and dense booleans of one batch entry.
+// The mask's arithmetic: band, lengths, prefix, segments and dense booleans of one batch entry.
 #include "mask.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct IdRange {
   int32_t low, high;
 };
 
-// Smallest and largest id of `count` positions.
+// The smallest and the largest id of `count` positions.
 IdRange ids(const View& segments, int64_t batch, int64_t first, int64_t count) {
   IdRange range = {std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()};
   for (int64_t i = first; i < first + count; ++i) {
@@ -28,16 +28,16 @@ IdRange ids(const View& segments, int64_t batch, int64_t first, int64_t count) {
   return range;
 }
 
-// What part of a row of booleans is set.
+// Which part of a row of booleans is set: none, all, or some.
 Cover cover_of(const char* row, int64_t stride, int64_t count) {
-  if (stride == 0) return row[0] != 0 ? Cover::kWhole : Cover::kNone;
+  if (stride == 0) return row[0] != 0 ? Cover::kFull : Cover::kNone;
   if (stride == 1) {
-    if (row[0] != 0) return std::memchr(row, 0, static_cast<size_t>(count)) == nullptr ? Cover::kWhole : Cover::kCut;
-    return std::memcmp(row, row + 1, static_cast<size_t>(count - 1)) == 0 ? Cover::kNone : Cover::kCut;
+    if (row[0] != 0) return std::memchr(row, 0, static_cast<size_t>(count)) == nullptr ? Cover::kFull : Cover::kPartial;
+    return std::memcmp(row, row + 1, static_cast<size_t>(count - 1)) == 0 ? Cover::kNone : Cover::kPartial;
   }
   int64_t seen = 0;
   for (int64_t j = 0; j < count; ++j) seen += row[j * stride] != 0;
-  return seen == count ? Cover::kWhole : seen > 0 ? Cover::kCut : Cover::kNone;
+  return seen == count ? Cover::kFull : seen > 0 ? Cover::kPartial : Cover::kNone;
 }
 
 }  // namespace
@@ -83,11 +83,11 @@ Cover Mask::structured(int64_t first, int64_t last, int64_t begin, int64_t count
     if (q.high < k.low || k.high < q.low) return Cover::kNone;
     whole = whole && q.low == q.high && k.low == k.high && q.low == k.low;
   }
-  return whole ? Cover::kWhole : Cover::kCut;
+  return whole ? Cover::kFull : Cover::kPartial;
 }
 
 Cover Mask::dense(const RowGroup& rows, int64_t begin, int64_t count) const {
-  if (!params_.allowed) return Cover::kWhole;
+  if (!params_.allowed) return Cover::kFull;
   const View& allowed = params_.allowed;
   const bool same_rows = rows.across_heads ? allowed.stride[1] == 0 : allowed.stride[2] == 0;
   const int64_t checked = same_rows ? 1 : rows.count;
@@ -96,10 +96,10 @@ Cover Mask::dense(const RowGroup& rows, int64_t begin, int64_t count) const {
     const char* row = allowed.at(batch_, rows.head_of(r), rows.query_of(r), begin);
     const Cover cover = cover_of(row, allowed.stride[3], count);
     any |= cover != Cover::kNone;
-    all &= cover == Cover::kWhole;
-    if (any && !all) return Cover::kCut;
+    all &= cover == Cover::kFull;
+    if (any && !all) return Cover::kPartial;
   }
-  return all ? Cover::kWhole : Cover::kNone;
+  return all ? Cover::kFull : Cover::kNone;
 }
 
 template <typename T>

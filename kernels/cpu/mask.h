@@ -1,12 +1,12 @@
-// The mask as a policy, the only place that knows which key a query sees: the range of keys worth visiting, whether a
-// block needs masking, and its application. Forward and backward share it.
+// The mask as a policy, which forward and backward share. It says which keys are worth visiting, whether a block needs
+// masking, and applies the mask to scores. No other file knows which key a query sees.
 #pragma once
 
 #include "params.h"
 
 namespace sdpa_cpu {
 
-// Rows of a tile: consecutive queries of one head, or one query of consecutive heads.
+// The rows of a tile of scores: consecutive queries of one head, or one query of consecutive heads.
 struct RowGroup {
   int64_t head;
   int64_t query;
@@ -25,7 +25,7 @@ struct KeyRange {
 // Whether anything but a dense mask hides keys.
 bool has_structure(const AttentionParams& params);
 
-enum class Cover { kNone, kWhole, kCut };  // what part of a block is visible
+enum class Cover { kNone, kFull, kPartial };  // the part of a block that is visible
 
 class Mask {
  public:
@@ -33,21 +33,21 @@ class Mask {
 
   // The keys that any of the queries [first, last] may see.
   KeyRange keys(int64_t first, int64_t last) const;
-  // What band, lengths, prefix and segments leave of queries [first, last] x keys [begin, begin + count).
+  // What band, lengths, prefix and segments leave of queries [first, last] and keys [begin, begin + count).
   Cover structured(int64_t first, int64_t last, int64_t begin, int64_t count) const;
-  // What the dense mask leaves.
+  // What the dense mask leaves of these rows and keys.
   Cover dense(const RowGroup& rows, int64_t begin, int64_t count) const;
-  // Minus infinity where a pair is not visible.                                                s [rows, ld]
+  // s = -inf where a key is not visible.                                                       s [rows, ld]
   template <typename T>
   void apply(const ScorePrimitives<T>& prim, const RowGroup& rows, int64_t begin, int64_t count, T* s,
              int64_t ld) const;
   // Whether band, lengths, prefix and segments let `query` see `key`.
   bool visible(int64_t query, int64_t key) const;
-  // How far the diagonal is moved to the right.
+  // How many keys the diagonal is moved to the right.
   int64_t shift() const { return shift_; }
 
  private:
-  // The keys inside the band of one query, the prefix apart; empty for a query beyond its length.
+  // The keys inside the band of one query, without the prefix. None for a query beyond the length of queries.
   KeyRange band(int64_t query) const;
 
   const AttentionParams& params_;

@@ -1,8 +1,15 @@
-// The primitives, written once on vectors of the compiler and instantiated by each instruction set in its own unnamed
-// namespace. The including file defines kVectorBytes, kPanel (vectors side by side in a tile) and the conversions
-// widen_bf16, widen_f16, narrow_bf16, narrow_f16 and widen_bytes (to as many integers as floats fill a vector); it may
-// overload larger, largest, total, totals, interleave and transpose.
+// The primitives, written once on the compiler's vectors. Each instruction set includes this file in its own unnamed
+// namespace.
+//
+// The including file defines kVectorBytes, kPanel (vectors side by side in a register tile) and the conversions
+// widen_bf16, widen_f16, narrow_bf16, narrow_f16 and widen_bytes (to as many integers as floats fill a vector). It may
+// overload larger, largest, total, totals, interleave and transpose. Vectors are loaded and stored at any address.
+//
+// Asserts state the preconditions of primitives.h. They are compiled in the sanitizer build only: the ordinary build
+// defines NDEBUG.
 #pragma once
+
+#include <assert.h>
 
 template <typename T>
 struct VectorOf {
@@ -15,7 +22,8 @@ using Vec = typename VectorOf<T>::type;
 template <typename T>
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
-// Rows of a tile: 6 x 4 accumulators, 4 operands and a broadcast fill 32 registers; 6 x 2 fill 16.
+// Rows of a register tile. 6 x 4 accumulators, 4 operands and a broadcast take 29 of 32 registers. 6 x 2 accumulators,
+// 2 operands and a broadcast take 15 of 16.
 constexpr int kTileRows = 6;
 
 template <typename P>
@@ -25,7 +33,7 @@ struct Pointee<const S*> {
   typedef S type;
 };
 
-constexpr int kRowPanel = 8;  // vectors of a tile of one row
+constexpr int kRowPanel = 8;  // vectors side by side in a register tile of one row
 
 struct BFloat16 {
   uint16_t bits;
@@ -47,7 +55,7 @@ inline Vec<T> fill(T x) {
   return x - Vec<T>{};
 }
 
-// NaN in either gives b.
+// The larger of each two lanes; b where one of them is NaN.
 template <typename V>
 inline V larger(V a, V b) {
   return a > b ? a : b;
@@ -64,7 +72,7 @@ inline auto total(V x) {
   for (unsigned i = 1; i < sizeof(V) / sizeof(x[0]); ++i) result += x[i];
   return result;
 }
-// The first halves of both by turns, then the second halves.
+// Alternates lanes of both: `even` becomes those of the first halves, `odd` those of the second halves.
 template <typename V>
 inline void interleave(V& even, V& odd) {
   constexpr int kSize = sizeof(V) / sizeof(even[0]), kHalf = kSize / 2;
@@ -85,7 +93,7 @@ inline void transpose(V* rows) {
     }
 }
 
-// A vector of T from memory of another type.
+// widen: a vector of T from memory of another type. narrow: the reverse.
 inline Vec<float> widen(const float* p) { return load(p); }
 inline Vec<double> widen(const double* p) { return load(p); }
 inline Vec<float> widen(const BFloat16* p) { return widen_bf16(&p->bits); }
@@ -102,7 +110,7 @@ inline auto widen_bytes(const uint8_t* p, double) {
   return words;
 }
 
-// `count` elements, the rest zero.
+// A vector of up to `count` elements; the other lanes are zero.
 template <typename T, typename S>
 inline Vec<T> widen_part(const S* p, int64_t stride, int64_t count) {
   if (stride == 1 && count >= kLanes<T>) return widen(p);
@@ -111,7 +119,7 @@ inline Vec<T> widen_part(const S* p, int64_t stride, int64_t count) {
   return widen(part);
 }
 
-// Call f with a null pointer of the type that `dtype` names.
+// Calls f with a null pointer of the type that `dtype` names.
 template <typename F>
 inline void with_type(float, Dtype dtype, F f) {
   if (dtype == Dtype::kFloat32) f(static_cast<const float*>(nullptr));
@@ -125,6 +133,7 @@ inline void with_type(double, Dtype, F f) {
 
 template <typename T>
 void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
+  assert(width <= ld && ld % kLanes<T> == 0);
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
     for (int64_t row = 0; row < rows; ++row)
@@ -134,37 +143,37 @@ void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   });
 }
 
-// Of __builtin_prefetch; and elements of a line of the caches.
+// Arguments of __builtin_prefetch, and the elements of a cache line.
 constexpr int kForReading = 0, kSecondCache = 2;
 template <typename S>
 constexpr int64_t kLine = 64 / sizeof(S);
 
-// Asks the second cache for what is read a little later, of this block or the next: a processor does not foresee
-// reading across rows.
-inline void fetch(const void* line) { __builtin_prefetch(line, kForReading, kSecondCache); }
+// Prefetches, into the second cache, lines that this block or the next one reads a little later. The hardware's own
+// prefetching does not follow reads that go across rows.
+inline void prefetch(const void* line) { __builtin_prefetch(line, kForReading, kSecondCache); }
 template <typename S>
-inline void fetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t width) {
+inline void prefetch_rows(const S* rows, int64_t count, int64_t row_stride, int64_t width) {
   for (int64_t row = 0; row < count; ++row)
-    for (int64_t c = 0; c < width; c += kLine<S>) fetch(rows + row * row_stride + c);
+    for (int64_t c = 0; c < width; c += kLine<S>) prefetch(rows + row * row_stride + c);
 }
-constexpr int64_t kPackedAhead = 32;  // rows, of those that are packed
+constexpr int64_t kPrefetchRows = 32;  // so many rows ahead of the packing
 
-// The rows of values after those at hand, of which each of several passes over these asks for its share, row by row:
-// memory is to be busy all the time.
+// Prefetches the rows of values after the present ones. Each of several passes over the present rows prefetches its
+// share, row by row, so that memory is busy all the time.
 template <typename S>
-struct RowsAhead {
+struct RowPrefetcher {
   const S* row;
   int64_t stride, width, passes;
   int64_t due = 0;
 
-  void ask_for(int64_t rows) {
-    for (due += rows; due >= passes; due -= passes, row += stride) fetch_rows(row, 1, stride, width);
+  void advance(int64_t rows) {
+    for (due += rows; due >= passes; due -= passes, row += stride) prefetch_rows(row, 1, stride, width);
   }
 };
 
-// A square whose rows `row_of` gives and whose columns `put_column` takes. Where both are whole vectors nothing
-// branches: a processor that waits for one row asks memory for those of several squares. Rows ahead are asked for one
-// by one between them, since many at once would be all that its few places for misses hold.
+// Transposes a square: `row_of` gives its rows, `put_column` takes its columns. Where both are whole vectors nothing
+// branches, so that a processor waiting for one row already requests those of several squares. Rows ahead are
+// prefetched one by one in between: many at once would fill the few places that a core has for misses.
 template <typename V, int kSize, typename RowOf, typename PutColumn>
 inline void transpose_square(RowOf row_of, PutColumn put_column) {
   V block[kSize];
@@ -176,12 +185,13 @@ inline void transpose_square(RowOf row_of, PutColumn put_column) {
 }
 
 template <typename T>
-void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
+void pack_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   constexpr int L = kLanes<T>;
+  assert(rows > 0 && rows <= ld && ld % L == 0);
   with_type(T(), src.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(src.data);
-    // Of rows ahead whole lines are asked for once (twice where a vector has 16 bytes), a shorter rest in part.
-    constexpr int kSquares = kLine<typename Pointee<decltype(type)>::type> / L;  // that share a line
+    // Each whole cache line of a row ahead is prefetched once (twice where a vector has 16 bytes).
+    constexpr int kSquares = kLine<typename Pointee<decltype(type)>::type> / L;  // squares that share a cache line
     const bool in_line = src.column_stride == 1;
     for (int64_t row = 0; row < rows; row += L) {
       auto* first = data + row * src.row_stride;
@@ -190,8 +200,8 @@ void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
         if (in_line && rows - row >= L && width - c >= L)
           transpose_square<Vec<T>, L>(
               [=](int i) {
-                const int64_t ahead = kPackedAhead + i * kSquares + c / L % kSquares;
-                if (i * kSquares < L) fetch(first + ahead * src.row_stride + c);
+                const int64_t ahead = kPrefetchRows + i * kSquares + c / L % kSquares;
+                if (i * kSquares < L) prefetch(first + ahead * src.row_stride + c);
                 return widen(first + i * src.row_stride + c);
               },
               [=](int i, Vec<T> column) { store(to + i * ld, column); });
@@ -212,6 +222,7 @@ void load_columns(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
 template <typename T>
 void store_rows(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
                 int64_t row_stride) {
+  assert(rows <= 1 || ld >= (width + kLanes<T> - 1) / kLanes<T> * kLanes<T>);
   with_type(T(), dtype, [=](auto* type) {
     using S = typename Pointee<decltype(type)>::type;
     S* out = static_cast<S*>(dst);
@@ -228,13 +239,13 @@ void store_rows(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t
   });
 }
 
-// Rows that the second cache is asked for ahead of their use, where they are read once and from memory: 16 KiB of heads
-// of 128 values. The first cache can ask for fewer lines at a time than memory delivers.
+// So many rows ahead of their use, keys are prefetched into the second cache where they are read once and from memory:
+// 16 KiB at a head size of 128. The first cache can request fewer lines at a time than memory delivers.
 template <typename S>
-constexpr int64_t kKeysAhead = 128 / sizeof(S);
+constexpr int64_t kPrefetchKeys = 128 / sizeof(S);
 
-// Vectors of a row from memory. bfloat16 comes two vectors at a time, those in even places first: one operation makes
-// a vector of them.
+// Reads vectors of a row from memory. bfloat16 is read two vectors at a time; the first gets the elements at even
+// positions, the second those at odd ones, because each is then one operation.
 template <typename T, int kVectors, typename S, typename V>
 inline void read_row(const S* p, V (&line)[kVectors]) {
 #pragma GCC unroll 8
@@ -252,7 +263,7 @@ inline void read_row(const BFloat16* p, Vec<float> (&line)[kVectors]) {
   if (kVectors % 2 != 0) line[kVectors - 1] = widen(p + (kVectors - 1) * kLanes<float>);
 }
 
-// Sums of what `read_row` read, in the order of memory.
+// Brings sums of vectors of `read_row` back into the order of memory.
 template <int kVectors, typename S, typename V>
 inline void put_in_order(const S*, V (&)[kVectors]) {}
 template <int kVectors, typename V>
@@ -270,15 +281,15 @@ inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
   sum += a * b;
 }
 
-// Whether so many rows of a product may be few enough for rows of b to come from memory.
+// Whether a product may have so few rows that its rows of b come from memory, and are worth prefetching.
 template <typename A, typename S, int kRows>
 constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
 
-// Products that are summed in a chain of roundings, before they meet the sums of others: of scores, of which an error
-// is one of all the weight, and of values.
+// How many products are summed in one chain of roundings; longer sums are sums of chains. Chains of scores are shorter,
+// because a weight inherits the whole error of its score.
 constexpr int64_t kScoreChain = 32, kValueChain = 64;
 
-// Adds the product of a column of a and a row of b; the first makes the sums.
+// acc += the product of a column of a and a row of b. With kFirst, acc = that product.
 template <typename T, bool kFirst, int kRows, int kVectors, typename A, typename S>
 inline __attribute__((always_inline)) void add_step(const A* a, int64_t row_stride, const S* b,
                                                     Vec<T> (&acc)[kRows][kVectors]) {
@@ -297,16 +308,17 @@ inline __attribute__((always_inline)) void add_step(const A* a, int64_t row_stri
   }
 }
 
-// One register tile of c = a b. With kAdd, c = keep * c + a b, or c + factor * a b where keep is null, in one chain;
-// without, c = factor * a b, in chains of kScoreChain whose sums wait in c; there steps > 0.
+// One register tile [kRows, kVectors vectors] of c. With kAdd, c = alpha * c + a b in one chain, or c + factor * a b
+// where alpha is null. Without, c = factor * a b in chains of kScoreChain, whose sums are kept in c; steps > 0 there.
 template <typename T, typename A, typename S, int kRows, int kVectors, bool kAdd>
 void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, const S* b, int64_t ldb, T factor, T* c,
-          int64_t ldc, const T* keep, RowsAhead<S>* ahead) {
+          int64_t ldc, const T* alpha, RowPrefetcher<S>* ahead) {
   constexpr int L = kLanes<T>;
-  // Operands of several values round more than any chain adds.
+  assert(kAdd || steps > 0);
+  // One chain for operands of several values: their own rounding is larger than what a chain adds.
   constexpr int64_t kChain = kAdd || kDepth<A> > 1 ? INT64_MAX : kScoreChain;
-  // AArch64 (vectors of 16 bytes, as the portable code has) clears registers in the pipes that multiply, so there the
-  // first product is the sum.
+  // AArch64 clears registers in the pipes that multiply. So where vectors have 16 bytes, as there and in the portable
+  // code, the first product begins the sum.
   constexpr bool kFirstAlone = !kAdd && kDepth<A> == 1 && kVectorBytes == 16;
   int64_t k = 0;
   do {
@@ -315,10 +327,11 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
     Vec<T> acc[kRows][kVectors] = {};
     if constexpr (kFirstAlone) add_step<T, true>(a + k * step_stride, row_stride, b + k * ldb, acc);
     for (k += kFirstAlone; k < end; ++k) {
-      if (kReadOnce<A, S, kRows> && ahead) ahead->ask_for(1);
+      if (kReadOnce<A, S, kRows> && ahead) ahead->advance(1);
       add_step<T, false>(a + k * step_stride, row_stride, b + k * ldb, acc);
     }
-    asm("" : "+r"(c), "+r"(ldc));  // or GCC works out all addresses before the loop, and has no room for them
+    // Otherwise GCC computes all addresses before the loop, and spills them.
+    asm("" : "+r"(c), "+r"(ldc));
     const auto put = [&](auto value) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
@@ -331,8 +344,8 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
         for (int v = 0; v < kVectors; ++v) store(line + v * L, sums[v]);
       }
     };
-    if (kAdd && keep)
-      put([=](const T* at, int r, Vec<T> sum) { return load(at) * keep[r] + sum; });
+    if (kAdd && alpha)
+      put([=](const T* at, int r, Vec<T> sum) { return load(at) * alpha[r] + sum; });
     else if (kAdd)
       put([=](const T* at, int, Vec<T> sum) { return load(at) + sum * factor; });
     else if (first && last)
@@ -347,10 +360,12 @@ void tile(int64_t steps, const A* a, int64_t row_stride, int64_t step_stride, co
 }
 
 template <typename T, typename A, typename S>
-using Tile = void (*)(int64_t, const A*, int64_t, int64_t, const S*, int64_t, T, T*, int64_t, const T*, RowsAhead<S>*);
+using Tile = void (*)(int64_t, const A*, int64_t, int64_t, const S*, int64_t, T, T*, int64_t, const T*,
+                      RowPrefetcher<S>*);
 
 template <typename T, typename A, typename S, bool kAdd, int kVectors>
 Tile<T, A, S> tile_of_rows(int64_t rows) {
+  assert(rows > 0);
   static constexpr Tile<T, A, S> tiles[kTileRows] = {
       tile<T, A, S, 1, kVectors, kAdd>, tile<T, A, S, 2, kVectors, kAdd>, tile<T, A, S, 3, kVectors, kAdd>,
       tile<T, A, S, 4, kVectors, kAdd>, tile<T, A, S, 5, kVectors, kAdd>, tile<T, A, S, 6, kVectors, kAdd>};
@@ -365,27 +380,29 @@ Tile<T, A, S> tile_of(int64_t rows, int64_t vectors) {
   return tile_of_rows<T, A, S, kAdd, kPanel>(rows);
 }
 
-// How often `multiply` goes over rows of b.
+// How many times `multiply` passes over the rows of b.
 inline int64_t passes_over(int64_t rows, int64_t vectors) {
   const int64_t wide = rows == 1 ? vectors / kRowPanel : 0, rest = vectors - wide * kRowPanel;
   return wide + (rest + kPanel - 1) / kPanel * ((rows + kTileRows - 1) / kTileRows);
 }
 
-// The whole product, tile by tile; `vectors` is its width.
+// The whole product, register tile by register tile. `vectors` is the width of c.
 template <typename T, typename A, typename S, bool kAdd>
 void multiply(int64_t rows, int64_t vectors, int64_t steps, const A* a, int64_t row_stride, int64_t step_stride,
-              const S* b, int64_t ldb, T factor, T* c, int64_t ldc, const T* keep, RowsAhead<S>* ahead = nullptr) {
+              const S* b, int64_t ldb, T factor, T* c, int64_t ldc, const T* alpha, RowPrefetcher<S>* ahead = nullptr) {
+  assert(rows > 0 && vectors >= 0 && (rows == 1 || ldc >= vectors * kLanes<T>));
+  assert(row_stride == kInterleave<A> || step_stride == kInterleave<A>);
   int64_t v = 0;
-  // A single row has registers to spare, and reads the whole lines of b that memory delivers.
+  // A single row leaves registers free. Its tile is wider, and reads the whole cache lines that memory delivers.
   for (; rows == 1 && v + kRowPanel <= vectors; v += kRowPanel)
     tile<T, A, S, 1, kRowPanel, kAdd>(steps, a, row_stride, step_stride, b + v * kLanes<T>, ldb, factor,
-                                      c + v * kLanes<T>, ldc, keep, ahead);
+                                      c + v * kLanes<T>, ldc, alpha, ahead);
   for (; v < vectors; v += kPanel) {
     const int64_t panel = vectors - v < kPanel ? vectors - v : kPanel;
     for (int64_t r = 0; r < rows; r += kTileRows)
       tile_of<T, A, S, kAdd>(rows - r, panel)(steps, a + r * row_stride, row_stride, step_stride, b + v * kLanes<T>,
-                                              ldb, factor, c + r * ldc + v * kLanes<T>, ldc, keep ? keep + r : nullptr,
-                                              ahead);
+                                              ldb, factor, c + r * ldc + v * kLanes<T>, ldc,
+                                              alpha ? alpha + r : nullptr, ahead);
   }
 }
 
@@ -393,7 +410,8 @@ template <typename T, typename A>
 void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t lda, const A* b, int64_t ldb, T factor,
             T* c, int64_t ldc) {
   const int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>, steps = (depth + kDepth<A> - 1) / kDepth<A>;
-  if (steps == 0)  // nothing to begin a sum with
+  assert(columns > 0 && ldb >= vectors * kLanes<T> && (rows == 1 || lda >= steps));
+  if (steps == 0)  // an empty sum
     for (int64_t i = 0; i < rows * vectors; ++i) store(c + i / vectors * ldc + i % vectors * kLanes<T>, Vec<T>{});
   else
     multiply<T, A, A, false>(rows, vectors, steps, a, lda, 1, b, ldb, factor, c, ldc, nullptr);
@@ -401,7 +419,8 @@ void scores(int64_t rows, int64_t columns, int64_t depth, const A* a, int64_t ld
 
 template <typename T>
 void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t row_stride, int64_t depth_stride,
-                Source b, T* c, int64_t ldc, const T* keep) {
+                Source b, T* c, int64_t ldc, const T* alpha) {
+  assert(width % kLanes<T> == 0 && b.column_stride == 1);
   with_type(T(), b.dtype, [=](auto* type) {
     using S = typename Pointee<decltype(type)>::type;
     const S* values = static_cast<const S*>(b.data);
@@ -409,15 +428,15 @@ void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t 
     int64_t k = 0;
     do {
       const int64_t steps = depth - k < kValueChain ? depth - k : kValueChain;
-      RowsAhead<S> ahead = {values + (k + steps) * b.row_stride, b.row_stride, width, passes};
+      RowPrefetcher<S> ahead = {values + (k + steps) * b.row_stride, b.row_stride, width, passes};
       multiply<T, T, S, true>(rows, width / kLanes<T>, steps, a + k * depth_stride, row_stride, depth_stride,
-                              values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? keep : nullptr, &ahead);
+                              values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? alpha : nullptr, &ahead);
       k += steps;
     } while (k < depth);
   });
 }
 
-// Where operands are T, scores are operands as they are.
+// Where operands are T, scores need no packing.
 template <typename T>
 const T* as_left(int64_t, int64_t, T* s, T*, int64_t) {
   return s;
@@ -432,6 +451,7 @@ const T* as_left_transposed(int64_t, int64_t, T* s, T*, int64_t) {
 
 template <typename T>
 void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
+  assert(columns <= ld && ld % kLanes<T> == 0);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes<T>)
       store(s + r * ld + c, exp<typename ExpOf<T>::type>(load(s + r * ld + c) - lse[r]));
@@ -439,15 +459,17 @@ void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse
 
 template <typename T>
 void score_gradient(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta) {
+  assert(columns <= ld && ld % kLanes<T> == 0);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes<T>)
       store(dp + r * ld + c, load(p + r * ld + c) * (load(dp + r * ld + c) - delta[r]));
 }
 
-// tanh(y) = (e^2y - 1) / (e^2y + 1), with e^2y - 1 put together without cancellation.
+// tanh(y) = (e^2y - 1) / (e^2y + 1), where e^2y - 1 is computed without cancellation.
 template <typename T>
 void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
-  constexpr T kSaturated = 20;  // tanh is 1 there in float64
+  assert(columns <= ld && ld % kLanes<T> == 0 && cap != T(0));
+  constexpr T kSaturated = 20;  // from here on tanh is 1, in float64, too
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
       Vec<T> y = load(s + r * ld + c) / cap;
@@ -463,7 +485,7 @@ void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
     }
 }
 
-// A bias is of the type computed in or narrower.
+// A bias has the type computed in, or a narrower one.
 template <typename F>
 inline void with_bias_type(float, Dtype dtype, F f) {
   with_type(float(), dtype, f);
@@ -491,6 +513,7 @@ inline Vec<T> bias_part(const S* p, int64_t stride, int64_t count) {
 
 template <typename T>
 void add_bias(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld) {
+  assert(columns <= ld && ld % kLanes<T> == 0);
   with_bias_type(T(), bias.dtype, [=](auto* type) {
     auto* data = static_cast<decltype(type)>(bias.data);
     const int64_t stride = bias.column_stride;
@@ -503,7 +526,7 @@ void add_bias(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld) {
         continue;
       }
       for (int64_t c = 0; c < columns; c += kLanes<T>) {
-        __builtin_prefetch(line + c * stride + kTileRows * bias.row_stride);  // the next tile
+        __builtin_prefetch(line + c * stride + kTileRows * bias.row_stride);  // for the next register tile
         store(to + c, load(to + c) + bias_part<T>(line + c * stride, stride, columns - c));
       }
     }
@@ -536,6 +559,7 @@ inline Vec<T> hide_part(Vec<T> s, const uint8_t* allowed) {
 template <typename T>
 void hide(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, T* s,
           int64_t ld) {
+  assert(columns <= ld && ld % kLanes<T> == 0);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += kLanes<T>) {
       const uint8_t* line = allowed + r * row_stride + c * column_stride;
@@ -568,6 +592,6 @@ constexpr ScorePrimitives<T> kScorePrimitives = {
 
 template <typename T>
 constexpr Primitives<T> kPrimitives = {
-    kScorePrimitives<T>, kLanes<T>,        load_rows<T>, load_rows<T>,    load_columns<T>,
+    kScorePrimitives<T>, kLanes<T>,        load_rows<T>, load_rows<T>,    pack_columns<T>,
     load_rows<T>,        store_rows<T>,    as_left<T>,   softmax_left<T>, as_left_transposed<T>,
     scores<T, T>,        scores_direct<T>, accumulate<T>};

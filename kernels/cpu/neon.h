@@ -1,10 +1,11 @@
-// What the NEON translation units have in common, included inside of each one's unnamed namespace.
+// Conversions, reductions and a transpose in NEON. Each NEON translation unit includes this file in its own unnamed
+// namespace.
 #pragma once
 
 constexpr int kVectorBytes = 16;
-constexpr int kPanel = 4;  // tiles of 6 x 16: 24 accumulators leave 8 registers to operands
+constexpr int kPanel = 4;  // register tiles of 6 x 16: 24 accumulators leave 8 registers for operands
 
-// What microkernels.h computes in; arm_neon.h's float32x4_t is another type, though they convert silently.
+// The vectors of microkernels.h. arm_neon.h's float32x4_t is another type; the two convert implicitly.
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 
 inline Floats widen_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
@@ -24,7 +25,7 @@ inline Floats larger(Floats a, Floats b) { return vmaxq_f32(a, b); }
 inline float largest(Floats x) { return vmaxvq_f32(x); }
 inline float total(Floats x) { return vaddvq_f32(x); }
 
-// 4 x 4: pairs of columns, then the 64-bit halves.
+// Transposes 4 x 4: pairs of columns, then the 64-bit halves.
 inline void transpose(Floats* rows) {
   const float64x2_t even_low = vreinterpretq_f64_f32(vtrn1q_f32(rows[0], rows[1]));
   const float64x2_t odd_low = vreinterpretq_f64_f32(vtrn2q_f32(rows[0], rows[1]));

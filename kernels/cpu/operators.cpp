@@ -1,4 +1,4 @@
-// The operators torch sees: tensors in, tensors out, and nothing of attention itself.
+// The operators that torch sees: they take arguments off the stack, check them, and call the loops.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -18,7 +18,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Takes the arguments of a boxed call one after the other.
+// The arguments of a boxed call, taken one after the other.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack) : stack_(stack) {}
@@ -74,23 +74,23 @@ View view_of(const Tensor& tensor) {
 using Sizes = std::initializer_list<int64_t>;
 
 template <typename List>
-std::string told(const List& sizes) {
+std::string shape_text(const List& sizes) {
   std::string text;
   for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
   return "(" + text + ")";
 }
 
-// What lies beyond a tensor would be read: the loops trust these sizes.
+// The loops trust these sizes: with wrong ones they would read beyond a tensor.
 template <typename List>
 void check_sizes(const char* name, const List& sizes, Sizes wanted, bool broadcasts = false) {
   bool fits = sizes.size() == wanted.size();
   for (size_t i = 0; fits && i < wanted.size(); ++i)
     fits = sizes[i] == wanted.begin()[i] || (broadcasts && sizes[i] == 1);
-  STD_TORCH_CHECK(fits, "cpu_flash: expected ", name, " of shape ", told(wanted),
-                  broadcasts ? ", or 1 in its place" : "", ", but got ", told(sizes));
+  STD_TORCH_CHECK(fits, "cpu_flash: expected ", name, " of shape ", shape_text(wanted),
+                  broadcasts ? ", or 1 in its place" : "", ", but got ", shape_text(sizes));
 }
 
-// Size 1 means broadcast in the last dimension too; an empty tensor still counts as present.
+// A view whose dimensions of size 1 are broadcast, the last one, too. An empty tensor still counts as present.
 View optional_view(const char* name, const std::optional<Tensor>& tensor, bool typed, Sizes wanted,
                    bool broadcasts = true) {
   if (!tensor) return View();
@@ -129,7 +129,7 @@ int32_t compute_code(Dtype dtype) {
 
 Tensor empty_result(int32_t code) { return new_tensor({0}, {1}, code); }
 
-// The arguments that forward and backward share. All are taken before any is looked at: those that a refusal left on
+// The arguments that forward and backward share. All are taken before any is checked: arguments that a refusal left on
 // the stack would never be freed.
 struct Call {
   Tensor q, k, v;
@@ -199,7 +199,7 @@ struct Call {
     check_sizes("v", of_v, {params.B, params.Hkv, params.N, params.Dv});
   }
 
-  // A side wider than the matrix hides nothing; sums with it could overflow.
+  // A side of the band that is wider than the matrix hides nothing, and sums with it could overflow.
   int64_t side(int64_t keys) const {
     STD_TORCH_CHECK(keys >= kUnlimited, "cpu_flash: expected left and right to be -1 or more, but got ", keys);
     return keys < params.M + params.N ? keys : kUnlimited;
@@ -225,14 +225,14 @@ struct Call {
     params.alibi = optional_view("alibi", kept[7], true, {params.B, params.H});
     params.sinks = optional_view("sinks", kept[8], true, {params.H}, false);
     if (rng) read_rng();
-    // Scratch is as large as two of them multiplied.
+    // Scratch memory is as large as the product of two blocks.
     constexpr int64_t kLargest = 1 << 16;
     for (const int64_t block : {params.block_m, params.block_n})
       STD_TORCH_CHECK(0 <= block && block <= kLargest, "cpu_flash: expected blocks from 0 to ", kLargest, ", but got ",
                       block);
   }
 
-  // An optional argument that is not computed with.
+  // An optional argument of integers or booleans.
   static View words(const char* name, const std::optional<Tensor>& tensor, ScalarType type, Sizes wanted) {
     STD_TORCH_CHECK(!tensor || tensor->scalar_type() == type, "cpu_flash: expected ", name,
                     type == ScalarType::Bool ? " in bool" : " in int32");
@@ -258,7 +258,7 @@ Toolbox<T> toolbox(Dtype dtype) {
     return {*set.f32, dtype == Dtype::kBFloat16 ? set.bf16 : nullptr};
 }
 
-// A call is dense when it has no options but a bias and a dense mask: reading the others takes as long as a small call.
+// A dense call has no options but a bias and a dense mask. Reading the other options takes as long as a small call.
 template <bool kDense>
 void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
@@ -281,14 +281,14 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   put(stack, out, lse);
 }
 
-// A gradient that is summed in the type computed in, and handed out in the type of its tensor.
+// A gradient that is summed in the type computed in, and returned in the type of its tensor.
 template <typename T>
 struct Sum {
   const std::optional<Tensor> like;
   std::vector<T> values;
 
   Sum(const std::optional<Tensor>& tensor, bool wanted) : like(tensor) {
-    // Stores read whole vectors.
+    // store_rows reads whole vectors.
     if (wanted && tensor) values.resize(static_cast<size_t>(tensor->numel() + kMaxLanes));
   }
 

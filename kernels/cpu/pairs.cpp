@@ -10,12 +10,12 @@
 namespace sdpa_cpu {
 namespace {
 
-constexpr int64_t kRows = 256;                // of a task
-constexpr int64_t kParallelValues = 1 << 18;  // scanned in about the time that waking the other threads takes
+constexpr int64_t kRows = 256;                // scanned by one task
+constexpr int64_t kParallelValues = 1 << 18;  // scanning so many takes about as long as waking threads
 
 bool finite_line(const int16_t* values, int64_t count, int64_t stride, int16_t exponent) {
   int16_t largest = 0;
-  if (stride == 1)  // on its own, so that the compiler takes vectors
+  if (stride == 1)  // a loop of its own, so that the compiler vectorises it
     for (int64_t i = 0; i < count; ++i) largest = std::max<int16_t>(largest, values[i] & exponent);
   else
     for (int64_t i = 0; i < count; ++i) largest = std::max<int16_t>(largest, values[i * stride] & exponent);
@@ -36,7 +36,7 @@ bool all_finite(const View& view, const int64_t size[4], int64_t threads) {
 }  // namespace
 
 bool finite_halves(const Source& values, int64_t rows, int64_t width) {
-  // What is not finite has all bits of the exponent set.
+  // A value that is not finite has all bits of the exponent set.
   const int16_t exponent = values.dtype == Dtype::kBFloat16 ? 0x7f80 : 0x7c00;
   const auto* line = static_cast<const int16_t*>(values.data);
   if (values.column_stride == 1 && values.row_stride == width) return finite_line(line, rows * width, 1, exponent);

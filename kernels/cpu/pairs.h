@@ -1,4 +1,4 @@
-// When products of pairs, or quads, may stand in for plain ones.
+// When products of bfloat16 in pairs, or quads, may replace products in float32.
 #pragma once
 
 #include <initializer_list>
@@ -7,11 +7,11 @@
 
 namespace sdpa_cpu {
 
-// Whether all of `values` [rows, width], of a type of 16 bits, is finite.
+// Whether all of `values` [rows, width] is finite. Their type has 16 bits.
 bool finite_halves(const Source& values, int64_t rows, int64_t width);
 
-// A product of pairs takes a hidden key along with its neighbour, so that 0 * NaN would reach the result: where a
-// structured mask hides keys, the tensors, of bfloat16, must be finite.
+// Whether products in pairs give the same result. A pair multiplies a masked key along with its visible neighbour, so
+// that 0 * NaN would reach the result. So the bfloat16 tensors must be finite where a structured mask hides keys.
 bool pairs_are_exact(const AttentionParams& params, std::initializer_list<const View*> tensors);
 
 }  // namespace sdpa_cpu

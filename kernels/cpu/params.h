@@ -1,4 +1,4 @@
-// What the attention loops are told: sizes, strided views of the tensors, and the options of one call.
+// The parameters of the attention loops: sizes, strided views of the tensors, and the options of one call.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ inline size_t size_of(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? 4 : 2;
 }
 
-// A tensor of up to four dimensions, read through its strides (in elements); a dimension of size 1 that is broadcast
-// has stride 0. `data` is null for a tensor that is absent.
+// A tensor of up to four dimensions. Strides count elements; a dimension of size 1 that is broadcast has stride 0.
+// `data` is null for a tensor that is absent.
 struct View {
   char* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
@@ -31,7 +31,7 @@ struct View {
   Source rows(int64_t a, int64_t b, int64_t c) const { return {at(a, b, c), dtype, stride[2], stride[3]}; }
 };
 
-// Where its last dimension lies closely, a row can be read in place.
+// Whether a row of the tensor can be read in place, because its last dimension is contiguous.
 inline bool unit_stride(const View& view) { return view.stride[3] == 1; }
 
 double read_number(const char* p, Dtype dtype);
@@ -51,19 +51,19 @@ struct AttentionParams {
   double softcap = 0.0;
   double dropout_p = 0.0;
   uint64_t philox_key = 0, philox_offset = 0;
-  int64_t block_m = 0, block_n = 0;  // 0: chosen here
+  int64_t block_m = 0, block_n = 0;  // the tile BLOCK_M x BLOCK_N; 0: the loops choose
   int64_t threads = 1;
 
   int64_t G() const { return H / Hkv; }
 };
 
-// Where a forward writes; out has unit stride in its last dimension, lse is contiguous [B, H, M].
+// Where a forward writes. The last dimension of out has stride 1; lse is contiguous [B, H, M].
 struct ForwardResults {
   View out;
   void* lse;
 };
 
-// What a backward reads beside the inputs and where it writes; gradients have unit stride in their last dimension.
+// What a backward reads beside the inputs, and where it writes. The last dimension of the gradients has stride 1.
 struct BackwardTensors {
   View out, grad_out;      // [B, H, M, Dv]
   View lse, grad_lse;      // [B, H, M] in the type computed in
@@ -72,8 +72,8 @@ struct BackwardTensors {
   void* dsinks = nullptr;  // [H] in the type computed in; null when not wanted
 };
 
-// What computes a call: the primitives of an instruction set in the type the call computes in, and where they pay
-// and mean the same, those that multiply bfloat16 in pairs or quads.
+// The primitives that compute a call, in the type the call computes in. `pairs`, which may be null, are primitives that
+// multiply bfloat16 in pairs or quads: faster, and allowed where they give the same result.
 template <typename T>
 struct Toolbox {
   const Primitives<T>& plain;

@@ -1,4 +1,4 @@
-// The tests for AMX: cpuid for the instructions, XCR0 for the state that the system saves, arch_prctl for its leave.
+// The tests for AMX: cpuid for the instructions, XCR0 for the state that the system saves, arch_prctl for permission.
 #include "permission.h"
 
 #if defined(SDPA_X86) && defined(__linux__)

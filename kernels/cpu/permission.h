@@ -3,7 +3,8 @@
 
 namespace sdpa_cpu {
 
-// Asks the processor, and the system for the permission that it gives once to all threads of a process.
+// Asks the processor whether it has tiles, and the system for permission. The system grants it once, for all threads of
+// the process.
 bool tiles_permitted();
 
 }  // namespace sdpa_cpu

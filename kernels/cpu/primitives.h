@@ -1,5 +1,6 @@
-// The table of primitives that each instruction set fills in, and nothing with code in it: these translation units
-// are compiled with different flags, so anything they shared inline could leak wide instructions into narrow machines.
+// The table of primitives that each instruction set fills in. This file holds no code: the translation units that
+// include it are compiled with different flags, and shared inline code could bring wide instructions to machines
+// without them.
 #pragma once
 
 #include <stdint.h>
@@ -16,20 +17,20 @@ struct Source {
   int64_t column_stride;
 };
 
-// The widest vector of any instruction set in float32: the row sums keep one partial sum per lane.
+// The widest vector of any instruction set, in float32. row_sum has one partial sum per lane.
 constexpr int kMaxLanes = 16;
 
-// Two consecutive bfloat16 values along the depth of a product, as instructions for products of bfloat16 take them.
+// Two consecutive bfloat16 values along the depth of a product, as VDPBF16PS and AMX multiply them.
 struct Pair {
   uint16_t first, second;
 };
 
-// Four of them, where an instruction takes two rows and two columns at once.
+// Four consecutive bfloat16 values along the depth of a product, as BFMMLA multiplies them.
 struct Quad {
   uint16_t values[4];
 };
 
-// Values along the depth that one operand holds.
+// How many values along the depth one operand packs together.
 template <typename Operand>
 constexpr int64_t kDepth = 1;
 template <>
@@ -37,108 +38,117 @@ constexpr int64_t kDepth<Pair> = 2;
 template <>
 constexpr int64_t kDepth<Quad> = 4;
 
-// Rows of a left operand that lie together, step by step: that of `row` and `step` lies at
-// [row / kTogether * kTogether * ld + step * kTogether + row % kTogether].
+// How many rows of a left operand are interleaved step by step: the operand of `row` and `step` is at
+// [row / kInterleave * kInterleave * ld + step * kInterleave + row % kInterleave].
 template <typename Operand>
-constexpr int64_t kTogether = 1;
+constexpr int64_t kInterleave = 1;
 template <>
-constexpr int64_t kTogether<Quad> = 2;
+constexpr int64_t kInterleave<Quad> = 2;
 
-// What products of bfloat16 take on this family of machines.
+// The operand of bfloat16 products on this family of machines.
 #ifdef SDPA_ARM
 typedef Quad Narrow;
 #else
 typedef Pair Narrow;
 #endif
 
-// How the forward loop cuts its work.
+// The block sizes of the forward loop.
 struct Blocking {
-  int64_t rows;     // of scores computed together, those of the widest tile: they stay in a near cache
-  int64_t block_m;  // queries that share the packing of a key
-  int64_t least_m;  // so many are halved no more to give all threads something
-  int64_t block_n;  // keys
+  int64_t rows;     // of scores computed together: those of the widest register tile, so that they stay in a near cache
+  int64_t block_m;  // BLOCK_M: queries that share the packing of a key
+  int64_t least_m;  // a BLOCK_M of so many is not halved to give more threads work
+  int64_t block_n;  // BLOCK_N: keys
 };
-// Rows of the widest tile. Packing a key costs as much as using it for 10 to 20 queries; a block of keys costs
-// reading and writing its queries' outputs once.
+// The widest register tile has 6 rows. Packing a key costs as much as using it for 10 to 20 queries, so BLOCK_M is
+// large. Each block of keys costs reading and writing acc once, so BLOCK_N is large, too.
 constexpr Blocking kVectorBlocking = {6, 768, 48, 384};
 
-// What a thread does before its products and after them, where those need registers set up; `saved` is room for what
-// they were before.
+// What a thread does before its products and after them, where an instruction set has registers to configure. `saved`
+// holds their former state.
 struct Setup {
   static constexpr int kBytes = 64;
   void (*begin)(void* saved);
   void (*end)(const void* saved);
 };
 
-// What is done to scores [rows, ld] as they are, whatever takes part in products. Rows are written up to a whole
-// vector.
+// The primitives on scores [rows, ld], which are the same for every type of operand.
+//
+// Preconditions, which the sanitizer build asserts: `columns` is positive and at most `ld`, `ld` is a multiple of the
+// vector's lanes. Columns beyond `columns` are written up to a whole vector.
 template <typename T>
 struct ScorePrimitives {
-  // One step of the online softmax: s becomes exp(s - row_max), keep[row] what older sums are worth now.
-  // row_sum [rows, kMaxLanes].
-  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep);
+  // One step of the online softmax: s becomes exp(s - row_max). alpha[row] is the factor for older sums and for acc.
+  // row_max [rows], row_sum [rows, kMaxLanes], alpha [rows].
+  void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha);
   // s = exp(s - lse[row]).
   void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
   // dp = p * (dp - delta[row]).
   void (*score_gradient)(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta);
-  // s = cap * tanh(s / cap), and slope (null: not wanted) = its derivative.
+  // s = cap * tanh(s / cap), and slope (null: not wanted) = its derivative; cap is not 0.
   void (*softcap)(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap);
   // s += bias; strides may be 0.
   void (*add_bias)(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld);
   // line -= slope * |diagonal - column|.
   void (*subtract_distance)(int64_t columns, T slope, T diagonal, T* line);
-  // Minus infinity where a byte of allowed is zero; strides may be 0.
+  // s = -inf where a byte of allowed is zero; strides may be 0.
   void (*hide)(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, T* s,
                int64_t ld);
   // Whether all of x [rows, width] is finite.
   bool (*finite)(const T* x, int64_t rows, int64_t width, int64_t ld);
-  // c = keep[row] * c + a b (keep null: 1): c [rows, width], a [rows, depth], b rows of values in memory, of column
-  // stride 1; width is a multiple of `lanes`.
+  // c = alpha[row] * c + a b (alpha null: 1). c [rows, width], a [rows, depth], b [depth, width]: values in memory with
+  // column stride 1. `width` is a multiple of the lanes.
   void (*accumulate_direct)(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t lda, Source b, T* c,
-                            int64_t ldc, const T* keep);
+                            int64_t ldc, const T* alpha);
 };
 
-// T is the type computed in: float for everything but float64. Products take operands of another type where the
-// instruction set multiplies it faster: a left operand is [rows, depth / kDepth], a right one [depth / kDepth,
-// columns], both padded with zeros to whole vectors and to a whole operand. Depths are counted in values. The rows of a
-// left operand are a multiple of kTogether, of which those beyond the last may hold anything.
+// All primitives of an instruction set. T is the type computed in: double for float64, float for all others. Products
+// take operands of another type where the instruction set multiplies it faster.
+//
+// A left operand is [rows, depth / kDepth], a right one [depth / kDepth, columns]. Both are padded with zeros to whole
+// vectors and to whole operands. Depths count values. The room of a left operand is for a multiple of kInterleave rows;
+// those beyond the last may hold anything.
+//
+// Preconditions, which the sanitizer build asserts: leading dimensions are multiples of `lanes`, in values, and not
+// smaller than the rows that they hold. Products and the softmax have at least one row and one column.
 template <typename T, typename Operand = T>
 struct Primitives : ScorePrimitives<T> {
-  int64_t lanes;  // elements of a vector; leading dimensions are multiples of it
+  int64_t lanes;  // elements of a vector
 
-  // dst[row][column] = src, columns beyond width up to ld are zero.                            dst [rows, ld]
+  // dst = src, with zeros in the columns from width to ld.                                     dst [rows, ld]
   void (*load_rows)(Source src, int64_t rows, int64_t width, T* dst, int64_t ld);
-  // The same as a left operand whose depth is the width.                                       dst [rows, ld / kDepth]
-  void (*load_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
-  // A right operand whose depth is the width and whose columns are the rows of src.
-  void (*load_columns)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
-  // A right operand whose depth is the rows of src.
-  void (*load_steps)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
-  // dst[row] = src[row] * factor[row], or src[row] where factor is null.
+  // Packs src as a left operand, whose depth is the width.                                     dst [rows, ld / kDepth]
+  void (*pack_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
+  // Packs src as a right operand, whose depth is the width and whose columns are the rows.     dst [width / kDepth, ld]
+  void (*pack_columns)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
+  // Packs src as a right operand, whose depth is the rows.                                     dst [rows / kDepth, ld]
+  void (*pack_steps)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
+  // dst[row] = src[row] * factor[row] (factor null: 1) in `dtype`. src is read in whole vectors.
   void (*store_rows)(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
                      int64_t row_stride);
 
-  // s [rows, columns] as a left operand in `room`, whose rows take as many bytes as the ld values of a row of s; or s
-  // itself where T is one.
-  const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
+  // Packs s [rows, columns] as a left operand in `buffer`, whose rows take as many bytes as those of s. Where operands
+  // are T, the result is s itself.
+  const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* buffer, int64_t ld);
   // softmax_step and as_left in one.
-  const Operand* (*softmax_left)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep,
-                                 Operand* room);
-  // The transpose of s as a left operand, in `room` where kTogether rows lie together and in s elsewhere: each column
-  // is one operand after the other, each step takes as many bytes as kDepth rows of s.
-  const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, Operand* room, int64_t ld);
+  const Operand* (*softmax_left)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha,
+                                 Operand* buffer);
+  // Packs the transpose of s as a left operand: a row of operands for each step, of as many bytes as kDepth rows of s,
+  // and in it one operand for each column. The result is in s, or in `buffer` where rows are interleaved.
+  const Operand* (*as_left_transposed)(int64_t rows, int64_t columns, T* s, Operand* buffer, int64_t ld);
 
-  // c = factor * a b: c [rows, columns up to a whole vector], a [rows, depth] of leading dimension lda operands.
+  // c = factor * a b. c [rows, columns up to a whole vector], a [rows, depth]; lda and ldb count operands.
   void (*scores)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, const Operand* b,
                  int64_t ldb, T factor, T* c, int64_t ldc);
-  // The same with b as rows of keys in memory, column stride 1: no packing, for few rows. Null where it is not there.
+  // The same with keys [columns, depth] in memory as b, column stride 1. It is for few rows, for which packing does not
+  // pay. Null where an instruction set does not have it.
   void (*scores_direct)(int64_t rows, int64_t columns, int64_t depth, const Operand* a, int64_t lda, Source keys,
                         T factor, T* c, int64_t ldc);
-  // c = keep[row] * c + a b (keep null: 1): c [rows, width], a[row * row_stride + k * depth_stride], where one of these
-  // strides is 1, b a right operand with column stride 1; width is a multiple of `lanes`. Where scores_direct is there
-  // and depth_stride is 1, b may be rows of values of a narrower type as they lie in memory.
+  // c = alpha[row] * c + a b (alpha null: 1). c [rows, width], where `width` is a multiple of `lanes`; b is a right
+  // operand with column stride 1. The operand of row and step of a is a[row * row_stride + step * depth_stride]; one of
+  // these strides is 1, or kInterleave where rows are interleaved. Where scores_direct is there and depth_stride is 1,
+  // b may be values in memory of a narrower type.
   void (*accumulate)(int64_t rows, int64_t width, int64_t depth, const Operand* a, int64_t row_stride,
-                     int64_t depth_stride, Source b, T* c, int64_t ldc, const T* keep);
+                     int64_t depth_stride, Source b, T* c, int64_t ldc, const T* alpha);
 
   Blocking blocking = kVectorBlocking;
   const Setup* setup = nullptr;  // null: nothing to set up
@@ -148,7 +158,7 @@ struct InstructionSet {
   const char* name;
   const Primitives<float>* f32;
   const Primitives<double>* f64;
-  const Primitives<float, Narrow>* bf16;  // null: bfloat16 is computed like float32
+  const Primitives<float, Narrow>* bf16;  // null: products of bfloat16 are computed in float32
 };
 
 extern const InstructionSet kScalar;
@@ -156,7 +166,7 @@ extern const InstructionSet kScalar;
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
 extern const InstructionSet kAvx512Bf16;
-// Puts products by AMX tiles in a table of kAvx512Bf16's products.
+// Replaces the products in a table of kAvx512Bf16 by those of AMX tiles.
 void use_tiles(Primitives<float, Pair>* table);
 #endif
 #ifdef SDPA_ARM

@@ -1,4 +1,4 @@
-// The primitives in AVX2 with FMA and F16C: 8 floats a vector, tiles of 6 x 16.
+// The primitives in AVX2 with FMA and F16C: 8 floats per vector, register tiles of 6 x 16.
 #include <immintrin.h>
 
 #include "primitives.h"
@@ -28,7 +28,7 @@ inline void narrow_f16(__m256 x, uint16_t* p) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Round to nearest even; a NaN keeps its upper bits and is made quiet.
+// Rounds to nearest even. A NaN keeps its upper bits and becomes quiet.
 inline void narrow_bf16(__m256 x, uint16_t* p) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -54,7 +54,7 @@ inline float total(__m256 x) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
 }
 
-// 8 x 8: pairs, then fours within 128 bits, then the 128-bit halves.
+// Transposes 8 x 8: pairs, then fours within 128 bits, then the 128-bit halves.
 inline void transpose(__m256* rows) {
   __m256 pairs[8], fours[8];
 #pragma GCC unroll 4

@@ -1,4 +1,4 @@
-// The primitives in AVX-512: 16 floats a vector, tiles of 6 x 64.
+// The primitives in AVX-512: 16 floats per vector, register tiles of 6 x 64.
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own intrinsics start from an undefined vector
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -11,7 +11,7 @@ using namespace sdpa_cpu;
 
 #include "avx512.h"
 
-// Round to nearest even; a NaN keeps its upper bits and is made quiet.
+// Rounds to nearest even. A NaN keeps its upper bits and becomes quiet.
 inline void narrow_bf16(__m512 x, uint16_t* p) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

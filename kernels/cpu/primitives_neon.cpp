@@ -1,4 +1,4 @@
-// The primitives in NEON, which every AArch64 processor has: 4 floats a vector, tiles of 6 x 16.
+// The primitives in NEON, which every AArch64 processor has: 4 floats per vector, register tiles of 6 x 16.
 #include <arm_neon.h>
 
 #include "primitives.h"
@@ -9,7 +9,7 @@ using namespace sdpa_cpu;
 
 #include "neon.h"
 
-// Round to nearest even; a NaN keeps its upper bits and is made quiet.
+// Rounds to nearest even. A NaN keeps its upper bits and becomes quiet.
 inline void narrow_bf16(Floats x, uint16_t* p) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));

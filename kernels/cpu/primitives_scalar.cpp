@@ -1,5 +1,5 @@
-// The primitives in portable C++ for any machine, and the reference of the others: 16-byte vectors of the compiler,
-// which are SSE2 or NEON where there is one.
+// The primitives in portable C++, for any machine and as the reference of the others. The compiler's 16-byte vectors
+// become SSE2 or NEON where the machine has them.
 #include "primitives.h"
 
 namespace {
@@ -30,7 +30,7 @@ inline Floats widen_bf16(const uint16_t* p) {
   return x;
 }
 
-// Exponents are shifted by a product with 2^112, which is exact and also brings subnormals to their place.
+// A product with 2^112 shifts the exponent. It is exact, for subnormal numbers, too.
 inline float half_to_float(uint16_t h) {
   const float magnitude = float_of(static_cast<uint32_t>(h & 0x7fff) << 13) * 0x1p112f;
   const uint32_t inf_or_nan = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
@@ -44,7 +44,7 @@ inline uint16_t float_to_half(float x) {
   if (magnitude > 0x7f800000) return sign | 0x7e00;
   if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and more round to infinity
   const float absolute = float_of(magnitude);
-  // Adding 2^-1 leaves a subnormal's bits, rounded, at the end of the sum.
+  // After adding 2^-1 the last bits of the sum are those of the subnormal number, rounded.
   if (absolute < kSmallestNormal) return sign | static_cast<uint16_t>(bits_of(absolute + 0.5f) - bits_of(0.5f));
   const uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1);
   return sign | static_cast<uint16_t>((rounded - 0x38000000) >> 13);
@@ -63,7 +63,7 @@ inline void narrow_f16(Floats x, uint16_t* p) {
   for (int i = 0; i < kFloats; ++i) p[i] = float_to_half(x[i]);
 }
 
-// Round to nearest even; a NaN keeps its upper bits and is made quiet.
+// Rounds to nearest even. A NaN keeps its upper bits and becomes quiet.
 inline void narrow_bf16(Floats x, uint16_t* p) {
   for (int i = 0; i < kFloats; ++i) {
     const uint32_t bits = bits_of(x[i]);

@@ -1,15 +1,15 @@
-// exp and the online softmax on vectors: a part of microkernels.h, in the including file's unnamed namespace.
+// exp and the online softmax on vectors. It is a part of microkernels.h, in the including file's unnamed namespace.
 #pragma once
 
-// Constants of exp by type: with `magic` added, the low bits of the sum are round(y) + exponent bias for y = x log2(e),
-// so that a shift makes a power of two of them, and of everything up to `lowest` an exact zero.
+// The constants of exp by type, for y = x log2(e). With `magic` added, the low bits of the sum are round(y) + exponent
+// bias. A shift makes of them the power of two, and an exact zero of everything up to `lowest`.
 struct ExpFloat {
   typedef int32_t Int;
   static constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23
   static constexpr float lowest = -127.0f, ln2 = 0.69314718f, log2e = 1.44269504f;
   static constexpr int shift = 23;
   static constexpr int terms = 6;
-  // Minimax of (2^f - 1) / f on [-1/2, 1/2], relative error of 2^f below 2e-9.
+  // The minimax polynomial of (2^f - 1) / f on [-1/2, 1/2]. The relative error of 2^f is below 2e-9.
   static constexpr float series[terms] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
                                           0.00961843691766262f, 0.0013398875016719103f, 0.00015353360504377633f};
 };
@@ -19,14 +19,14 @@ struct ExpDouble {
   static constexpr double lowest = -1023.0, ln2 = 0.69314718055994530942, log2e = 1.44269504088896340736;
   static constexpr int shift = 52;
   static constexpr int terms = 13;
-  // ln(2)^k / k!, remainder below 1e-17.
+  // ln(2)^k / k!. The remainder is below 1e-17.
   static constexpr double series[terms] = {
       0.69314718055994530942,    0.24022650695910071233,    0.055504108664821579953,   0.0096181291076284771619,
       0.0013333558146428443423,  0.00015403530393381609954, 1.5252733804059840280e-05, 1.3215486790144309488e-06,
       1.0178086009239699728e-07, 7.0549116208011233299e-09, 4.4455382718708114976e-10, 2.5678435993488205142e-11,
       1.3691488853904128881e-12};
 };
-// For weights that are rounded to bfloat16, which costs them up to 4e-3: relative error of 2^f below 3e-6.
+// For weights that are rounded to bfloat16, which costs up to 4e-3. The relative error of 2^f is below 3e-6.
 struct ExpShort : ExpFloat {
   static constexpr int terms = 4;
   static constexpr float series[terms] = {0.6931241750717163f, 0.24024099111557007f, 0.055906426161527634f,
@@ -41,14 +41,15 @@ struct ExpOf<double> {
   typedef ExpDouble type;
 };
 template <typename T>
-constexpr T kNothing = -__builtin_inff();
+constexpr T kMinusInfinity = -__builtin_inff();
 template <typename T>
-inline T zero_if_nothing(T x) {
-  return x == kNothing<T> ? T(0) : x;
+inline T zero_if_minus_infinity(T x) {
+  return x == kMinusInfinity<T> ? T(0) : x;
 }
 
-// e^x of several vectors as power * (1 + part), x log2(e) not rounded. A product and not an integer addition is to
-// bring them together, so that NaN stays NaN. Several at once: one alone waits for itself.
+// e^x of several vectors as power * (1 + part), with x log2(e) not rounded. The caller combines them by a product, not
+// by an integer addition, so that NaN stays NaN. Several vectors are independent chains of instructions; a single one
+// would wait for its own results.
 template <typename E, typename V, int kVectors>
 inline void split_exp(const V (&x)[kVectors], V (&power)[kVectors], V (&part)[kVectors]) {
   typedef typename E::Int Bits __attribute__((vector_size(kVectorBytes)));
@@ -85,30 +86,31 @@ inline V exp(V x) {
   return one[0];
 }
 
-// The maxima of rows with these scores, and what sums are worth under them. Rows are filled up to a whole vector.
+// Updates row_max with these scores, and computes alpha. Fills rows with -inf up to a whole vector.
 template <typename T, typename E>
-inline void raise_maxima(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* keep) {
+inline void raise_maxima(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* alpha) {
   for (int64_t r = 0; r < rows; ++r) {
     T* line = s + r * ld;
-    for (int64_t c = columns; c % kLanes<T> != 0; ++c) line[c] = kNothing<T>;
+    for (int64_t c = columns; c % kLanes<T> != 0; ++c) line[c] = kMinusInfinity<T>;
     Vec<T> top = load(line);
     for (int64_t c = kLanes<T>; c < columns; c += kLanes<T>) top = larger(top, load(line + c));
     const T old_max = row_max[r], block_max = largest(top);
     const T new_max = old_max > block_max ? old_max : block_max;
-    keep[r] = old_max == new_max ? T(1) : exp<E>(fill(old_max - zero_if_nothing(new_max)))[0];
+    alpha[r] = old_max == new_max ? T(1) : exp<E>(fill(old_max - zero_if_minus_infinity(new_max)))[0];
     row_max[r] = new_max;
   }
 }
 
-// A step of the online softmax, whose weights go to store_at(row, column, vectors): all maxima first, so that no row
-// waits for its own.
+// A step of the online softmax. store_at(row, column, vectors) takes the weights. All maxima are computed first, so
+// that no row waits for its own.
 template <typename T, typename E, typename Store>
-inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, Store store_at) {
+inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha, Store store_at) {
   constexpr int kMany = 4;
-  raise_maxima<T, E>(rows, columns, s, ld, row_max, keep);
+  assert(rows > 0 && columns > 0 && columns <= ld && ld % kLanes<T> == 0);
+  raise_maxima<T, E>(rows, columns, s, ld, row_max, alpha);
   for (int64_t r = 0; r < rows; ++r) {
     const T* line = s + r * ld;
-    const T top = zero_if_nothing(row_max[r]);
+    const T top = zero_if_minus_infinity(row_max[r]);
     Vec<T> sum = {};
     int64_t c = 0;
     for (; c + (kMany - 1) * kLanes<T> < columns; c += kMany * kLanes<T>) {
@@ -126,21 +128,21 @@ inline void softmax(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max,
       store_at(r, c, p);
       sum += p[0];
     }
-    store(row_sum + r * kMaxLanes, load(row_sum + r * kMaxLanes) * keep[r] + sum);
+    store(row_sum + r * kMaxLanes, load(row_sum + r * kMaxLanes) * alpha[r] + sum);
   }
 }
 
 template <typename T, typename E>
-void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep) {
-  softmax<T, E>(rows, columns, s, ld, row_max, row_sum, keep, [=](int64_t r, int64_t c, const auto& p) {
+void softmax_step(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha) {
+  softmax<T, E>(rows, columns, s, ld, row_max, row_sum, alpha, [=](int64_t r, int64_t c, const auto& p) {
     constexpr int kVectors = sizeof(p) / sizeof(p[0]);
     for (int v = 0; v < kVectors; ++v) store(s + r * ld + c + v * kLanes<T>, p[v]);
   });
 }
 
-// Where operands are T, weights are operands as they are.
+// Where operands are T, weights need no packing.
 template <typename T>
-const T* softmax_left(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* keep, T*) {
-  softmax_step<T, typename ExpOf<T>::type>(rows, columns, s, ld, row_max, row_sum, keep);
+const T* softmax_left(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha, T*) {
+  softmax_step<T, typename ExpOf<T>::type>(rows, columns, s, ld, row_max, row_sum, alpha);
   return s;
 }

@@ -15,17 +15,17 @@ namespace {
 
 constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector
 
-// Registers as products want them, for as long as this lives.
-class Ready {
+// Configures a thread's registers, and restores them at the end of the scope.
+class SetupScope {
  public:
-  explicit Ready(const Setup* setup) : setup_(setup) {
+  explicit SetupScope(const Setup* setup) : setup_(setup) {
     if (setup_) setup_->begin(saved_);
   }
-  ~Ready() {
+  ~SetupScope() {
     if (setup_) setup_->end(saved_);
   }
-  Ready(const Ready&) = delete;
-  Ready& operator=(const Ready&) = delete;
+  SetupScope(const SetupScope&) = delete;
+  SetupScope& operator=(const SetupScope&) = delete;
 
  private:
   const Setup* setup_;
@@ -46,24 +46,24 @@ Scratch::Scratch(int64_t threads, int64_t bytes_per_thread) {
 
 void run_tasks(int64_t tasks, int64_t threads, const Setup* setup, const std::function<void(int64_t, int64_t)>& run) {
   if (threads <= 1 || tasks <= 1) {
-    const Ready ready(setup);
+    const SetupScope ready(setup);
     for (int64_t task = 0; task < tasks; ++task) run(task, 0);
     return;
   }
   threads = std::min(threads, tasks);
-  struct alignas(kAlignment) Own {
+  struct alignas(kAlignment) FirstTask {
     std::atomic<bool> begun{false};
     bool begin() { return !begun.load(std::memory_order_relaxed) && !begun.exchange(true); }
   };
-  std::vector<Own> own(static_cast<size_t>(threads));
+  std::vector<FirstTask> first_tasks(static_cast<size_t>(threads));
   std::atomic<int64_t> next{threads};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    const Ready ready(setup);
+    const SetupScope ready(setup);
     for (int64_t thread = begin; thread < end; ++thread) {
-      if (own[static_cast<size_t>(thread)].begin()) run(thread, thread);
+      if (first_tasks[static_cast<size_t>(thread)].begin()) run(thread, thread);
       for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) run(task, thread);
-      for (int64_t task = 0; task < threads; ++task)  // of threads that have not come
-        if (own[static_cast<size_t>(task)].begin()) run(task, thread);
+      for (int64_t task = 0; task < threads; ++task)  // of threads that have not started
+        if (first_tasks[static_cast<size_t>(task)].begin()) run(task, thread);
     }
   });
 }

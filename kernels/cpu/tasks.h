@@ -11,7 +11,8 @@
 
 namespace sdpa_cpu {
 
-// Aligned memory for all threads of a call, allocated before they start so that failing is an ordinary exception.
+// Aligned memory for all threads of a call. It is allocated before the threads start, so that failing to is an ordinary
+// exception.
 class Scratch {
  public:
   Scratch(int64_t threads, int64_t bytes_per_thread);
@@ -25,9 +26,9 @@ class Scratch {
   std::unique_ptr<char, Free> memory_;
 };
 
-// Calls run(task, thread) for every task: each thread takes that of its own number first, whose inputs its caches may
-// hold since the call before, then the others in order as threads become free, and last those of threads that have not
-// come. It sets its registers up before the first and back after the last.
+// Calls run(task, thread) for every task. A thread takes the task of its own number first, because its caches may hold
+// those inputs since the call before. Then threads take the other tasks in order. Last they take the first tasks of
+// threads that have not started. Each thread calls setup->begin before its tasks and setup->end after them.
 void run_tasks(int64_t tasks, int64_t threads, const Setup* setup,
                const std::function<void(int64_t task, int64_t thread)>& run);
 

@@ -8,7 +8,7 @@ namespace sdpa_cpu {
 namespace {
 
 constexpr int kRounds = 10;
-constexpr int kWords = 4;  // keys that share one counter
+constexpr int kWords = 4;  // random numbers of one counter, for as many keys
 
 void philox(uint32_t counter[kWords], uint64_t key) {
   uint32_t key_low = static_cast<uint32_t>(key), key_high = static_cast<uint32_t>(key >> 32);

@@ -1,11 +1,11 @@
-// What changes scores and probabilities besides the mask: softcap, ALiBi, bias, and dropout.
+// The terms that change scores and weights besides the mask: softcap, ALiBi, bias, and dropout.
 #pragma once
 
 #include "mask.h"
 
 namespace sdpa_cpu {
 
-// From a product q k^T to a natural score: softcap(scale * q k^T) - alibi * |distance| + bias.
+// scores = softcap(scale * q k^T) - alibi * |distance| + bias.
 template <typename T>
 class ScoreTerms {
  public:
@@ -13,7 +13,7 @@ class ScoreTerms {
 
   // Whether `apply` does anything.
   bool present() const { return present_; }
-  // s [rows, ld]; slope (null: not wanted) receives the derivative of the softcap.
+  // Changes s [rows, ld] from scale * q k^T to scores. slope (null: not wanted) becomes the softcap's derivative.
   void apply(const Mask& mask, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count, T* s, T* slope,
              int64_t ld) const;
 
@@ -23,7 +23,8 @@ class ScoreTerms {
   const bool present_;
 };
 
-// Multiply by 0 or 1 / (1 - p): Philox4x32-10, whose counter is the position (key / 4, query, batch * H + head).
+// Multiplies p [rows, ld] by 0 or 1 / (1 - dropout_p). The random numbers are Philox4x32-10's; its counter is the
+// position (key / 4, query, batch * H + head).
 template <typename T>
 void apply_dropout(const AttentionParams& params, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count,
                    T* p, int64_t ld);

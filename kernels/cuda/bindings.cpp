@@ -1,4 +1,5 @@
-// The operators torch sees: tensors in, tensors out, and nothing of attention itself.
+// The operators that torch sees: they check tensors, choose an instance and launch it. No arithmetic of attention is
+// here.
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -21,22 +22,22 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Of the L2 cache: the rest is for queries and outputs that pass through.
-constexpr double kKeysShare = 0.4;
+// The share of the L2 cache for keys and values. The rest is for queries and outputs that pass through.
+constexpr double kKeysCacheShare = 0.4;
 
 struct Device {
-  int cores = 0, cache = 0;  // multiprocessors; bytes of the L2 cache
+  int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
 };
 
-// Asked for once: each question takes the driver a microsecond.
+// The driver is asked once for each device: an answer takes it a microsecond.
 const Device& device_of(int index) {
   static std::array<Device, kMaxDevices> known;
   Device& device = known[index % kMaxDevices];
-  if (device.cores == 0) {
-    int cores = 0;
+  if (device.sm_count == 0) {
+    int sm_count = 0;
     cudaDeviceGetAttribute(&device.cache, cudaDevAttrL2CacheSize, index);
-    cudaDeviceGetAttribute(&cores, cudaDevAttrMultiProcessorCount, index);
-    device.cores = cores;
+    cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, index);
+    device.sm_count = sm_count;
   }
   return device;
 }
@@ -58,7 +59,7 @@ Tensor new_like(const Tensor& like, int64_t D, int32_t dtype) {
   return new_tensor({B, H, M, D}, strides, dtype, like.get_device());
 }
 
-// A dimension of one needs no true stride, and the copy engine refuses some.
+// A dimension of size 1 needs no true stride, and TMA refuses some strides.
 View view_of(const Tensor& t) {
   const auto stride = [&](int i) { return t.size(i) == 1 ? t.size(3) : t.stride(i); };
   return {t.data_ptr(), stride(0), stride(1), stride(2)};
@@ -84,24 +85,25 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
                     "cuda_flash cannot read addresses that are no multiples of 16 bytes");
 }
 
-// Memory for what is found of the ids of segments before the kernel begins; what needs the strictest alignment is
-// first.
-Tensor make_room(SegmentParams& p, const Instance& instance) {
-  p.groups = blocks_of(p, instance.rows) * (instance.rows / kGroupRows);
-  p.blocks = (p.N + instance.keys - 1) / instance.keys;
-  const int64_t spans = int64_t{p.B} * p.groups * sizeof(Span), extents = int64_t{p.B} * p.blocks * sizeof(Extent);
-  const int64_t bytes = spans + extents + int64_t{p.B} * p.blocks * instance.keys * sizeof(int32_t);
+// Memory for what find_spans finds out about the ids of segments. The parts come in the order of their alignment, the
+// strictest first.
+Tensor allocate_workspace(SegmentParams& p, const Instance& instance) {
+  p.groups = blocks_of(p, instance.BLOCK_M) * (instance.BLOCK_M / kWarpgroupRows);
+  p.blocks = (p.N + instance.BLOCK_N - 1) / instance.BLOCK_N;
+  const int64_t spans = int64_t{p.B} * p.groups * sizeof(Span), id_ranges = int64_t{p.B} * p.blocks * sizeof(IdRange);
+  const int64_t bytes = spans + id_ranges + int64_t{p.B} * p.blocks * instance.BLOCK_N * sizeof(int32_t);
   const int64_t count = bytes / sizeof(int32_t);
-  const Tensor room = new_tensor({count}, {1}, aoti_torch_dtype_int32(), p.device);
-  char* const begin = static_cast<char*>(room.data_ptr());
+  const Tensor workspace = new_tensor({count}, {1}, aoti_torch_dtype_int32(), p.device);
+  char* const begin = static_cast<char*>(workspace.data_ptr());
   p.spans = reinterpret_cast<Span*>(begin);
-  p.extents = reinterpret_cast<Extent*>(begin + spans);
-  p.laid_k_ids = reinterpret_cast<int32_t*>(begin + spans + extents);
-  return room;
+  p.id_ranges = reinterpret_cast<IdRange*>(begin + spans);
+  p.padded_k_ids = reinterpret_cast<int32_t*>(begin + spans + id_ranges);
+  return workspace;
 }
 
-// What the operators share; `p` has what they do not.
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, MaskKind mask, SegmentParams p) {
+// The part that the operators share: `p` brings the options in which they differ.
+std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const Tensor& v, MaskKind mask,
+                                        SegmentParams p) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
@@ -119,19 +121,19 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   p.H = H, p.Hkv = Hkv, p.D = D, p.Dv = Dv;
   p.query_rows = q.size(2), p.key_rows = k.size(2);
   p.shift = p.bottom_right ? p.N - p.M : 0;
-  p.device = q.get_device(), p.cores = device.cores;
-  STD_TORCH_CHECK((int64_t{p.M} / kGroupRows + 1) * p.B * H < INT32_MAX - p.cores, "cuda_flash: ", p.B,
+  p.device = q.get_device(), p.sm_count = device.sm_count;
+  STD_TORCH_CHECK((int64_t{p.M} / kWarpgroupRows + 1) * p.B * H < INT32_MAX - p.sm_count, "cuda_flash: ", p.B,
                   " sequences of up to ", p.M, " queries in ", H, " heads are more blocks than it counts");
-  const double resident =
-      kKeysShare * device.cache / (2.0 * p.N * (D + Dv));  // heads whose keys and values stay in the cache
-  p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident) * (H / Hkv), 1, p.B * H));
+  const double resident_heads =
+      kKeysCacheShare * device.cache / (2.0 * p.N * (D + Dv));  // heads whose keys and values stay in the cache
+  p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident_heads) * (H / Hkv), 1, p.B * H));
   const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance for head sizes ", D, " and ", Dv);
-  std::optional<Tensor> room;
-  if (mask == MaskKind::kSegments) room = make_room(p, *instance);
+  std::optional<Tensor> workspace;
+  if (mask == MaskKind::kSegments) workspace = allocate_workspace(p, *instance);
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
-  if (int64_t{blocks_of(p, instance->rows)} * p.B * p.H > p.cores) p.counter = take_counter(p.device, stream);
+  if (int64_t{blocks_of(p, instance->BLOCK_M)} * p.B * p.H > p.sm_count) p.counter = take_counter(p.device, stream);
   const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
   STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", p.B, ", H = ", H,
                   ", M = ", p.M, ", N = ", p.N, ", D = ", D, ", Dv = ", Dv);
@@ -142,10 +144,10 @@ std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double sc
   SegmentParams p;
   p.scale = static_cast<float>(scale);
   p.bottom_right = bottom_right;
-  return forward(q, k, v, causal ? MaskKind::kCausal : MaskKind::kNone, p);
+  return launch_flash(q, k, v, causal ? MaskKind::kCausal : MaskKind::kNone, p);
 }
 
-// The address of one number per batch entry or head; null where there are none.
+// The address of a tensor with one number per batch entry or head; null where the tensor is absent.
 template <class T>
 const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t count, const Tensor& q) {
   if (!t.has_value()) return nullptr;
@@ -158,7 +160,7 @@ const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t co
   return static_cast<const T*>(t->data_ptr());
 }
 
-// A side of a band as kernels want it; negative: without a limit.
+// A side of a band as kernels want it. A negative side has no limit.
 int side_of(int64_t given) { return given < 0 ? kUnlimited : static_cast<int>(std::min<int64_t>(given, kUnlimited)); }
 
 std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, double scale, int64_t left, int64_t right,
@@ -184,13 +186,13 @@ std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, doub
   p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, entries, q);
   p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, entries, q);
   p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
-  // Lengths of keys alone move where the last block of keys ends, for which no band is needed.
+  // Lengths of keys alone need no band: MaskKind::kNone, too, lets the last block of keys end where the keys end.
   const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
   const bool plain = unlimited && !p.cu_q && !p.q_lengths && !p.sinks && p.softcap == 0.f;
-  return forward(q, k, v, plain ? MaskKind::kNone : MaskKind::kBand, p);
+  return launch_flash(q, k, v, plain ? MaskKind::kNone : MaskKind::kBand, p);
 }
 
-// (B, count) ids, or one row for all batch entries.
+// Ids (B, count), or (1, count) for all batch entries.
 Ids ids_of(const char* name, const Tensor& t, int64_t count, const Tensor& q) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.dim() == 2 && (t.size(0) == 1 || t.size(0) == q.size(0)) &&
                       t.size(1) == count && (count == 1 || t.stride(1) == 1) && t.get_device() == q.get_device(),
@@ -215,7 +217,7 @@ std::tuple<Tensor, Tensor> flash_forward_segments(Tensor q, Tensor k, Tensor v, 
   p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, q.size(0), q);
   p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, q.size(0), q);
   p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
-  return forward(q, k, v, MaskKind::kSegments, p);
+  return launch_flash(q, k, v, MaskKind::kSegments, p);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The memory of counters, and whose is which.
+// The memory of the counters, and which stream or captured launch has which of them.
 #include "counters.h"
 
 #include <cuda_runtime_api.h>
@@ -12,17 +12,17 @@
 namespace sdpa_cuda {
 namespace {
 
-constexpr uint32_t kCounters = 131072;  // of a device: 512 KB, for the life of the process
-constexpr uint32_t kPatience = 64;      // launches between two attempts to have the memory
+constexpr uint32_t kCounters = 131072;   // of a device: 512 KB, kept for the life of the process
+constexpr uint32_t kRetryLaunches = 64;  // between two attempts to allocate the memory
 
 class Counters {
  public:
   int32_t* take(cudaStream_t stream) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (!memory_ && launches_++ % kPatience == 0) memory_ = allocate();
+    if (!memory_ && launches_++ % kRetryLaunches == 0) memory_ = allocate();
     if (!memory_) return nullptr;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long id = 0;  // a handle may come to mean another stream
+    unsigned long long id = 0;  // a stream's handle may be used again for another stream, its id is not
     if (cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone ||
         cudaStreamGetId(stream, &id) != cudaSuccess)
       return fresh();
@@ -36,7 +36,7 @@ class Counters {
  private:
   int32_t* fresh() { return taken_ < kCounters ? memory_ + taken_++ : nullptr; }
 
-  // Nothing here belongs to what this thread or another may be capturing.
+  // The capture mode is relaxed: none of this belongs to what this thread or another one may be capturing.
   static int32_t* allocate() {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);

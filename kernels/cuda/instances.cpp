@@ -1,4 +1,4 @@
-// The table of instances, out of instances.def, and the choice of one.
+// The table of instances, made of instances.def, and the choice of one.
 #include <algorithm>
 
 #include "params.h"
@@ -8,20 +8,28 @@ namespace sdpa_cuda {
 namespace {
 
 const Instance kInstances[] = {
-#define INSTANCE(name, element, D, Dv, mask, groups, speed)                                                            \
-  {Element::element, D, Dv, MaskKind::mask, kGroupRows * groups, tile_of<D, Dv, MaskKind::mask, groups>().keys, speed, \
+#define INSTANCE(name, element, D, Dv, mask, consumers, speed) \
+  {Element::element,                                           \
+   D,                                                          \
+   Dv,                                                         \
+   MaskKind::mask,                                             \
+   kWarpgroupRows * consumers,                                 \
+   tile_of<D, Dv, MaskKind::mask, consumers>().BLOCK_N,        \
+   speed,                                                      \
    &launch_##name},
 #include "instances.def"
 #undef INSTANCE
 };
 
-// Rounds of the multiprocessors, full or not, by what one takes. Where rows further down see more keys, blocks take
-// half a round in the mean, and the last to end are short.
+// An estimate in rows of queries: waves of work tiles, times a tile's rows, over the instance's speed. A last wave that
+// is not full counts as a whole one. Where rows further down see more keys, a work tile takes half of the longest one's
+// time in the mean, and those that end last are short; so waves count there in fractions.
 float time_of(const Instance& it, const FlashParams& p) {
-  const int blocks = blocks_of(p, it.rows), all = blocks * p.B * p.H;
+  const int blocks = blocks_of(p, it.BLOCK_M), tiles = blocks * p.B * p.H;
   const float mean = 0.5f + 0.5f / blocks;
-  const float rounds = grows(it.mask, p) ? std::max(1.f, mean * all / p.cores) : (all + p.cores - 1) / p.cores;
-  return rounds * it.rows / it.speed;
+  const float waves =
+      grows(it.mask, p) ? std::max(1.f, mean * tiles / p.sm_count) : (tiles + p.sm_count - 1) / p.sm_count;
+  return waves * it.BLOCK_M / it.speed;
 }
 
 }  // namespace

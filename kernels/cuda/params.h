@@ -1,19 +1,19 @@
-// What a launch is told, and the instances there are to launch. No header of CUDA or torch: bindings and kernels share
-// it.
+// The parameters of a launch, and the instances there are to launch. Bindings and kernels share this file, so it
+// includes no header of CUDA or torch.
 #pragma once
 #include <cstdint>
 
 namespace sdpa_cuda {
 
-// (B, H, rows, D) whose last stride is 1; the others in elements.
+// A tensor (B, H, rows, D) whose last stride is 1. The other strides count elements.
 struct View {
   void* data = nullptr;
   int64_t batch = 0, head = 0, row = 0;
 };
 
-constexpr int kMaxDevices = 64;      // of which something is remembered, by a bit of 64 for some
-constexpr int kGroupRows = 64;       // of queries that a warpgroup multiplies
-constexpr int kUnlimited = 1 << 29;  // a side of the band that has no limit; two may be added
+constexpr int kMaxDevices = 64;      // something is remembered of so many; for some of it a device is a bit of 64
+constexpr int kWarpgroupRows = 64;   // rows of queries of one consumer warpgroup: the M of a WGMMA
+constexpr int kUnlimited = 1 << 29;  // a side of the band without a limit; the sum of two still fits in an int
 
 struct FlashParams {
   View q, k, v, out;
@@ -21,51 +21,55 @@ struct FlashParams {
   int B = 0, H = 0, Hkv = 0, M = 0, N = 0, D = 0, Dv = 0;
   float scale = 1.f;
   bool bottom_right = false;
-  int shift = 0;    // where causal, row i sees the keys up to i + shift
-  int section = 1;  // heads (of all B * H) that run side by side, so that their keys and values stay in the L2 cache
-  int device = 0;   // its index
-  int cores = 1;    // multiprocessors of the device
-  // From which thread blocks draw what they take next; 0 before a launch, and again after it. Without one each takes
-  // every gridDim.x-th block of queries.
+  int shift = 0;     // a causal row i sees the keys up to i + shift
+  int section = 1;   // heads (of all B * H) whose work tiles run side by side: L2 keeps their keys and values
+  int device = 0;    // its index
+  int sm_count = 1;  // multiprocessors of the device
+  // The persistent thread blocks draw the indices of their next work tiles from this counter. It is 0 before a launch,
+  // and again after it. Where it is null, each thread block takes every gridDim.x-th work tile.
   int32_t* counter = nullptr;
 
-  // Of instances of MaskKind::kBand: row i sees the keys from i + shift - left to i + shift + right, where `shift` is 0
-  // or, with `bottom_right`, each batch entry's key length minus its query length.
+  // The following are read by instances of MaskKind::kBand, and by those of other kinds where it is said so.
+  // Row i sees the keys from i + shift - left to i + shift + right. Here `shift` is 0 or, with `bottom_right`, each
+  // batch entry's key length minus its query length.
   int left = kUnlimited, right = kUnlimited;
-  const int32_t *k_lengths = nullptr, *q_lengths = nullptr;  // (B,); keys' also of MaskKind::kNone
-  const float* sinks = nullptr;                              // (H,): one more key's score, without a value
+  const int32_t *k_lengths = nullptr, *q_lengths = nullptr;  // (B,); MaskKind::kNone reads k_lengths, too
+  const float* sinks = nullptr;                              // (H,): the score of one more key, which has no value
   float softcap = 0.f;                                       // scores become softcap * tanh(score / softcap); 0: none
-  // (B + 1,) where sequences are packed: (1, heads, rows, D) in memory, of which entry b has rows cu[b] .. cu[b + 1] -
-  // 1, at most M queries and N keys. The log-sum-exp is (H, query_rows).
+  // (B + 1,) where sequences are packed. The tensors are then (1, heads, rows, D), and entry b has the rows cu[b] ..
+  // cu[b + 1] - 1, which are at most M queries and N keys. The log-sum-exp is (H, query_rows).
   const int32_t *cu_q = nullptr, *cu_k = nullptr;
   int query_rows = 0, key_rows = 0;  // in memory of one head
 };
 
-// Rows of one number per position, a batch entry's `batch` numbers after the one before; 0 where all share one row.
+// Ids, one per position. The row of a batch entry begins `batch` numbers after the row before; `batch` is 0 where all
+// entries share one row.
 struct Ids {
   const int32_t* data = nullptr;
   int64_t batch = 0;
 };
 
-// The smallest and the largest id of a block of keys, or of a group of queries.
-struct alignas(8) Extent {
+// The smallest and the largest id of a block of keys, or of one consumer's rows.
+struct alignas(8) IdRange {
   int32_t least, most;
 };
 
-// The blocks of keys from begin to end - 1 have all that a group of queries sees; end is 0 where it sees nothing. Those
-// from whole_begin to whole_end - 1 are seen whole by all of its rows.
+// The blocks of keys from begin to end - 1 hold all keys that one consumer's rows see; end is 0 where they see none.
+// The blocks from unmasked_begin to unmasked_end - 1 need no mask, because every one of the rows sees all of their
+// keys.
 struct alignas(16) Span {
-  int begin, end, whole_begin, whole_end;
+  int begin, end, unmasked_begin, unmasked_end;
 };
 
-// Of instances of MaskKind::kSegments: a row sees, of what a band leaves, the keys of its own id.
+// Of instances of MaskKind::kSegments: a row sees, of the keys inside its band, those of its own id.
 struct SegmentParams : FlashParams {
   Ids q_ids, k_ids;  // (B, M), (B, N): any numbers in any order
-  // What is found before the kernel begins. Keys of a batch entry are laid out as its mask does it, in `blocks` blocks.
-  int groups = 0, blocks = 0;
-  Span* spans = nullptr;          // (B, groups)
-  Extent* extents = nullptr;      // (B, blocks)
-  int32_t* laid_k_ids = nullptr;  // (B, blocks * keys of a block)
+  // The kernel find_spans fills what follows before the attention kernel begins. The ids of a batch entry's keys are
+  // padded at their front as the mask pads its blocks.
+  int groups = 0, blocks = 0;       // groups of kWarpgroupRows rows; blocks of BLOCK_N keys
+  Span* spans = nullptr;            // (B, groups)
+  IdRange* id_ranges = nullptr;     // (B, blocks)
+  int32_t* padded_k_ids = nullptr;  // (B, blocks * BLOCK_N)
 };
 
 enum class Element { kBFloat16, kFloat16 };
@@ -74,26 +78,28 @@ enum class MaskKind { kNone, kCausal, kBand, kSegments };
 
 struct Instance {
   Element element;
-  int D, Dv;  // the largest head sizes; smaller ones are filled up with zeros on their way into shared memory
+  int D, Dv;  // the largest head sizes; TMA fills smaller ones up with zeros in shared memory
   MaskKind mask;
-  int rows;                                         // of queries that a thread block takes at a time
-  int keys;                                         // of a block
-  float speed;                                      // beside the other instances of that size and mask
-  int (*launch)(const FlashParams&, void* stream);  // a cudaError_t; kSegments: of SegmentParams
+  int BLOCK_M;  // queries of a work tile
+  int BLOCK_N;  // keys of a block
+  float speed;  // relative to the other instances of that size and mask
+  int (*launch)(const FlashParams&,
+                void* stream);  // returns a cudaError_t; an instance of kSegments takes SegmentParams
 };
 
-#define INSTANCE(name, element, D, Dv, mask, groups, speed) int launch_##name(const FlashParams&, void* stream);
+#define INSTANCE(name, element, D, Dv, mask, consumers, speed) int launch_##name(const FlashParams&, void* stream);
 #include "instances.def"
 #undef INSTANCE
 
-// Rows further down see more keys.
+// Whether rows further down see more keys.
 inline bool grows(MaskKind mask, const FlashParams& p) {
   return mask == MaskKind::kCausal || (mask == MaskKind::kBand && p.left == kUnlimited && p.right < kUnlimited);
 }
 
-inline int blocks_of(const FlashParams& p, int rows) { return (p.M + rows - 1) / rows; }
+// Blocks of BLOCK_M queries of one head.
+inline int blocks_of(const FlashParams& p, int BLOCK_M) { return (p.M + BLOCK_M - 1) / BLOCK_M; }
 
-// The fastest instance for `p`, or null where no head size is large enough.
+// The fastest instance for `p`, or null where no instance's head sizes are large enough.
 const Instance* find_instance(Element element, MaskKind mask, const FlashParams& p);
 
 }  // namespace sdpa_cuda

@@ -1,4 +1,4 @@
-// Which blocks of queries of which heads a thread block takes, one after the other.
+// The persistent scheduler: which work tiles a thread block takes, one after the other.
 #pragma once
 #include <cutlass/fast_math.h>
 
@@ -8,48 +8,54 @@
 
 namespace sdpa_cuda {
 
-struct Work {
+// A block of BLOCK_M queries of one head of one batch entry.
+struct WorkTile {
   int block, head, batch, kv_head;
 };
 
-// Blocks of queries have numbers, in whose order they are begun. A thread block begins with its own number, then draws
-// from a counter. Heads come in sections, whose keys and values the L2 cache holds. Where rows further down see more
-// keys, a section's longest blocks come first, so that what is under way at the end is short; that wants many of them.
-struct Scheduler {
-  static constexpr int kShort = 1024;  // keys up to which neighbours do best with blocks of one head, if all are alike
-  static constexpr int kSharers = 8;   // thread blocks that read keys of one head side by side: enough for the memory
+// Work tiles have indices, and are begun in the order of these. A thread block begins with the index blockIdx.x, then
+// draws from a counter.
+//
+// Heads come in sections, whose keys and values the L2 cache holds. Where rows further down see more keys, a section's
+// longest work tiles come first, so that those under way at the end are short. That wants a section of many heads.
+struct TileScheduler {
+  // Up to so many keys, neighbours do best with blocks of one head, if all blocks are alike.
+  static constexpr int kShort = 1024;
+  // So many thread blocks read the keys of one head side by side: enough for the memory's bandwidth.
+  static constexpr int kSharers = 8;
 
-  int blocks, all, section, last, grid;  // `last`: the first head of the last section, which may be a narrow one
+  int blocks, tiles, section, last, grid;  // `last`: the first head of the last section, which may be narrower
   bool longest_last;
-  // Each division by the hardware's sequence would take a group more than a hundred cycles, twice per block of queries.
+  // The hardware's sequence for a division would take a consumer more than a hundred cycles, and each work tile needs
+  // several.
   cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
 
-  Scheduler(FlashParams const& p, int rows, bool grows)
-      : blocks(blocks_of(p, rows)), longest_last(grows), by_head(p.H), by_group(p.H / p.Hkv) {
-    int const entries = p.B * p.H;
-    all = blocks * entries;
-    grid = std::min(all, p.cores);
-    section = !grows && p.N <= kShort && p.M % rows == 0 ? 1 : p.section;
-    if (grows) {  // no narrow one at the end
-      int const most = std::max(section, p.cores / kSharers), sections = std::max(1, (entries + most / 2) / most);
-      section = (entries + sections - 1) / sections;
+  TileScheduler(FlashParams const& p, int BLOCK_M, bool grows)
+      : blocks(blocks_of(p, BLOCK_M)), longest_last(grows), by_head(p.H), by_group(p.H / p.Hkv) {
+    int const heads = p.B * p.H;
+    tiles = blocks * heads;
+    grid = std::min(tiles, p.sm_count);
+    section = !grows && p.N <= kShort && p.M % BLOCK_M == 0 ? 1 : p.section;
+    if (grows) {  // sections of nearly equal width, so that the last one is not a narrow one
+      int const most = std::max(section, p.sm_count / kSharers), sections = std::max(1, (heads + most / 2) / most);
+      section = (heads + sections - 1) / sections;
     }
-    last = (entries - 1) / section * section;
-    by_section = section * blocks, by_width = section, by_last_width = entries - last;
+    last = (heads - 1) / section * section;
+    by_section = section * blocks, by_width = section, by_last_width = heads - last;
   }
 
-  // The number after this one. Who draws the last is the last to draw.
-  CUTE_DEVICE int next(int number, int32_t* counter) const {
-    if (!counter) return number + int(gridDim.x);
+  // The index after `index`. The thread block that draws the last index sets the counter back: nobody draws after it.
+  CUTE_DEVICE int next(int index, int32_t* counter) const {
+    if (!counter) return index + int(gridDim.x);
     int const drawn = atomicAdd(counter, 1);
-    if (drawn == all - 1) *counter = 0;
+    if (drawn == tiles - 1) *counter = 0;
     return drawn + int(gridDim.x);
   }
 
   // Equal blocks of all heads of a section run side by side.
-  CUTE_DEVICE Work locate(int number) const {
+  CUTE_DEVICE WorkTile work_tile(int index) const {
     int part, inside, place, entry, batch, head;
-    by_section(part, inside, number);
+    by_section(part, inside, index);
     int const first = part * section;
     (first == last ? by_last_width : by_width)(place, entry, inside);
     by_head(batch, head, first + entry);

@@ -1,4 +1,4 @@
-// The mask of segments as a policy, and the kernel that finds beforehand which keys a group of queries can see.
+// The mask of segments as a policy, and the kernel that finds beforehand which keys a consumer's rows can see.
 #pragma once
 #include <cooperative_groups.h>
 
@@ -8,12 +8,12 @@
 
 namespace sdpa_cuda {
 
-// Of what a band leaves, a row sees the keys of its own id. Blocks of keys are the band's; which of them a group of
-// ROWS visits, and which of these are of its one id alone, was found before. In sorted ids those are next to each
-// other.
-template <int BN, int ROWS>
-struct SegmentMask : Mask<MaskKind::kSegments, BN, ROWS> {
-  using Band = Mask<MaskKind::kSegments, BN, ROWS>;
+// A row sees, of the keys inside its band, those of its own id. Blocks of keys are laid out as the band lays them out.
+// The kernel find_spans has found which of them each consumer visits, and which of these need no mask because rows and
+// keys have one id only. In sorted ids those blocks are next to each other.
+template <int BLOCK_N, int ROWS>
+struct SegmentMask : Mask<MaskKind::kSegments, BLOCK_N, ROWS> {
+  using Band = Mask<MaskKind::kSegments, BLOCK_N, ROWS>;
   SegmentParams const& p;
   int batch;
 
@@ -21,39 +21,40 @@ struct SegmentMask : Mask<MaskKind::kSegments, BN, ROWS> {
 
   CUTE_DEVICE Span span_of(int row) const { return p.spans[int64_t(batch) * p.groups + row / ROWS]; }
 
-  // From the first block that any group of the rows visits to the last: the same for who loads and who multiplies.
+  // From the first block that any consumer visits to the last. Producer and consumers get the same answer.
   CUTE_DEVICE Blocks blocks(int row0, int row_end) const {
-    Blocks all{kUnlimited, 0};
+    Blocks tile{kUnlimited, 0};
 #pragma unroll 4
     for (int row = row0; row < row_end; row += ROWS) {
       Span const own = span_of(row);
-      all = {cute::min(all.begin, own.begin), cute::max(all.end, own.end)};
+      tile = {cute::min(tile.begin, own.begin), cute::max(tile.end, own.end)};
     }
-    return all.end > 0 ? all : Blocks{0, 1};
+    return tile.end > 0 ? tile : Blocks{0, 1};
   }
-  CUTE_DEVICE Blocks blocks_of_group(Blocks all, int row0, int) const {
+  CUTE_DEVICE Blocks blocks_of_consumer(Blocks tile, int row0, int) const {
     Span const own = span_of(row0);
-    return own.end > 0 ? Blocks{own.begin, own.end} : Blocks{all.end - 1, all.end};
+    return own.end > 0 ? Blocks{own.begin, own.end} : Blocks{tile.end - 1, tile.end};
   }
-  CUTE_DEVICE int whole(int row0) const { return span_of(row0).whole_end; }
-  CUTE_DEVICE int reached(int row0) const { return span_of(row0).whole_begin; }
+  CUTE_DEVICE int unmasked_begin(int row0) const { return span_of(row0).unmasked_begin; }
+  CUTE_DEVICE int unmasked_end(int row0) const { return span_of(row0).unmasked_end; }
 
-  template <Cut CUT, class Scores, class Place>
-  CUTE_DEVICE void hide(Scores& scores, Place const& place, int row0, int key0) const {
+  template <Masking MASKING, class Scores, class Coords>
+  CUTE_DEVICE void apply(Scores& scores, Coords const& coords, int row0, int key0) const {
     using namespace cute;
-    int const entry = anew(batch);
-    Band(p, entry).template hide<CUT>(scores, place, row0, key0);  // made again: registers are for the scores
-    int const column = get<1>(place(0, 0));
+    int const entry = opaque(batch);
+    // The band is computed again: scores need the registers that it would stay in.
+    Band(p, entry).template apply<MASKING>(scores, coords, row0, key0);
+    int const column = get<1>(coords(0, 0));
     int32_t const* const q_ids = p.q_ids.data + entry * p.q_ids.batch;
-    int32_t const* const k_ids = p.laid_k_ids + int64_t(entry) * p.blocks * BN;
+    int32_t const* const k_ids = p.padded_k_ids + int64_t(entry) * p.blocks * BLOCK_N;
     int2 const* const pairs = reinterpret_cast<int2 const*>(k_ids + key0 + column);
-    static_assert(BN % 2 == 0);  // a thread has columns in pairs, the first of them even
+    static_assert(BLOCK_N % 2 == 0);  // a thread has columns in pairs, the first of them even
 #pragma unroll
     for (int i = 0; i < size<0>(scores); ++i) {
-      int32_t const id = __ldg(q_ids + cute::min(row0 + int(get<0>(place(i, 0))), p.M - 1));
+      int32_t const id = __ldg(q_ids + cute::min(row0 + int(get<0>(coords(i, 0))), p.M - 1));
 #pragma unroll
       for (int j = 0; j < size<1>(scores); j += 2) {
-        int2 const ids = __ldg(pairs + (int(get<1>(place(0, j))) - column) / 2);
+        int2 const ids = __ldg(pairs + (int(get<1>(coords(0, j))) - column) / 2);
         if (ids.x != id) scores(i, j) = -INFINITY;
         if (ids.y != id) scores(i, j + 1) = -INFINITY;
       }
@@ -61,86 +62,92 @@ struct SegmentMask : Mask<MaskKind::kSegments, BN, ROWS> {
   }
 };
 
-constexpr int kLanes = 32, kMostWarps = 32;
-constexpr int kSharesOfEntry = 8;  // thread blocks of a cluster: as many as every device grants
+constexpr int kWarpLanes = 32, kMaxWarps = 32;
+constexpr int kClusterSize = 8;  // thread blocks of a cluster: as many as every device grants
 
-CUTE_DEVICE Extent nothing() { return {INT32_MAX, INT32_MIN}; }
-CUTE_DEVICE void widen(Extent& e, int32_t id) { e = {cute::min(e.least, id), cute::max(e.most, id)}; }
-CUTE_DEVICE bool meet(Extent a, Extent b) { return a.least <= b.most && b.least <= a.most; }
-CUTE_DEVICE bool are_one(Extent a, Extent b) { return a.least == a.most && b.least == a.least && b.most == a.most; }
-
-CUTE_DEVICE Extent of_warp(Extent e) {
-  return {__reduce_min_sync(0xffffffff, e.least), __reduce_max_sync(0xffffffff, e.most)};
+CUTE_DEVICE IdRange empty_range() { return {INT32_MAX, INT32_MIN}; }
+CUTE_DEVICE void widen(IdRange& range, int32_t id) { range = {cute::min(range.least, id), cute::max(range.most, id)}; }
+CUTE_DEVICE bool overlap(IdRange a, IdRange b) { return a.least <= b.most && b.least <= a.most; }
+// Whether both hold one id only, and the same one.
+CUTE_DEVICE bool same_single_id(IdRange a, IdRange b) {
+  return a.least == a.most && b.least == a.least && b.most == a.most;
 }
 
-// Block n of a batch entry's keys: its ids in their places, of which those before the first key stay what they are.
-template <int BN, int ROWS>
-CUTE_DEVICE Extent lay_out(Mask<MaskKind::kSegments, BN, ROWS> const& band, int32_t const* ids, int n, int32_t* laid,
-                           int lane) {
-  Extent found = nothing();
-  for (int place = n * BN + lane; place < (n + 1) * BN; place += kLanes) {
-    if (place < band.pad) continue;
-    laid[place] = ids[place - band.pad];
-    widen(found, laid[place]);
+CUTE_DEVICE IdRange reduce_warp(IdRange range) {
+  return {__reduce_min_sync(0xffffffff, range.least), __reduce_max_sync(0xffffffff, range.most)};
+}
+
+// Writes the ids of block n of a batch entry's keys to their padded positions, and returns their range. The numbers in
+// the pad stay what they are.
+template <int BLOCK_N, int ROWS>
+CUTE_DEVICE IdRange pad_ids(Mask<MaskKind::kSegments, BLOCK_N, ROWS> const& band, int32_t const* ids, int n,
+                            int32_t* padded, int lane) {
+  IdRange found = empty_range();
+  for (int key = n * BLOCK_N + lane; key < (n + 1) * BLOCK_N; key += kWarpLanes) {
+    if (key < band.pad) continue;
+    padded[key] = ids[key - band.pad];
+    widen(found, padded[key]);
   }
-  return of_warp(found);
+  return reduce_warp(found);
 }
 
-// What the group of ROWS from row0 visits of the blocks that the band leaves it. Blocks that it sees whole count where
-// they are next to each other.
-template <int BN, int ROWS>
-CUTE_DEVICE Span find_span(Mask<MaskKind::kSegments, BN, ROWS> const& band, Extent const* extents, int32_t const* ids,
-                           int row0, int row_end, int lane) {
-  Extent own = nothing();
-  for (int row = row0 + lane; row < row_end; row += kLanes) widen(own, ids[row]);
-  own = of_warp(own);
+// The blocks that the consumer with the rows from row0 on visits, out of those that the band leaves it. Its blocks
+// without a mask count only where they are next to each other.
+template <int BLOCK_N, int ROWS>
+CUTE_DEVICE Span find_span(Mask<MaskKind::kSegments, BLOCK_N, ROWS> const& band, IdRange const* id_ranges,
+                           int32_t const* ids, int row0, int row_end, int lane) {
+  IdRange own = empty_range();
+  for (int row = row0 + lane; row < row_end; row += kWarpLanes) widen(own, ids[row]);
+  own = reduce_warp(own);
   Span found{kUnlimited, 0, kUnlimited, 0};
-  int whole = 0;
+  int unmasked = 0;
   if (row0 < row_end) {
     Blocks const near = band.blocks(row0, row_end);
-    int const first = cute::max(near.begin, band.reached(row0)), end = band.whole(row0);
-    for (int n = near.begin + lane; n < near.end; n += kLanes) {
-      Extent const keys = extents[n];
-      if (meet(keys, own)) found.begin = cute::min(found.begin, n), found.end = n + 1;
-      if (!are_one(keys, own) || n < first || n >= end) continue;
-      found.whole_begin = cute::min(found.whole_begin, n), found.whole_end = n + 1;
-      ++whole;
+    int const first = cute::max(near.begin, band.unmasked_begin(row0)), end = band.unmasked_end(row0);
+    for (int n = near.begin + lane; n < near.end; n += kWarpLanes) {
+      IdRange const keys = id_ranges[n];
+      if (overlap(keys, own)) found.begin = cute::min(found.begin, n), found.end = n + 1;
+      if (!same_single_id(keys, own) || n < first || n >= end) continue;
+      found.unmasked_begin = cute::min(found.unmasked_begin, n), found.unmasked_end = n + 1;
+      ++unmasked;
     }
   }
   found.begin = __reduce_min_sync(0xffffffff, found.begin), found.end = __reduce_max_sync(0xffffffff, found.end);
-  found.whole_begin = __reduce_min_sync(0xffffffff, found.whole_begin);
-  found.whole_end = __reduce_max_sync(0xffffffff, found.whole_end);
-  whole = __reduce_add_sync(0xffffffff, whole);
-  if (whole == 0 || found.whole_end - found.whole_begin != whole) found.whole_begin = found.whole_end = 0;
+  found.unmasked_begin = __reduce_min_sync(0xffffffff, found.unmasked_begin);
+  found.unmasked_end = __reduce_max_sync(0xffffffff, found.unmasked_end);
+  unmasked = __reduce_add_sync(0xffffffff, unmasked);
+  if (unmasked == 0 || found.unmasked_end - found.unmasked_begin != unmasked)
+    found.unmasked_begin = found.unmasked_end = 0;
   return found;
 }
 
-// A cluster has a batch entry; a warp takes a block of keys, later a group of queries.
-template <int BN, int ROWS>
-__global__ void __cluster_dims__(kSharesOfEntry, 1, 1) find_spans(__grid_constant__ SegmentParams const p) {
-  int const batch = blockIdx.x / kSharesOfEntry, lane = threadIdx.x % kLanes;
-  int const warps = kSharesOfEntry * blockDim.x / kLanes;
-  int const warp = (blockIdx.x % kSharesOfEntry * blockDim.x + threadIdx.x) / kLanes;
-  Mask<MaskKind::kSegments, BN, ROWS> const band(p, batch);
-  Extent* const extents = p.extents + int64_t(batch) * p.blocks;
-  int32_t* const laid = p.laid_k_ids + int64_t(batch) * p.blocks * BN;
-  for (int n = warp; n < band.N / BN; n += warps) {
-    Extent const found = lay_out(band, p.k_ids.data + batch * p.k_ids.batch, n, laid, lane);
-    if (lane == 0) extents[n] = found;
+// A cluster of thread blocks has one batch entry. A warp takes a block of keys and, after all blocks are done, a group
+// of rows.
+template <int BLOCK_N, int ROWS>
+__global__ void __cluster_dims__(kClusterSize, 1, 1) find_spans(__grid_constant__ SegmentParams const p) {
+  int const batch = blockIdx.x / kClusterSize, lane = threadIdx.x % kWarpLanes;
+  int const warps = kClusterSize * blockDim.x / kWarpLanes;
+  int const warp = (blockIdx.x % kClusterSize * blockDim.x + threadIdx.x) / kWarpLanes;
+  Mask<MaskKind::kSegments, BLOCK_N, ROWS> const band(p, batch);
+  IdRange* const id_ranges = p.id_ranges + int64_t(batch) * p.blocks;
+  int32_t* const padded = p.padded_k_ids + int64_t(batch) * p.blocks * BLOCK_N;
+  for (int n = warp; n < band.N / BLOCK_N; n += warps) {
+    IdRange const found = pad_ids(band, p.k_ids.data + batch * p.k_ids.batch, n, padded, lane);
+    if (lane == 0) id_ranges[n] = found;
   }
   cooperative_groups::this_cluster().sync();
   for (int g = warp; g < p.groups; g += warps) {
     int const row0 = g * ROWS, row_end = cute::min(cute::min(p.M, band.rows), row0 + ROWS);
-    Span const found = find_span(band, extents, p.q_ids.data + batch * p.q_ids.batch, row0, row_end, lane);
+    Span const found = find_span(band, id_ranges, p.q_ids.data + batch * p.q_ids.batch, row0, row_end, lane);
     if (lane == 0) p.spans[int64_t(batch) * p.groups + g] = found;
   }
 }
 
-template <int BN, int ROWS>
+template <int BLOCK_N, int ROWS>
 cudaError_t launch_find_spans(SegmentParams const& p, cudaStream_t stream) {
   int const most = std::max(p.groups, p.blocks);
-  int const warps = std::min(kMostWarps, (most + kSharesOfEntry - 1) / kSharesOfEntry);
-  find_spans<BN, ROWS><<<kSharesOfEntry * p.B, warps * kLanes, 0, stream>>>(p);
+  int const warps = std::min(kMaxWarps, (most + kClusterSize - 1) / kClusterSize);
+  find_spans<BLOCK_N, ROWS><<<kClusterSize * p.B, warps * kWarpLanes, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -1,4 +1,4 @@
-// The online softmax of two rows per thread, which a quad of threads shares.
+// The online softmax of two rows per thread. A quad of threads shares these rows.
 #pragma once
 #include <cute/tensor.hpp>
 
@@ -16,90 +16,91 @@ CUTE_DEVICE float quad_sum(float x) {
 
 struct Softmax {
   static constexpr float kHuge = 3e38f;
+  static constexpr float kLn2 = 0.693147180559945f;
   float scale_log2;
-  // The maximum so far, which is taken off the scores before the scale: the largest exponential of a row is 1, which
-  // rounding leaves as it is. FlashAttention-4 lets it stay behind by up to 2^8; the largest error of a result was then
-  // up to 1.5 times as large.
-  float base[2];
-  float row_sum[2] = {0.f, 0.f};  // of this thread's columns
-  float alpha[2];                 // what the sums so far, and the output, have to be multiplied by
+  // The maximum so far of q k^T, before the scale. It is subtracted before the scale, too, so that the largest weight
+  // of a row is exactly 1, which rounding leaves as it is. FlashAttention-4 lets its maximum stay behind by up to 2^8;
+  // with that the largest error of a result was up to 1.5 times as large.
+  float row_max[2];
+  float row_sum[2] = {0.f, 0.f};  // of the weights in this thread's columns
+  float alpha[2];                 // the factor of row_sum and acc after the maximum has grown
 
-  // Before a row has seen a key, or while all scores are -inf, the base is finite: exponentials are 0 and not NaN.
-  // Scores below it, near the end of float32, would be taken for -inf.
+  // The maximum begins finite: before a row has seen a key, and while all of its scores are -inf, its weights are 0 and
+  // not NaN. Scores below that, near the end of float32, would be taken for -inf.
   CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) {
-    base[0] = base[1] = -kHuge / fmaxf(1.f, scale_log2);
+    row_max[0] = row_max[1] = -kHuge / fmaxf(1.f, scale_log2);
   }
 
-  // One more key of that score, without a value; one thread of the quad counts it.
-  CUTE_DEVICE void begin_with(float score, bool counts) {
+  // Begins with one more key of that score, which has no value. Only one thread of the quad counts it.
+  CUTE_DEVICE void add_sink(float score, bool counts) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      base[i] = fmaxf(score, base[i]);
-      row_sum[i] = counts ? exp2f((score - base[i]) * scale_log2) : 0.f;
+      row_max[i] = fmaxf(score, row_max[i]);
+      row_sum[i] = counts ? exp2f((score - row_max[i]) * scale_log2) : 0.f;
     }
   }
 
-  // Turns (2, columns) scores into exponentials.
+  // One step of the online softmax: the scores [2 rows, columns] become weights exp(score - row_max).
   template <class Scores>
-  CUTE_DEVICE void absorb(Scores& scores) {
+  CUTE_DEVICE void update(Scores& scores) {
     using namespace cute;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float top = scores(i, 0);
 #pragma unroll
       for (int j = 1; j < size<1>(scores); ++j) top = fmaxf(top, scores(i, j));
-      float const before = base[i];
-      base[i] = fmaxf(before, quad_max(top));
-      float const off = base[i] * scale_log2;
-      alpha[i] = exp2f((before - base[i]) * scale_log2);  // exactly 1 where the base stays
+      float const before = row_max[i];
+      row_max[i] = fmaxf(before, quad_max(top));
+      float const max_log2 = row_max[i] * scale_log2;
+      alpha[i] = exp2f((before - row_max[i]) * scale_log2);  // exactly 1 where the maximum stays
       row_sum[i] *= alpha[i];
 #pragma unroll
       for (int j = 0; j < size<1>(scores); ++j) {
-        scores(i, j) = exp2f(scores(i, j) * scale_log2 - off);
+        scores(i, j) = exp2f(scores(i, j) * scale_log2 - max_log2);
         row_sum[i] += scores(i, j);
       }
     }
   }
 
-  // Multiplies (2, columns) of the output by `factor`.
-  template <class Rows>
-  CUTE_DEVICE static void multiply(Rows& rows, float const (&factor)[2]) {
+  // acc [2 rows, columns] *= factor.
+  template <class Acc>
+  CUTE_DEVICE static void multiply(Acc& acc, float const (&factor)[2]) {
     using namespace cute;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < size<1>(rows); ++j) rows(i, j) *= factor[i];
+      for (int j = 0; j < size<1>(acc); ++j) acc(i, j) *= factor[i];
   }
 
-  // Where the maximum of no row of the warp has grown, nothing changes.
-  template <class Rows>
-  CUTE_DEVICE void rescale(Rows& rows) const {
+  // acc [2 rows, columns] *= alpha. A warp skips this where the maximum of none of its rows has grown.
+  template <class Acc>
+  CUTE_DEVICE void rescale(Acc& acc) const {
     using namespace cute;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!__any_sync(0xffffffff, alpha[i] != 1.f)) continue;
 #pragma unroll
-      for (int j = 0; j < size<1>(rows); ++j) rows(i, j) *= alpha[i];
+      for (int j = 0; j < size<1>(acc); ++j) acc(i, j) *= alpha[i];
     }
   }
 
-  // The natural log-sum-exp of row i; `inverse` of its sum. A row that saw no key has -inf and 0.
+  // Returns the natural log-sum-exp of row i, and in `inverse` one over its sum. A row that saw no key has -inf and 0.
   CUTE_DEVICE float finish(int i, float& inverse) const {
     float const sum = quad_sum(row_sum[i]);
     bool const dead = sum == 0.f;
     inverse = dead ? 0.f : 1.f / sum;
-    return dead ? -INFINITY : base[i] * scale_log2 * 0.693147180559945f + logf(sum);
+    return dead ? -INFINITY : row_max[i] * scale_log2 * kLn2 + logf(sum);
   }
 
-  // The same where one more key of that score has no value (-inf: there is none), for who does not know beforehand
-  // whether the row sees a key: `dead` tells that it saw none.
-  CUTE_DEVICE float finish_with(int i, float score, float& inverse, bool& dead) const {
-    float const sum = quad_sum(row_sum[i]), top = fmaxf(base[i], score);
-    float const kept = exp2f((base[i] - top) * scale_log2);
+  // The same with a sink of that score, or -inf for none. It is for masks that do not know beforehand whether a row
+  // sees a key: `dead` says that the row saw none.
+  CUTE_DEVICE float finish_with_sink(int i, float score, float& inverse, bool& dead) const {
+    float const sum = quad_sum(row_sum[i]), top = fmaxf(row_max[i], score);
+    float const kept = exp2f((row_max[i] - top) * scale_log2);
     float const all = sum * kept + exp2f((score - top) * scale_log2);
     dead = sum == 0.f;
     inverse = dead ? 0.f : kept / all;
-    return all == 0.f ? -INFINITY : top * scale_log2 * 0.693147180559945f + logf(all);
+    return all == 0.f ? -INFINITY : top * scale_log2 * kLn2 + logf(all);
   }
 };
 

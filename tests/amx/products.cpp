@@ -34,12 +34,12 @@ void plain_scores(int64_t rows, int64_t columns, int64_t depth, const Pair* a, i
 }
 
 void plain_accumulate(int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride,
-                      int64_t depth_stride, Source b, float* c, int64_t ldc, const float* keep) {
+                      int64_t depth_stride, Source b, float* c, int64_t ldc, const float* alpha) {
   const Pair* right = static_cast<const Pair*>(b.data);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < width; ++j) {
       const float sum = summed((depth + 1) / 2, a + i * row_stride, depth_stride, right + j, b.row_stride);
-      c[i * ldc + j] = fmaf(c[i * ldc + j], keep ? keep[i] : 1.0f, sum);
+      c[i * ldc + j] = fmaf(c[i * ldc + j], alpha ? alpha[i] : 1.0f, sum);
     }
 }
 
@@ -70,8 +70,8 @@ VISIBLE void scores(const char* by, int64_t rows, int64_t columns, int64_t depth
 }
 
 VISIBLE void accumulate(const char* by, int64_t rows, int64_t width, int64_t depth, const Pair* a, int64_t row_stride,
-                        int64_t depth_stride, const Pair* b, int64_t ldb, float* c, int64_t ldc, const float* keep) {
+                        int64_t depth_stride, const Pair* b, int64_t ldb, float* c, int64_t ldc, const float* alpha) {
   const auto table = table_of(by);
   const Source right = {b, Dtype::kFloat32, ldb, 1};
-  within(table, [&] { table.accumulate(rows, width, depth, a, row_stride, depth_stride, right, c, ldc, keep); });
+  within(table, [&] { table.accumulate(rows, width, depth, a, row_stride, depth_stride, right, c, ldc, alpha); });
 }

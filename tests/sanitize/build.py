@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TREE = ROOT / "build" / "sanitized"
 LIBRARY = TREE / "kernels/cpu/libsdpa_cpu.so"
 
-# The first error ends the process. Warnings are the ordinary build's: instrumented code has many that are false.
+# The first error ends the process. Asserts of preconditions are compiled in this build alone. Warnings are the ordinary
+# build's: instrumented code has many that are false.
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-INSTRUMENTED = f"-O1 -g -w {SANITIZERS}"
+INSTRUMENTED = f"-O1 -g -w -UNDEBUG {SANITIZERS}"
 # An instrumented library without an instrumented program wants both loaded first: the second, because exceptions are
 # intercepted, too.
 PRELOADED = ("libasan.so", "libstdc++.so")

@@ -2,6 +2,7 @@
 #pragma once
 #include <sanitizer/asan_interface.h>
 
+#include <cassert>
 #include <cstdint>
 #include <cstring>
 
@@ -9,9 +10,12 @@ namespace sdpa_cpu {
 
 class Carver {
  public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+  explicit Carver(void* base) : base_(static_cast<char*>(base)) {
+    assert(reinterpret_cast<uintptr_t>(base) % kCacheLine == 0);
+  }
   template <typename T>
   T* take(int64_t count) {
+    assert(count >= 0);
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
     char* part = base_ ? base_ + used_ : nullptr;
     used_ += (bytes + kCacheLine - 1) / kCacheLine * kCacheLine + kGap;

@@ -12,6 +12,7 @@ from build import LIBRARY, ROOT, TREE, build, environment
 
 FUZZER = ROOT / "tests/sanitize/fuzz.py"
 NOTE = TREE / "case"
+ASSERTS = b"__assert_fail"  # what glibc's assert calls
 
 
 def main() -> None:
@@ -24,6 +25,8 @@ def main() -> None:
     start = time.monotonic()
     surroundings = environment()
     build()
+    if ASSERTS not in LIBRARY.read_bytes():
+        raise SystemExit("fuzz: the asserts of preconditions were not compiled")
     print(f"fuzz: built in {time.monotonic() - start:.0f} s; seed {seed}", flush=True)
     NOTE.unlink(missing_ok=True)
     options = ("--seed", str(seed), "--seconds", str(given.seconds), "--cases", str(given.cases))

@@ -1,38 +1,40 @@
-// Tiles by head size, and why. Shared memory has 227 KB; 65536 registers are shared by the loader and the groups.
+// Tiles by head size, and why. A multiprocessor has 227 KB of shared memory and 65536 registers.
 #pragma once
 #include "../params.h"
 
 namespace sdpa_cuda {
 
 struct Tile {
-  int keys;    // of a block
-  int stages;  // of keys, and of values
-  bool turns;  // groups issue their products in turns, so that one's softmax runs beside the other's products
+  int BLOCK_N;     // keys
+  int stages;      // of the pipelines of keys and of values
+  bool ping_pong;  // two consumer warpgroups alternate: one's softmax runs beside the other's WGMMAs
 };
 
-// GROUPS are warpgroups, each with 64 rows of queries; stages are powers of two.
-template <int D, int DV, MaskKind MASK, int GROUPS>
+// CONSUMERS are warpgroups, each with 64 rows of queries. The number of stages is a power of two.
+template <int D, int DV, MaskKind MASK, int CONSUMERS>
 constexpr Tile tile_of() {
-  constexpr bool CUT = MASK != MaskKind::kNone;
-  // Four groups of 112 registers: 32 of output, 32 of scores, 16 of exponentials. Three have room for 128 keys, fewer
-  // pauses in a long row.
-  if (D <= 64) return GROUPS == 4 ? Tile{64, 4, false} : Tile{128, 2, false};
-  // Three groups of 160 registers: 64 of output, 40 of scores, 20 of exponentials; 208 KB of shared memory at D = 128.
-  if (D <= 128 && GROUPS == 3) return {80, 4, false};
-  // 156 KB at D = 96 and 180 registers of scores, exponentials and output; where cut by a mask, wide blocks hide too
-  // much of the diagonal.
-  if (D <= 96) return {CUT ? 128 : 176, 2, true};
-  // 160 KB at D = 128 and 160 registers. 176 keys fit where nothing is cut: better in long rows, which three groups
-  // have, and worse in short ones, which are no multiples of it.
+  constexpr bool MASKED = MASK != MaskKind::kNone;
+  // Four consumers have 112 registers per thread: 32 for acc, 32 for scores, 16 for weights. Three have room for blocks
+  // of 128 keys, which a long row visits with fewer pauses.
+  if (D <= 64) return CONSUMERS == 4 ? Tile{64, 4, false} : Tile{128, 2, false};
+  // Three consumers have 160 registers per thread: 64 for acc, 40 for scores, 20 for weights. At D = 128 the tile takes
+  // 208 KB of shared memory.
+  if (D <= 128 && CONSUMERS == 3) return {80, 4, false};
+  // At D = 96 the wider tile takes 156 KB of shared memory, and 180 registers for scores, weights and acc. Under a mask
+  // narrower blocks are better: of a wide block on the diagonal too much is masked.
+  if (D <= 96) return {MASKED ? 128 : 176, 2, true};
+  // At D = 128 the tile takes 160 KB of shared memory, and 160 registers. Without a mask 176 keys would fit. They are
+  // better in long rows, which instances of three consumers take, and worse in short rows, which are no multiples of
+  // 176.
   if (D <= 128) return {128, 2, true};
-  // 208 KB of shared memory; 64 registers of output, 64 of scores, 32 of exponentials.
+  // 208 KB of shared memory. 64 registers for acc, 64 for scores, 32 for weights.
   if (D <= 192 && DV <= 128) return {128, 2, true};
-  // 216 and 192 KB of shared memory.
-  if (D <= 192) return {CUT ? 96 : 112, 2, false};
-  // 160 KB of shared memory: with 64 keys, ids beside the mask's numbers are a few registers too many.
+  // 216 KB of shared memory, under a mask 192 KB.
+  if (D <= 192) return {MASKED ? 96 : 112, 2, false};
+  // 160 KB of shared memory. With 64 keys the ids of segments, beside the mask's numbers, would spill a few registers.
   if (MASK == MaskKind::kSegments) return {48, 2, false};
-  // 224 KB of shared memory; 64 keys where cut, whose mask takes registers.
-  return {CUT ? 64 : 80, 2, false};
+  // 224 KB of shared memory. Under a mask 64 keys, because the mask takes registers.
+  return {MASKED ? 64 : 80, 2, false};
 }
 
 }  // namespace sdpa_cuda
