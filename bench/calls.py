@@ -43,6 +43,17 @@ def torch_call(work: Workload) -> Call:
     return FORMS[work.problem.call].torch(work)
 
 
+def has_varlen(work: Workload) -> bool:
+    """torch's varlen_attn takes half precisions on a GPU."""
+    return work.q.is_cuda and work.q.dtype != torch.float32
+
+
+def torch_has(work: Workload) -> bool:
+    """Whether torch has such a call; where it has not, its closest one stands beside ours, if there is one."""
+    call = work.problem.call
+    return has_varlen(work) if call == "varlen" else call not in ("softcap", "return_lse", "kernel")
+
+
 def plain(work: Workload, kernel: str | None, **more: object) -> Call:
     given = masked(work.our_mask) | work.options | named(kernel) | more
     return partial(sdpa.scaled_dot_product_attention, *work.qkv, **given)
@@ -97,8 +108,8 @@ def varlen(work: Workload, kernel: str | None) -> Call:
 
 
 def torch_varlen(work: Workload) -> Call:
-    """torch's varlen_attn, for half precisions on a GPU; its closest call elsewhere has the documents as a mask."""
-    if not work.q.is_cuda or work.q.dtype == torch.float32:
+    """torch's varlen_attn; where it takes no such tensors, the closest call has the documents as a mask."""
+    if not has_varlen(work):
         return torch_plain(work)
     from torch.nn.attention.varlen import varlen_attn
 

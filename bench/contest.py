@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import sdpa
+from sdpa.bench.calls import torch_has
 from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, ours, peers_for
 from sdpa.bench.pool import first_line
 from sdpa.bench.problems import Problem
@@ -31,6 +32,7 @@ OWN = "triton"  # what it chooses with torch's kernels left out
 OWN_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.name.startswith("triton_"))
 NOT_A_REASON = ("runtime disabled", "not used because")  # torch warns of every backend, asked for or not
 LONGEST_NOTE = 200
+NOT_TORCHS = "torch has no such call: beside its closest one, if any"
 
 
 class DeviceLost(RuntimeError):
@@ -60,7 +62,7 @@ class Entry:
     bytes: int | None = None  # peak of what a step allocates, its results included
     reason: str = ""  # why it was not timed
     failed: bool = False  # because it raised or was wrong, and not because it cannot do such problems
-    note: str = ""  # what it warned of
+    note: str = ""  # what it warned of; of ours, that torch has no such call
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ def compete(problem: Problem, options: Options) -> tuple[list[Entry], list[Entry
     timings = iter(race(racers, problem.device, problem.host, options.pace))
     entries = [entry if racer is None else timed(entry, next(timings), problem) for entry, racer in prepared]
     for place, kernel in enumerate(options.kernels):
-        entries[place] = replace(entries[place], kernel=name_of(work, entries[place], kernel))
+        entry = entries[place]
+        note = entry.note or ("" if torch_has(work) else NOT_TORCHS)
+        entries[place] = replace(entry, kernel=name_of(work, entry, kernel), note=note)
     return entries[: len(options.kernels)], entries[len(options.kernels) :]
 
 

@@ -55,7 +55,8 @@ def cpu_decode() -> tuple[Problem, ...]:
 def overhead() -> tuple[Problem, ...]:
     """Calls so small that only the way to the kernel costs: plain ones, and one of each that asks more.
 
-    torch has no softcap: that row tells our time alone, and no geomean counts it.
+    What torch does not have stands beside torch's closest call, and its row says so. torch has nothing close to a
+    softcap: that row tells our time alone, and no geomean counts it.
     """
     small = {"B": 1, "H": 4, "M": 16, "N": 16, "D": 64}
     asked = ("dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", "module")

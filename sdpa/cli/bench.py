@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sdpa.bench import pool, record, warm
-from sdpa.bench.contest import DEFAULT, OWN, DeviceLost, Entry, Options, Row, run_contest
+from sdpa.bench.contest import DEFAULT, NOT_TORCHS, OWN, DeviceLost, Entry, Options, Row, run_contest
 from sdpa.bench.models import models
 from sdpa.bench.peers import PEERS
 from sdpa.bench.problems import Problem
@@ -243,6 +243,7 @@ def run_and_show(
 def line(row: Row) -> str:
     own, label = row.own, row.problem.label
     peers = " ".join(map(told, sorted(row.peers, key=lambda peer: peer.seconds or float("inf"))))
+    peers += f"; {own.note}" if own.note == NOT_TORCHS else ""
     if own.seconds is None:
         color = "red" if own.failed else "yellow"
         return f"[{color}]{escape(f'{label:<44} {own.name:<18} {own.reason}  {peers}')}"
