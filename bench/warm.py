@@ -123,28 +123,38 @@ class Readiness:
         return tile is None or likeness(kernel, tile, asked) in self.done
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Who hears of the outcomes of other tasks, of builds that fail, and of every step."""
+
+    judge: Callable[[pool.Outcome], object] = lambda outcome: None
+    report: Callable[[str], object] = print
+    step: Callable[[], object] = lambda: None
+
+
+USUAL = Listener()
+
+
 def warm_builds(
     builds: dict[tuple, Build],
     jobs: int,
     first: Sequence[pool.Task] = (),
-    judge: Callable[[pool.Outcome], object] = lambda outcome: None,
     end: float = float("inf"),
-    report: Callable[[str], object] = print,
-    step: Callable[[], object] = lambda: None,
+    listener: Listener = USUAL,
 ) -> Readiness:
-    """Runs the tasks `first`, whose outcomes go to `judge`, and every build once. What fails is reported and is not
-    ready; neither is what was not begun at the time `end` (of time.monotonic), when `first` is done."""
+    """Runs the tasks `first`, whose outcomes are judged, and every build once. What fails is reported and is not ready;
+    neither is what was not begun at the time `end` (of time.monotonic), when `first` is done."""
     keys = {build: key for key, build in builds.items()}
     readiness, left = Readiness(), len(first)
     outcomes = pool.run_tasks([*([task] for task in first), *chains_of(builds.values())], jobs)
     for outcome in outcomes:
         function, argument = outcome.task
-        step()
+        listener.step()
         if function is not run_build:
-            judge(outcome)
+            listener.judge(outcome)
             left -= 1
         elif outcome.error:
-            report(f"{argument} fails: {outcome.error}")
+            listener.report(f"{argument} fails: {outcome.error}")
         else:
             readiness.done.add(keys[argument])
         if not left and time.monotonic() >= end:
