@@ -259,7 +259,7 @@ def extra_bytes(contestant: Contestant, problem: Problem) -> int | None:
 
 
 def recover(device: str) -> None:
-    """Memory is given back, after a failure and between problems."""
-    gc.collect()
+    """A GPU's memory is given back, after a failure and between problems."""
     if device.startswith("cuda"):
+        gc.collect()
         torch.cuda.empty_cache()
