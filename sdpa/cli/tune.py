@@ -90,7 +90,7 @@ def prune_table(path: Path) -> None:
         before = yaml.safe_load(path.read_text())
         after = prune.prune(str(path), before)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise click.ClickException(f"cannot prune {path}: {error}") from None
+        raise click.ClickException(f"cannot prune {path}: {' '.join(str(error).split())}") from None
     tuning.write(path, after)
     clear_caches()
     console().print(f"{len(before['entries'])} entries, {len(after['entries'])} needed: {path}", soft_wrap=True)
@@ -187,7 +187,7 @@ def entries_of(file: Path, table: Path) -> list[dict]:
         data = yaml.safe_load(file.read_text())
         tuning.parse(str(table), data)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise click.ClickException(f"cannot resume {file}: {error}") from None
+        raise click.ClickException(f"cannot resume {file}: {' '.join(str(error).split())}") from None
     measured, here = data["versions"].get("torch"), record.versions()["torch"]
     if measured != here:
         raise click.ClickException(f"cannot resume {file}: expected torch {here}, measured with {measured}")
