@@ -1,7 +1,8 @@
 """Prunes a CPU's tuning table: an entry stays only if, without it, another kernel or tile would be chosen.
 
 An entry speaks for every problem near it. Where one stays that disagrees with the estimate, its neighbours would come
-under its word; those that it would mislead stay, too.
+under its word; those that it would mislead stay, too. Asked is what the dispatcher chooses among all kernels, and not
+what it would choose where a user has left some out.
 """
 
 from __future__ import annotations

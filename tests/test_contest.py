@@ -390,6 +390,16 @@ def test_flex_is_compiled_on_a_gpu(mask, direction):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("call", ASKED)
+def test_every_call_has_a_contest_on_a_gpu(call, dtype):
+    (row,) = contest.measure_cell("s", problem_of(call, device="cuda", host=True, dtype=dtype), FAST)
+    told = next(peer for peer in row.peers if peer.name == "torch")
+    assert row.own.seconds and row.own.kernel, row.own
+    assert told.reason == "torch has no softcap" if call == "softcap" else told.seconds, told
+
+
+@pytest.mark.gpu
 def test_a_device_race_hides_the_host():
     """A call that takes the host long is timed as short as it is on the device."""
     small = torch.zeros(1024, device="cuda")

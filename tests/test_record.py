@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,12 @@ from helpers import some_rows
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from sdpa.bench import record
+from sdpa.bench import plots, record
 from sdpa.bench.contest import Entry
 from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.cli.bench import line
 
+RESULTS = Path(record.__file__).parent / "results"
 HEADER = {
     "date": "2030-01-02T03:04:05+00:00", "device": "nvidia_h200", "description": "NVIDIA H200", "threads": 8,
     "versions": {"torch": "2.11.0", "flash-attn-4": "4.0"}, "command": "sdpa bench --suite gpu-forward",
@@ -57,6 +59,16 @@ def test_merge_replaces_what_is_measured_again(tmp_path):
     assert [record["best_peer"] for record in records] == ["", "fa4", "fa4", "fa4"]
     record.Table(path, HEADER).add([again])
     assert len(record.read(path)[1]) == 1
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_committed_rows_are_read_and_drawn(path):
+    """Their problems are those of today's suites, so that pictures have all of them."""
+    _, records = record.read(path)
+    assert len(records) > 50 and all(record.problem_of(row) is not None for row in records)
+    timed = {row["problem"] for row in records if row["suite"] == records[0]["suite"] and (row["ms"] or row["peers"])}
+    panels = plots.panels_of([row for row in records if row["suite"] == records[0]["suite"]])
+    assert sum(map(len, panels.values())) == len(timed)
 
 
 def test_an_interrupted_write_leaves_the_table(tmp_path, monkeypatch):
@@ -126,8 +138,6 @@ def test_driver_facts(monkeypatch):
 @pytest.mark.parametrize("suite", GPU_SUITES)
 def test_pictures_of_every_suite(suite, tmp_path):
     pytest.importorskip("matplotlib")
-    from sdpa.bench import plots
-
     records = [record.as_record(row) for kernel in ("default", "triton_flash") for row in some_rows(suite, kernel)]
     plots.plot(tmp_path / "p.png", suite, records)
     assert (tmp_path / "p.png").stat().st_size > 5000
@@ -135,8 +145,6 @@ def test_pictures_of_every_suite(suite, tmp_path):
 
 def test_a_picture_has_a_panel_per_head_size_and_mask():
     pytest.importorskip("matplotlib")
-    from sdpa.bench import plots
-
     records = [record.as_record(row) for kernel in ("default", "triton_flash") for row in some_rows(kernel=kernel)]
     panels = plots.panels_of(records)
     assert [title.split("head size ")[1] for title, _ in panels] == [
