@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from sdpa.bench import record
+from sdpa.bench.calls import our_call
 from sdpa.bench.problems import Problem, square
 from sdpa.bench.timing import interleave
 from sdpa.bench.workload import make_workload
@@ -65,7 +66,7 @@ def measure(problems: tuple[Problem, ...], time_limit: float = SECONDS) -> Itera
     library = compile_library()
     for problem in problems:
         ceiling, amount = ceiling_of(library, problem)
-        ours, most = interleave([make_workload(problem).ours, ceiling], time_limit=time_limit)
+        ours, most = interleave([our_call(make_workload(problem)), ceiling], time_limit=time_limit)
         yield problem, problem.figure(ours.minimum), amount / most.minimum
 
 

@@ -1,6 +1,6 @@
-"""A problem as a contest: our kernels and every peer, each held against float64, then timed in turns.
+"""A problem as a contest: our kernels and every peer, torch among them, each held against float64, then timed in turns.
 
-Peers that raise, or are wrong, are told as such and never timed; nothing a contestant raises ends the suite.
+Who raises or is wrong is told as such and never timed; nothing a contestant raises ends the suite.
 """
 
 from __future__ import annotations
@@ -8,20 +8,21 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, Refusal, ours, peers_for
+import sdpa
+from sdpa.bench.calls import torch_has
+from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, ours, peers_for
+from sdpa.bench.pool import first_line
 from sdpa.bench.problems import Problem
-from sdpa.bench.race import DEVICE_SECONDS, Racer, race
-from sdpa.bench.run import first_line, kernel_of, planned_kernel, reasons_of
-from sdpa.bench.timing import Call, Timing
-from sdpa.bench.truth import gradient_error, out_error, right_gradients, right_out
-from sdpa.bench.workload import Workload, WrongResult, make_workload
+from sdpa.bench.timing import USUAL, Call, Pace, Racer, Timing, race
+from sdpa.bench.truth import gradient_error, mean_under_dropout, out_error, right_gradients, right_out
+from sdpa.bench.workload import Refusal, Workload, WrongResult, make_workload, surroundings
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import sdpa_kernel
 from sdpa.dispatch.select import NoKernelError, clear_caches
@@ -31,6 +32,7 @@ OWN = "triton"  # what it chooses with torch's kernels left out
 OWN_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.name.startswith("triton_"))
 NOT_A_REASON = ("runtime disabled", "not used because")  # torch warns of every backend, asked for or not
 LONGEST_NOTE = 200
+NOT_TORCHS = "torch has no such call: beside its closest one, if any"
 
 
 class DeviceLost(RuntimeError):
@@ -43,8 +45,7 @@ class Options:
 
     kernels: tuple[str, ...] = (DEFAULT,)
     peers: tuple[str, ...] = ()
-    repeat: int | None = None
-    time_limit: float = DEVICE_SECONDS
+    pace: Pace = USUAL
     seed: int = 0
     lost: dict[tuple[Problem, str], str] = field(default_factory=dict)  # who must not run, and why
 
@@ -61,7 +62,7 @@ class Entry:
     bytes: int | None = None  # peak of what a step allocates, its results included
     reason: str = ""  # why it was not timed
     failed: bool = False  # because it raised or was wrong, and not because it cannot do such problems
-    note: str = ""  # what it warned of
+    note: str = ""  # what it warned of; of ours, that torch has no such call
 
 
 @dataclass(frozen=True)
@@ -107,23 +108,6 @@ def measure_cell(suite: str, problem: Problem, options: Options) -> list[Row]:
     return [Row(suite, problem, entry, tuple(peers)) for entry in own]
 
 
-@contextmanager
-def surroundings(problem: Problem) -> Iterator[None]:
-    """float32 products as the problem has them, and a graph only where it needs one."""
-    with matmul_precision(problem.precision), nullcontext() if problem.needs_grad else torch.no_grad():
-        yield
-
-
-@contextmanager
-def matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def compete(problem: Problem, options: Options) -> tuple[list[Entry], list[Entry]]:
     """Ours and the peers' entries, in the order asked for."""
     work = make_workload(problem, options.seed)
@@ -138,10 +122,12 @@ def compete(problem: Problem, options: Options) -> tuple[list[Entry], list[Entry
         for name, maker in makers
     ]
     racers = [racer for _, racer in prepared if racer is not None]
-    timings = iter(race(racers, problem.device, problem.host, options.repeat, options.time_limit))
+    timings = iter(race(racers, problem.device, problem.host, options.pace))
     entries = [entry if racer is None else timed(entry, next(timings), problem) for entry, racer in prepared]
     for place, kernel in enumerate(options.kernels):
-        entries[place] = replace(entries[place], kernel=name_of(work, entries[place], kernel))
+        entry = entries[place]
+        note = entry.note or ("" if torch_has(work) else NOT_TORCHS)
+        entries[place] = replace(entry, kernel=name_of(work, entry, kernel), note=note)
     return entries[: len(options.kernels)], entries[len(options.kernels) :]
 
 
@@ -178,20 +164,36 @@ def name_of(work: Workload, entry: Entry, asked: str) -> str:
         return planned_kernel(work, None if asked in (DEFAULT, OWN) else asked)
 
 
+def kernel_of(problem: Problem) -> str:
+    """The kernel that ran last in this thread, if it ran in the problem's direction."""
+    choice = sdpa.last_choice()
+    return choice.kernel.name if choice is not None and choice.problem.direction == problem.direction else ""
+
+
+def planned_kernel(work: Workload, kernel: str | None) -> str:
+    """For a backward that autograd ran in a thread of its own: what the dispatcher answers for it."""
+    told = sdpa.explain(*work.qkv, work.our_mask, **work.options, kernel=kernel, direction=work.problem.direction)
+    return told.chosen or ""
+
+
 class Judge:
     """The right results of a workload, made when they are first needed and kept for all contestants."""
 
     def __init__(self, work: Workload) -> None:
         self.work, self.right_out, self.right_gradients = work, right_out(work), None
 
-    def error(self, contestant: Contestant, out: Tensor) -> float:
-        """The largest distance to float64, of the gradients in a backward. Raises WrongResult beyond rounding."""
+    def error(self, contestant: Contestant, result: object) -> float:
+        """The largest distance to float64, where it differentiates of the gradients. Raises WrongResult beyond
+        rounding."""
+        out, problem = contestant.read(result), self.work.problem
+        if problem.call == "dropout":
+            out = mean_under_dropout(lambda: contestant.read(contestant.forward()))
         error = out_error(self.work, out, self.right_out)
-        if self.work.problem.direction == "forward":
+        if not problem.differentiates:
             return error
         if self.right_gradients is None:
             self.right_gradients = right_gradients(self.work)
-        found = contestant.gradients(out)
+        found = contestant.gradients(result)
         found = (*map(contestant.standard, found[:3]), *found[3:])
         return gradient_error(self.work, found, self.right_gradients)
 
@@ -227,7 +229,13 @@ def call_of(contestant: Contestant, out: Tensor, problem: Problem) -> tuple[Call
     """What is timed, and what is entered around it: a graph remembers its backend, so a backward needs nothing."""
     if problem.direction == "backward":
         return partial(contestant.gradients, out), nullcontext
-    return contestant.forward, contestant.around
+    return contestant.step if problem.is_step else contestant.forward, contestant.around
+
+
+def reasons_of(error: Exception) -> str:
+    """A forced kernel's reasons out of the dispatcher's refusal, or another refusal's one line."""
+    reasons = [line.strip(" -") for line in str(error).splitlines() if line.startswith("    - ")]
+    return "; ".join(reasons) or str(error).splitlines()[0]
 
 
 def note_of(told: list[warnings.WarningMessage]) -> str:
@@ -244,14 +252,14 @@ def extra_bytes(contestant: Contestant, problem: Problem) -> int | None:
     before = torch.cuda.memory_allocated(problem.device)
     torch.cuda.reset_peak_memory_stats(problem.device)
     out = contestant.forward()
-    kept = (out, contestant.gradients(out, retain=False) if problem.direction == "backward" else None)
+    kept = (out, contestant.gradients(out, retain=False) if problem.differentiates else None)
     torch.cuda.synchronize(problem.device)
     del kept
     return torch.cuda.max_memory_allocated(problem.device) - before
 
 
 def recover(device: str) -> None:
-    """Memory is given back, after a failure and between problems."""
-    gc.collect()
+    """A GPU's memory is given back, after a failure and between problems."""
     if device.startswith("cuda"):
+        gc.collect()
         torch.cuda.empty_cache()

@@ -37,7 +37,7 @@ class Cell(Problem):
 
 def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
-    cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name]]
+    cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if not problem.call]
     cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
     first: dict[tuple, Cell] = {}
     for cell in cells:

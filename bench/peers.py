@@ -8,22 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sdpa.bench.calls import FORMS, our_call, torch_call
 from sdpa.bench.problems import Problem
-from sdpa.bench.workload import Workload, alibi_slopes
+from sdpa.bench.timing import Call
+from sdpa.bench.workload import Refusal, Workload, alibi_slopes
 
 # The math backend writes scores out in float32; more than this takes its time without winning.
 MOST_SCORES = 8e9
-
-
-class Refusal(RuntimeError):
-    """A peer cannot express a problem, or is known to be out of the race."""
 
 
 def same(tensor: Tensor) -> Tensor:
@@ -32,27 +30,36 @@ def same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One implementation on one problem. `forward` returns out (B, H, M, Dv); `leaves` are q, k, v and a bias that
-    learns in the layout this contestant likes best, and `standard` brings their gradients into ours."""
+    """One implementation on one problem. `read` makes out (B, H, M, Dv) of what `forward` returns; `leaves` are q, k, v
+    and a bias that learns in the layout this contestant likes best, and `standard` brings their gradients into ours."""
 
     name: str
-    forward: Callable[[], Tensor]
+    forward: Call
     leaves: tuple[Tensor, ...]
     grad_out: Tensor
     around: Callable[[], AbstractContextManager] = nullcontext  # what forces it, entered outside of what is timed
     standard: Callable[[Tensor], Tensor] = same
+    read: Callable[[object], Tensor] = same
 
     def gradients(self, out: Tensor, retain: bool = True) -> tuple[Tensor, ...]:
         """In the order and layout of `leaves`; `out` keeps its graph, so that a backward alone can be repeated."""
         return torch.autograd.grad(out, self.leaves, self.grad_out, retain_graph=retain)
 
+    def step(self) -> tuple[Tensor, ...]:
+        """A forward and its backward, as training has them."""
+        return self.gradients(self.forward(), retain=False)
+
+
+def contestant(name: str, call: Call, work: Workload) -> Contestant:
+    return Contestant(name, call, work.leaves, work.grad_out, read=FORMS[work.problem.call].read)
+
 
 def ours(work: Workload, kernel: str | None) -> Contestant:
-    return Contestant(kernel or "default", partial(work.ours, kernel), work.leaves, work.grad_out)
+    return contestant(kernel or "default", our_call(work, kernel), work)
 
 
 def torch_default(work: Workload) -> Contestant:
-    return Contestant("torch", work.peer, work.leaves, work.grad_out)
+    return contestant("torch", torch_call(work), work)
 
 
 def torch_backend(name: str, backend: SDPBackend, work: Workload) -> Contestant:
@@ -60,7 +67,7 @@ def torch_backend(name: str, backend: SDPBackend, work: Workload) -> Contestant:
     scores = p.B * p.H * p.M * p.N * torch.float32.itemsize
     if backend == SDPBackend.MATH and scores >= MOST_SCORES:
         raise Refusal(f"expected scores below {MOST_SCORES / 1e9:.0f} GB, got {scores / 1e9:.0f}")
-    return Contestant(name, work.peer, work.leaves, work.grad_out, partial(sdpa_kernel, backend))
+    return replace(contestant(name, torch_call(work), work), around=partial(sdpa_kernel, backend))
 
 
 def flex(work: Workload) -> Contestant:
@@ -68,10 +75,16 @@ def flex(work: Workload) -> Contestant:
     from torch.nn.attention.flex_attention import create_block_mask
 
     p = work.problem
+    require_plain(p)
     score, seen, batches = flex_terms(work)
     mask = None if seen is None else create_block_mask(seen, batches, None, p.M, p.N, device=p.device)
     options = {"score_mod": score, "block_mask": mask, "enable_gqa": p.Hkv != p.H}
     return Contestant("flex", partial(compiled_flex(p.device), *work.qkv, **options), work.leaves, work.grad_out)
+
+
+def require_plain(p: Problem) -> None:
+    if p.call:
+        raise Refusal(f"asked for plain attention, got a call of the kind {p.call}")
 
 
 def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | None]:
@@ -80,10 +93,10 @@ def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | 
     if mask == "none":
         return None, None, None
     if mask in ("bias", "bias_grad"):
-        bias = work.peer_mask  # (1, H, M, N)
+        bias = work.torch_mask  # (1, H, M, N)
         return (lambda score, b, h, i, j: score + bias[0, h, i, j]), None, None
     if mask in ("allowed", "padding", "lengths"):
-        allowed = work.peer_mask  # (B, 1, M, N) or (B, 1, 1, N)
+        allowed = work.torch_mask  # (B, 1, M, N) or (B, 1, 1, N)
         if mask == "allowed":
             return None, (lambda b, h, i, j: allowed[b, 0, i, j]), p.B
         return None, (lambda b, h, i, j: allowed[b, 0, 0, j]), p.B
@@ -115,6 +128,7 @@ def compiled_flex(device: str) -> Callable:
 def flash4(work: Workload) -> Contestant:
     """FlashAttention-4 in CuTe DSL; its tensors are (B, N, H, D)."""
     p = work.problem
+    require_plain(p)
     if p.mask not in ("none", "causal"):
         raise Refusal(f"asked for the masks none and causal, got {p.mask}")
     if p.mask == "causal" and p.M != p.N:
@@ -147,6 +161,8 @@ PEERS: dict[str, Maker] = {
     "flex": flex,
     "fa4": flash4,
 }
+# Calls that torch makes in one way, whatever its backends.
+ONE_WAY = ("softcap", "return_lse", "varlen", "module")
 # Those that are torch's: the bar of most suites is the best of them.
 TORCH_PEERS = ("torch", *TORCH_BACKENDS)
 
@@ -157,7 +173,7 @@ def peers_for(problem: Problem, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
     is left out where others are made for the problem, or where nothing but the host counts."""
     if asked:
         return asked
-    if not problem.device.startswith("cuda"):
+    if not problem.device.startswith("cuda") or problem.call in ONE_WAY:
         return ("torch",)
     plain = problem.mask in ("none", "causal") and problem.H == problem.Hkv
     left_out = {"flex"} if plain or problem.host else set()

@@ -1,8 +1,5 @@
-"""A suite as a picture, higher is better. Needs matplotlib.
-
-`plot` draws ours beside the one peer of a CPU suite, a panel per dtype; `plot_contest` draws all contestants as
-FlashAttention's papers do, a panel per head size and mask, the sequence lengths along it.
-"""
+"""A suite as a picture, higher is better: all contestants as FlashAttention's papers draw them, a panel per head size
+and mask, the sequence lengths along it. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,61 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sdpa.bench.peers import PEERS
-from sdpa.bench.problems import DIRECTIONS, MASKS, Problem
-from sdpa.bench.run import Row
-from sdpa.bench.table import Record, problem_of, unpaired
+from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, Problem
+from sdpa.bench.record import Record, problem_of, unpaired
 
-BAR = 0.4
-CONTEST_COLUMNS = 2
-CONTEST_PANEL = (7.5, 3.4)  # inches
+COLUMNS = 2
+PANEL = (7.5, 3.4)  # inches
 GROUP_WIDTH = 0.86  # of the distance between two lengths
 PEER_COLORS = {
     "torch": "#555555", "cudnn": "#76b900", "flash": "#4c72b0", "efficient": "#dd8452", "math": "#b8b8b8",
     "flex": "#937860", "fa4": "#8172b3",
 }  # fmt: skip
 OUR_COLORS = ("#2a7f62", "#c44e52", "#1b4d3e", "#e377c2")
-INCHES_PER_CELL = 0.34
-PANEL_HEIGHT = 3.6
-
-
-def plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    timed = [row for row in rows if row.ours and row.peer]
-    dtypes = list(dict.fromkeys(row.problem.dtype for row in timed))
-    if not dtypes:
-        raise ValueError(f"suite {suite} has no timed cell to plot")
-    widest = max(sum(row.problem.dtype == dtype for row in timed) for dtype in dtypes)
-    size = (max(7.0, widest * INCHES_PER_CELL), PANEL_HEIGHT * len(dtypes))
-    figure, axes = pyplot.subplots(len(dtypes), 1, figsize=size, squeeze=False, layout="constrained")
-    for axis, dtype in zip(axes[:, 0], dtypes, strict=True):
-        draw_panel(axis, dtype, [row for row in timed if row.problem.dtype == dtype])
-    figure.suptitle(f"{suite}: attention in GFLOP/s, higher is better")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def draw_panel(axis, dtype: str, rows: Sequence[Row]) -> None:
-    """A pair of bars per problem, and above it how many times faster ours is."""
-    places = range(len(rows))
-    ours = [row.problem.flops() / row.ours.minimum * 1e-9 for row in rows]
-    peer = [row.problem.flops() / row.peer.minimum * 1e-9 for row in rows]
-    axis.bar([x - BAR / 2 for x in places], ours, BAR, label="sdpa", color="#2a7f62")
-    axis.bar([x + BAR / 2 for x in places], peer, BAR, label="torch", color="#b8b8b8")
-    for x, row in zip(places, rows, strict=True):
-        axis.text(x, max(ours[x], peer[x]), f"{row.ratio:.1f}x", ha="center", va="bottom", fontsize=6)
-    axis.set_xticks(list(places), [label(row) for row in rows], rotation=90, fontsize=6)
-    axis.set_ylabel("GFLOP/s")
-    axis.set_title(dtype, fontsize=9)
-    axis.legend(fontsize=7)
-    axis.margins(x=0.01)
-
-
-def label(row: Row) -> str:
-    return row.problem.label.removeprefix(f"{row.problem.dtype} ")
 
 
 # One group of bars: what stands below it, and the figure of each contestant.
@@ -100,11 +53,11 @@ def save_with_legend(figure, axes, path: Path, order: Sequence[str] | None = Non
     pyplot.close(figure)
 
 
-def plot_contest(path: Path, suite: str, records: Sequence[Record]) -> None:
+def plot(path: Path, suite: str, records: Sequence[Record]) -> None:
     panels = panels_of([record for record in records if record["suite"] == suite])
     if not panels:
         raise ValueError(f"suite {suite} has no timed cell to plot")
-    figure, axes = panel_grid(len(panels), CONTEST_COLUMNS, CONTEST_PANEL)
+    figure, axes = panel_grid(len(panels), COLUMNS, PANEL)
     names = contestants(panels)
     for axis, ((title, unit), groups) in zip(axes, panels.items(), strict=True):
         draw_groups(axis, names, groups)
@@ -135,7 +88,8 @@ def figures_of(records: Sequence[Record]) -> dict[Problem, dict[str, float]]:
 
     def place(problem: Problem) -> tuple:
         kind = (DIRECTIONS.index(problem.direction), problem.dtype, problem.precision != "highest", problem.D)
-        return (*kind, MASKS.index(problem.mask), problem.H, problem.Hkv, problem.N, problem.B, problem.M)
+        asked = (CALLS.index(problem.call), MASKS.index(problem.mask))
+        return (*kind, *asked, problem.H, problem.Hkv, problem.N, problem.B, problem.M)
 
     return {problem: found[problem] for problem in sorted(found, key=place)}
 
@@ -160,8 +114,9 @@ def panel_title(problem: Problem) -> str:
 
 
 def place_of(problem: Problem) -> str:
-    """Below a group of bars: the length, or batch and lengths where they differ."""
-    return str(problem.N) if problem.M == problem.N else f"B{problem.B}\n{problem.M} x {problem.N}"
+    """Below a group of bars: the length, or batch and lengths where they differ; and how it is called."""
+    sizes = str(problem.N) if problem.M == problem.N else f"B{problem.B}\n{problem.M} x {problem.N}"
+    return "\n".join((sizes, *problem.manner))
 
 
 def contestants(panels: Panels) -> dict[str, str]:

@@ -148,9 +148,13 @@ def serve(connection: Connection) -> None:
         try:
             value = function(argument)
         except Exception as raised:
-            error = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+            error = first_line(raised)
             usable = device_usable()
         connection.send((value, error, usable))
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def device_usable() -> bool:

@@ -14,6 +14,10 @@ import torch
 # "allowed" is (B, 1, M, N) bool; "alibi" and "segments" (packed documents) are causal too.
 MASKS = ("none", "causal", "window", "padding", "lengths", "bias", "bias_grad", "allowed", "alibi", "segments")
 DIRECTIONS = ("forward", "backward")
+# What a call asks beyond plain attention (sdpa.bench.calls). "parameter" is a training step: q, k and v are
+# nn.Parameters, and the forward is timed with its backward. "kernel" names its kernel. "module" is a whole
+# nn.MultiheadAttention, of which the problem gives the sizes.
+CALLS = ("", "dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", "varlen", "module")
 # Keys a query of the "window" mask sees to its left: large enough for a model, small enough that skipping pays.
 WINDOW = 256
 # Packed documents have about so many tokens, the lengths of neighbours in these proportions.
@@ -45,6 +49,7 @@ class Problem:
     window: int = WINDOW  # of the "window" mask
     precision: str = "highest"  # torch's float32 matmul precision; "high" allows TF32
     host: bool = False  # the figure is the host's time of a call, and not the device's
+    call: str = ""  # of CALLS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "Hkv", self.Hkv or self.H)
@@ -55,8 +60,18 @@ class Problem:
         return getattr(torch, self.dtype)
 
     @property
+    def is_step(self) -> bool:
+        """Whether a forward is timed with its backward."""
+        return self.call == "parameter"
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients are computed, and so have to be right."""
+        return self.is_step or self.direction == "backward"
+
+    @property
     def needs_grad(self) -> bool:
-        return self.grad or self.direction == "backward"
+        return self.grad or self.differentiates
 
     @property
     def shape(self) -> str:
@@ -69,11 +84,15 @@ class Problem:
     @property
     def label(self) -> str:
         """Short enough for a column: what distinguishes the cells of a suite."""
-        recorded = self.grad and self.direction == "forward"
-        notes = [self.direction] + ["grad"] * recorded + [self.layout] * (self.layout != "bhmd")
-        notes += ["tf32"] * (self.precision != "highest")
+        tf32 = ["tf32"] * (self.precision != "highest")
         mask = f"{self.mask}{self.window}" if self.mask == "window" and self.window != WINDOW else self.mask
-        return f"{self.dtype} {self.shape} {mask} {'+'.join(notes)}"
+        return f"{self.dtype} {self.shape} {mask} {'+'.join([self.direction, *self.manner, *tf32])}"
+
+    @property
+    def manner(self) -> list[str]:
+        """What is special about the way in which it is called."""
+        recorded = self.grad and self.direction == "forward"
+        return ["grad"] * recorded + [self.call] * bool(self.call) + [self.layout] * (self.layout != "bhmd")
 
     def key_lengths(self) -> tuple[int, ...]:
         """Valid keys per batch entry under "padding" and "lengths": from half of N to all."""

@@ -1,27 +1,46 @@
-"""What is written down beside figures: device, versions, command; the suite's last line; the JSON file."""
+"""What is written of a run: device, versions and command; each suite's last line; rows as JSON and as CSV.
+
+A CSV is written anew after every problem, read back for plots, and merged with earlier runs. Its lines that begin with
+"# " tell of each run its date, device, driver, clocks, versions, command and last lines.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
+import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from sdpa.bench import contest
-from sdpa.bench.run import Row
+from sdpa.bench.contest import DEFAULT, Entry, Row
+from sdpa.bench.peers import TORCH_PEERS
+from sdpa.bench.problems import Problem
+from sdpa.bench.suites import SUITES
 from sdpa.dispatch.device import device_of
 
 PACKAGES = ("torch", "sdpa-kernels", "numpy", "triton", "flash-attn-4")
 # What the driver tells of a GPU, by the names of nvidia-smi; clocks in MHz, as they are when a run begins.
 DRIVER_FACTS = {"driver": "driver_version", "sm_clock_max": "clocks.max.sm", "sm_clock": "clocks.sm"}
+
+COMMENT = "# "
+COLUMNS = (
+    "suite", "problem", "asked", "kernel", "ms", "tflops_or_gbs", "unit", "best_peer", "best_peer_value", "ratio",
+    "best_torch", "best_torch_value", "torch_ratio", "our_error", "peer_error", "our_bytes", "peers", "peer_errors",
+    "peer_bytes", "refused", "samples", "spread", "date", "note",
+)  # fmt: skip
+KEY = ("suite", "problem", "asked")  # a row measured again replaces the one with the same
+Record = dict[str, str]
 
 
 def versions() -> dict[str, str]:
@@ -64,40 +83,147 @@ def header(device: str) -> dict:
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "command": command(),
+        "driver": driver_facts(device),
     }
 
 
-def contest_header(device: str) -> dict:
-    """With what decides a GPU's figures."""
-    return header(device) | {"driver": driver_facts(device)}
+def header_lines(header: dict) -> list[str]:
+    """The header as two comments of a CSV."""
+    driver = ", ".join(f"{name} {text}" for name, text in header["driver"].items())
+    versions = ", ".join(f"{name} {text}" for name, text in header["versions"].items())
+    threads = f"threads {header['threads']}"
+    facts = [header["date"], f"{header['description']} ({header['device']})", driver or threads, versions]
+    return [COMMENT + "; ".join(facts), COMMENT + header["command"]]
 
 
 def geomean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
-def summary(suite: str, rows: Sequence[Row]) -> str:
-    """The last line of a run. Cells without two times do not count."""
-    ratios = [row.ratio for row in rows if row.ratio is not None]
-    worst = min(ratios, default=math.nan)
-    return f"suite={suite} cells={len(ratios)} geomean={geomean(ratios):.3f} worst={worst:.3f}"
+def summary(suite: str, kernel: str, rows: Sequence[Row]) -> str:
+    """The last line of a suite, for one of our kernels. Rows without two times do not count.
+
+    Where more is asked than our default beside torch, the line goes on: which kernel, and against the best of torch's
+    backends alone.
+    """
+    mine = [row for row in rows if row.own.name == kernel]
+    text = f"suite={suite}" + counted("", [row.ratio() for row in mine])
+    alone = all(row.own.name == DEFAULT and {peer.name for peer in row.peers} <= {"torch"} for row in rows)
+    return text if alone else f"{text} kernel={kernel}" + counted("torch_", [row.torch_ratio for row in mine])
 
 
-def contest_summary(suite: str, kernel: str, rows: Sequence[contest.Row]) -> str:
-    """The line of one of our kernels: against the best of all peers, then against torch's best backend."""
-    text = ""
-    for name, ratios in (("", [row.ratio() for row in rows]), ("torch_", [row.torch_ratio for row in rows])):
-        known = [ratio for ratio in ratios if ratio is not None]
-        worst = min(known, default=math.nan)
-        counted = f" {name}cells={len(known)} {name}geomean={geomean(known):.3f} {name}worst={worst:.3f}"
-        text += counted if name else f"suite={suite}{counted} kernel={kernel}"
-    return text
+def counted(name: str, ratios: Iterable[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio is not None]
+    worst = min(known, default=math.nan)
+    return f" {name}cells={len(known)} {name}geomean={geomean(known):.3f} {name}worst={worst:.3f}"
 
 
-def write_json(path: Path, suite: str, device: str, rows: Sequence[Row]) -> None:
-    data = header(device) | {"suite": suite, "summary": summary(suite, rows), "rows": [row.as_dict() for row in rows]}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+def write_json(path: Path, header: dict, summaries: Sequence[str], rows: Sequence[Row]) -> None:
+    """Rows as in the CSV, with every contestant's least and median time and spread."""
+    records = [as_record(row, header["date"]) | {"timings": timings(row)} for row in rows]
+    suites = ", ".join(dict.fromkeys(row.suite for row in rows))
+    told = {"suite": suites, "summary": summaries[-1], "summaries": list(summaries)}
+    path.write_text(json.dumps(header | told | {"rows": records}, indent=1) + "\n")
 
 
-def write_contest(path: Path, header: dict, summaries: Sequence[str], records: Sequence[dict[str, str]]) -> None:
-    path.write_text(json.dumps(header | {"summaries": list(summaries), "rows": list(records)}, indent=1) + "\n")
+def timings(row: Row) -> dict[str, dict]:
+    return {entry.name: entry.timing.as_dict() for entry in (row.own, *row.peers) if entry.timing is not None}
+
+
+def as_record(row: Row, date: str = "") -> Record:
+    """One row as the CSV has it. Columns `peers`, `peer_errors` and `peer_bytes` are name:value pairs joined by ";"."""
+    problem, own = row.problem, row.own
+    record = {"suite": row.suite, "problem": problem.label, "asked": own.name, "kernel": own.kernel, "date": date}
+    record |= {"unit": problem.unit, "ms": milliseconds(own), "tflops_or_gbs": value(problem, own)}
+    record |= {"our_error": short(own.error), "our_bytes": whole(own.bytes), "note": own.reason or own.note}
+    best, best_torch = row.best(), row.best(TORCH_PEERS)
+    if best is not None:
+        record |= {"best_peer": best.name, "best_peer_value": value(problem, best), "peer_error": short(best.error)}
+    if best_torch is not None:
+        record |= {"best_torch": best_torch.name, "best_torch_value": value(problem, best_torch)}
+    record |= {"ratio": short(row.ratio()), "torch_ratio": short(row.torch_ratio)}
+    timed = [peer for peer in row.peers if peer.seconds is not None]
+    record["peers"] = pairs((peer.name, milliseconds(peer)) for peer in timed)
+    record["peer_errors"] = pairs((peer.name, short(peer.error)) for peer in timed)
+    record["peer_bytes"] = pairs((peer.name, whole(peer.bytes)) for peer in timed)
+    record["refused"] = pairs((peer.name, peer.reason) for peer in row.peers if peer.seconds is None)
+    if own.timing is not None:
+        record |= {"samples": str(len(own.timing.samples)), "spread": short(own.timing.spread)}
+    return {name: record.get(name, "") for name in COLUMNS}
+
+
+def milliseconds(entry: Entry) -> str:
+    return "" if entry.seconds is None else f"{entry.seconds * 1e3:.5g}"
+
+
+def value(problem: Problem, entry: Entry) -> str:
+    return "" if entry.seconds is None else f"{problem.figure(entry.seconds):.5g}"
+
+
+def short(number: float | None) -> str:
+    return "" if number is None else f"{number:.4g}"
+
+
+def whole(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def pairs(items: Iterable[tuple[str, str]]) -> str:
+    return ";".join(f"{name}:{text.replace(';', ',')}" for name, text in items if text)
+
+
+def unpaired(text: str) -> dict[str, str]:
+    return dict(item.split(":", 1) for item in text.split(";") if item)
+
+
+def problem_of(record: Record) -> Problem | None:
+    """The problem that a record was measured on; None where its suite no longer has it."""
+    return next((p for p in SUITES.get(record["suite"], ()) if p.label == record["problem"]), None)
+
+
+class Table:
+    """A CSV file that grows; with `merge` it keeps what the file holds and replaces what is measured again."""
+
+    def __init__(self, path: Path, header: dict, merge: bool = False) -> None:
+        self.path, self.date = path, header["date"]
+        lines, records = read(path) if merge and path.exists() else ([], [])
+        self.lines = [*lines, *header_lines(header)]
+        self.records = {tuple(record[name] for name in KEY): record for record in records}
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Writes the whole file anew beside the old one, which an interruption leaves as it was."""
+        for row in rows:
+            record = as_record(row, self.date)
+            self.records[tuple(record[name] for name in KEY)] = record
+        self.write("".join(line + "\n" for line in self.lines) + as_csv(self.records.values()))
+
+    def remark(self, text: str) -> None:
+        """A line of its own below this run's command, as the summary of a suite."""
+        self.lines.append(COMMENT + text)
+        self.add(())
+
+    def write(self, text: str) -> None:
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        Path(name).chmod(0o644)  # a temporary file is its owner's alone
+        Path(name).replace(self.path)
+
+
+def as_csv(records: Iterable[Record]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def read(path: Path) -> tuple[list[str], list[Record]]:
+    """Comment lines and records. Raises ValueError where the columns are not those of a contest."""
+    lines = path.read_text().splitlines()
+    comments = [line for line in lines if line.startswith(COMMENT)]
+    reader = csv.DictReader(line for line in lines if not line.startswith(COMMENT))
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"expected a CSV of `sdpa bench --csv`, got {str(path)!r} without the column {missing[0]}")
+    return comments, list(reader)

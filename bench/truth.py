@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sdpa.bench.workload import GRADIENTS, Workload, WrongResult, alibi_slopes
+from sdpa.bench.calls import DROPOUT, SOFTCAP, module_input, module_of
+from sdpa.bench.problems import Problem
+from sdpa.bench.workload import Workload, WrongResult, alibi_slopes
 
+GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias")  # of `leaves`
+# Outputs under dropout whose mean is held against the output without it: it is that far away at most, by chance.
+DRAWS = 256
+DROPOUT_TOLERANCE = 0.08
 # Queries whose results are compared, spread over all; rows of scores that are in memory at once for gradients.
 ROWS = 256
 CHUNK = 1024
@@ -35,7 +41,7 @@ class Slice:
 
     def seen(self) -> Tensor | None:
         """Which keys the rows see: (G|1, R, N) bool, or None for all."""
-        p, mask = self.work.problem, self.work.peer_mask
+        p, mask = self.work.problem, self.work.torch_mask
         if p.mask in ("causal", "alibi"):
             return (torch.arange(p.N, device=p.device) <= self.rows[:, None])[None]
         if mask is None or mask.dtype != torch.bool:
@@ -49,16 +55,27 @@ class Slice:
             distance = self.rows[:, None] - torch.arange(p.N, device=p.device)
             return -alibi_slopes(p.H, p.device)[self.heads, None, None].double() * distance
         if p.mask in ("bias", "bias_grad"):
-            return self.queries(self.work.peer_mask.detach().expand(p.B, p.H, p.M, p.N)).double()
+            return self.queries(self.work.torch_mask.detach().expand(p.B, p.H, p.M, p.N)).double()
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> Tensor:
-        """q (G, R, D), k (N, D), v (N, Dv) -> (G, R, Dv)"""
-        scores = q @ k.mT * self.work.problem.D**-0.5
+        """q (G, R, D), k (N, D), v (N, Dv) -> (G, R, Dv); where it is asked for, the log-sum-exp as one more column"""
+        p = self.work.problem
+        scores = q @ k.mT * p.D**-0.5
+        scores = SOFTCAP * torch.tanh(scores / SOFTCAP) if p.call == "softcap" else scores
         scores = scores if added is None else scores + added
         seen = self.seen()
         scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
-        return torch.softmax(scores, -1) @ v
+        out = torch.softmax(scores, -1) @ v
+        return torch.cat((out, scores.logsumexp(-1, keepdim=True)), -1) if p.call == "return_lse" else out
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All of an output, where it is that of a module."""
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 def out_slices(work: Workload) -> Iterator[Slice]:
@@ -70,7 +87,10 @@ def out_slices(work: Workload) -> Iterator[Slice]:
 
 
 @torch.no_grad()
-def right_out(work: Workload) -> list[tuple[Slice, Tensor]]:
+def right_out(work: Workload) -> list[tuple[Slice | Whole, Tensor]]:
+    if work.problem.call == "module":
+        x = module_input(work).double()
+        return [(Whole(), module_of(torch.nn.MultiheadAttention, work).double()(x, x, x, need_weights=False)[0])]
     found = []
     for part in out_slices(work):
         q = part.queries(work.q).double()
@@ -103,11 +123,25 @@ def right_gradients(work: Workload) -> tuple[Tensor, ...]:
     return (*found, biases) if learns else found
 
 
-def out_error(work: Workload, out: Tensor, right: list[tuple[Slice, Tensor]]) -> float:
-    """The largest distance of out (B, H, M, Dv). Raises WrongResult beyond rounding, or where it is not finite."""
-    p = work.problem
-    check_form("out", out, (p.B, p.H, p.M, p.Dv), work)
-    return max(distance("out", part.queries(out.detach()), expected, work.tolerance, -1) for part, expected in right)
+def out_error(work: Workload, out: Tensor, right: list[tuple[Slice | Whole, Tensor]]) -> float:
+    """The largest distance of an output. Raises WrongResult beyond rounding, or where it is not finite."""
+    check_form("out", out, out_shape(work.problem), work.out_dtype)
+    tolerance = DROPOUT_TOLERANCE if work.problem.call == "dropout" else work.tolerance
+    return max(distance("out", part.queries(out.detach()), expected, tolerance, -1) for part, expected in right)
+
+
+def out_shape(p: Problem) -> tuple[int, ...]:
+    if p.call == "module":
+        return p.B, p.M, p.H * p.D
+    return p.B, p.H, p.M, p.Dv + (p.call == "return_lse")
+
+
+def mean_under_dropout(draw: Callable[[], Tensor]) -> Tensor:
+    """The mean of many outputs, which is near the one without dropout. Raises WrongResult where nothing is dropped."""
+    outs = torch.stack([draw().detach() for _ in range(DRAWS)])
+    if bool((outs == outs[0]).all()):
+        raise WrongResult(f"out: {DRAWS} calls with dropout of {DROPOUT} agree")
+    return outs.double().mean(0).to(outs.dtype)
 
 
 def gradient_error(work: Workload, gradients: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
@@ -115,17 +149,17 @@ def gradient_error(work: Workload, gradients: tuple[Tensor, ...], right: tuple[T
     p, errors = work.problem, []
     group = p.H // p.Hkv
     for name, gradient, leaf, expected in zip(GRADIENTS, gradients, work.leaves, right, strict=False):
-        check_form(name, gradient, tuple(leaf.shape), work)
+        check_form(name, gradient, tuple(leaf.shape), leaf.dtype)
         got = gradient[-1, -1] if name in ("grad_k", "grad_v") else gradient[-1, -group:]
         # A gradient's row may be 0 but for cancellation, so gradients are compared per head.
         errors.append(distance(name, got, expected, work.tolerance, (-1, -2)))
     return max(errors)
 
 
-def check_form(name: str, tensor: Tensor, shape: tuple[int, ...], work: Workload) -> None:
-    if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != work.q.dtype:
+def check_form(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
         got = None if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise WrongResult(f"{name}: expected {shape} {work.q.dtype}, got {got}")
+        raise WrongResult(f"{name}: expected {shape} {dtype}, got {got}")
     if not bool(torch.isfinite(tensor).all()):
         raise WrongResult(f"{name}: not finite in {int((~torch.isfinite(tensor)).sum())} of {tensor.numel()} places")
 

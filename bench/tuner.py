@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -12,19 +11,27 @@ import torch
 from torch import Tensor
 
 from sdpa.bench.gpu_grid import Cell, gpu_grid
+from sdpa.bench.pool import first_line
 from sdpa.bench.problems import DTYPES, VIT, Problem, square
-from sdpa.bench.race import DeviceClock, Racer, queue_seconds
-from sdpa.bench.race import device_race as race_on_device
-from sdpa.bench.timing import Call, Timing, host_stopwatch, interleave, stopwatch_for
-from sdpa.bench.workload import Workload, make_workload
+from sdpa.bench.timing import (
+    HOPELESS,
+    Call,
+    DeviceClock,
+    Racer,
+    Timing,
+    host_stopwatch,
+    interleave,
+    queue_seconds,
+    stopwatch_for,
+)
+from sdpa.bench.timing import device_race as race_on_device
+from sdpa.bench.workload import Workload, make_workload, precision
 from sdpa.dispatch import cost, select
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
-# Whoever is this much slower than the fastest in its first call is not measured again: its rank is clear.
-HOPELESS = 4.0
-# Calls of that, where each takes less than so many seconds: one may wait for a thread that the system took away.
+# A kernel's first calls, where each takes less than SHORT seconds: one may wait for a thread that the system took away.
 FIRST_CALLS = 5
 SHORT = 0.01
 # A tile this much slower than the kernel's best is not measured again; a kernel whose first guess is this much slower
@@ -129,19 +136,7 @@ def mask_kind(problem: Problem) -> str:
 def inputs_of(work: Workload) -> AttentionInputs:
     """The normalised inputs kernels take, cut off from autograd."""
     q, k, v = (t.detach() for t in work.qkv)
-    is_causal, enable_gqa = work.options["is_causal"], work.options["enable_gqa"]
-    return build_inputs(q, k, v, Options(work.our_mask, is_causal=is_causal, enable_gqa=enable_gqa))
-
-
-@contextmanager
-def precision(problem: Problem) -> Iterator[None]:
-    """float32 products as the problem has them."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(problem.precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return build_inputs(q, k, v, Options(work.our_mask, **work.options))
 
 
 @dataclass(frozen=True)
@@ -376,7 +371,3 @@ def recover_device(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

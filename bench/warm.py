@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from sdpa.bench import contest, pool, tuner
-from sdpa.bench.peers import PEERS
+from sdpa.bench.peers import PEERS, peers_for
 from sdpa.bench.problems import Problem
+from sdpa.bench.workload import Refusal, make_workload, precision, surroundings
 from sdpa.dispatch import select
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.kernel import Kernel
@@ -45,7 +46,7 @@ def builds_of(problems: Iterable[Problem], kernels: tuple[str, ...] = ()) -> dic
     those that are compiled alike."""
     found: dict[tuple, Build] = {}
     for problem in problems:
-        with tuner.precision(problem):
+        with precision(problem):
             try:
                 ready = tuner.prepare(problem, tuner.Contest(kernels))
             except torch.OutOfMemoryError:
@@ -100,7 +101,7 @@ def chains_of(builds: Iterable[Build]) -> list[list[pool.Task]]:
 def run_build(build: Build) -> None:
     """Once, in a process of the pool."""
     kernel = by_name()[build.kernel]
-    with tuner.precision(build.problem), torch.no_grad():
+    with precision(build.problem), torch.no_grad():
         ready = tuner.prepare(build.problem, tuner.Contest((build.kernel,)))
         tuner.caller(ready.inputs, ready.asked, ready.grad_out)(kernel, build.tile)()
         synchronize(build.problem.device)
@@ -122,28 +123,38 @@ class Readiness:
         return tile is None or likeness(kernel, tile, asked) in self.done
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Who hears of the outcomes of other tasks, of builds that fail, and of every step."""
+
+    judge: Callable[[pool.Outcome], object] = lambda outcome: None
+    report: Callable[[str], object] = print
+    step: Callable[[], object] = lambda: None
+
+
+USUAL = Listener()
+
+
 def warm_builds(
     builds: dict[tuple, Build],
     jobs: int,
     first: Sequence[pool.Task] = (),
-    judge: Callable[[pool.Outcome], object] = lambda outcome: None,
     end: float = float("inf"),
-    report: Callable[[str], object] = print,
-    step: Callable[[], object] = lambda: None,
+    listener: Listener = USUAL,
 ) -> Readiness:
-    """Runs the tasks `first`, whose outcomes go to `judge`, and every build once. What fails is reported and is not
-    ready; neither is what was not begun at the time `end` (of time.monotonic), when `first` is done."""
+    """Runs the tasks `first`, whose outcomes are judged, and every build once. What fails is reported and is not ready;
+    neither is what was not begun at the time `end` (of time.monotonic), when `first` is done."""
     keys = {build: key for key, build in builds.items()}
     readiness, left = Readiness(), len(first)
     outcomes = pool.run_tasks([*([task] for task in first), *chains_of(builds.values())], jobs)
     for outcome in outcomes:
         function, argument = outcome.task
-        step()
+        listener.step()
         if function is not run_build:
-            judge(outcome)
+            listener.judge(outcome)
             left -= 1
         elif outcome.error:
-            report(f"{argument} fails: {outcome.error}")
+            listener.report(f"{argument} fails: {outcome.error}")
         else:
             readiness.done.add(keys[argument])
         if not left and time.monotonic() >= end:
@@ -168,7 +179,7 @@ def entrants_of(problems: Iterable[Problem], options: contest.Options) -> list[l
     """Who has to compile before a contest: what takes longest first, our own problems of one kind after another."""
     peers, own = [], {}
     for problem in problems:
-        taking_part = contest.peers_for(problem, options.peers)
+        taking_part = peers_for(problem, options.peers)
         peers += [[(run_entrant, Entrant(problem, name, True))] for name in taking_part if name in COMPILED_PEERS]
         kind = (problem.D, problem.dtype, problem.mask, problem.direction, problem.precision, problem.M == problem.N)
         own.setdefault(kind, []).extend((run_entrant, Entrant(problem, name, False)) for name in options.kernels)
@@ -179,14 +190,14 @@ def run_entrant(entrant: Entrant) -> None:
     """Once, in a process of the pool; a backward after its forward."""
     use_no_helpers()
     maker = PEERS[entrant.name] if entrant.peer else contest.maker_of(entrant.name)
-    with contest.surroundings(entrant.problem):
+    with surroundings(entrant.problem):
         try:
-            one = maker(contest.make_workload(entrant.problem))
+            one = maker(make_workload(entrant.problem))
             with one.around():
                 out = one.forward()
-            if entrant.problem.direction == "backward":
+            if entrant.problem.differentiates:
                 one.gradients(out)
-        except (contest.Refusal, contest.NoKernelError):
+        except (Refusal, select.NoKernelError):
             return
         synchronize(entrant.problem.device)
 

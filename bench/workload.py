@@ -1,29 +1,32 @@
-"""A problem's tensors, the same call to us and to the peer, and the check that both say the same."""
+"""A problem's tensors, its mask in our words and in torch's, and what surrounds its calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import sdpa
 from sdpa.bench.problems import MASKS, Problem
 
-# Distance per row relative to the row's length, between two right answers in the same precision. Errors are judged by
-# `sdpa check`; this only keeps a wrong answer from being timed.
+# Distance per row relative to the row's length, from what is right. Errors are judged by `sdpa check`; this only keeps
+# a wrong answer from being timed.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 TF32_TOLERANCE = 1e-2  # products of float32 numbers rounded to 10 bits, as many as float16 has
-GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias")  # of `leaves`
+AUTOCAST = torch.bfloat16
 # Share of keys the "allowed" mask leaves.
 ALLOWED_SHARE = 0.9
 
 
 class WrongResult(RuntimeError):
-    """Ours and the peer's results differ by more than rounding."""
+    """A result differs from what is right by more than rounding."""
+
+
+class Refusal(RuntimeError):
+    """Somebody cannot express a problem, or is known to be out of the race."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +39,30 @@ class Workload:
     v: Tensor
     grad_out: Tensor
     our_mask: sdpa.Mask | Tensor | None
-    peer_mask: Tensor | None
-
-    def ours(self, kernel: str | None = None) -> Tensor:
-        return sdpa.scaled_dot_product_attention(*self.qkv, attn_mask=self.our_mask, **self.options, kernel=kernel)
-
-    def peer(self) -> Tensor:
-        return torch_attention(*self.qkv, attn_mask=self.peer_mask, **self.options)
-
-    def peer_backend(self) -> str:
-        """Which of its kernels torch chooses for this call."""
-        arguments = (*self.qkv, self.peer_mask, 0.0, self.options["is_causal"])
-        number = torch._fused_sdp_choice(*arguments, enable_gqa=self.options["enable_gqa"])
-        names = {member.value: name for name, member in SDPBackend.__members__.items()}
-        return names.get(number, str(number)).lower().removesuffix("_attention")
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """What a backward gives gradients of: q, k, v, and a bias that learns (1, H, M, N)."""
-        return (*self.qkv, self.peer_mask) if self.problem.mask == "bias_grad" else self.qkv
-
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.q.dtype] if self.problem.precision == "highest" else TF32_TOLERANCE
+    torch_mask: Tensor | None
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
     @property
-    def options(self) -> dict:
-        return {"is_causal": self.problem.mask == "causal", "enable_gqa": self.problem.H != self.problem.Hkv}
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What a backward gives gradients of: q, k, v, and a bias that learns (1, H, M, N)."""
+        return (*self.qkv, self.torch_mask) if self.problem.mask == "bias_grad" else self.qkv
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return AUTOCAST if self.problem.call == "autocast" else self.q.dtype
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.out_dtype] if self.problem.precision == "highest" else TF32_TOLERANCE
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """What a call says beside its tensors and its mask."""
+        causal = {"is_causal": True} if self.problem.mask == "causal" else {}
+        return causal | ({"enable_gqa": True} if self.problem.H != self.problem.Hkv else {})
 
 
 def make_workload(problem: Problem, seed: int = 0) -> Workload:
@@ -77,7 +73,7 @@ def make_workload(problem: Problem, seed: int = 0) -> Workload:
         shape = (p.B, heads, length, size) if p.layout == "bhmd" else (p.B, length, heads, size)
         values = torch.randn(shape, generator=generator, dtype=p.torch_dtype, device=p.device)
         values = values if p.layout == "bhmd" else values.transpose(1, 2)
-        return values.requires_grad_(p.needs_grad)
+        return torch.nn.Parameter(values) if p.call == "parameter" else values.requires_grad_(p.needs_grad)
 
     q, k, v = draw(p.H, p.M, p.D), draw(p.Hkv, p.N, p.D), draw(p.Hkv, p.N, p.Dv)
     grad_out = draw(p.H, p.M, p.Dv).detach()
@@ -119,29 +115,21 @@ def alibi_slopes(H: int, device: str) -> Tensor:
     return torch.exp2(-8.0 * torch.arange(1, H + 1, device=device) / H)
 
 
-def backward_of(work: Workload, out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """The backward alone, on a graph that is kept, so that it can be repeated."""
-    return lambda: torch.autograd.grad(out, work.leaves, work.grad_out, retain_graph=True)
+@contextmanager
+def precision(problem: Problem) -> Iterator[None]:
+    """float32 products as the problem has them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(problem.precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
-def calls(work: Workload, kernel: str | None) -> tuple[Callable[[], object], Callable[[], object]]:
-    """What is timed, ours and the peer's."""
-    if work.problem.direction == "backward":
-        return backward_of(work, work.ours(kernel)), backward_of(work, work.peer())
-    return lambda: work.ours(kernel), work.peer
-
-
-def check_agreement(names: tuple[str, ...], ours: tuple[Tensor, ...], peer: tuple[Tensor, ...]) -> None:
-    """Raises WrongResult naming the first tensor that differs by more than rounding."""
-    for name, a, b in zip(names, ours, peer, strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            raise WrongResult(f"{name}: expected {tuple(b.shape)} {b.dtype}, got {tuple(a.shape)} {a.dtype}")
-        a, b = a.detach().double(), b.detach().double()
-        # A gradient's row may be 0 but for cancellation, so gradients are compared per head.
-        dims = -1 if name == "out" else (-1, -2)
-        distance = torch.linalg.vector_norm(a - b, dim=dims)
-        allowed = TOLERANCE[ours[0].dtype] * torch.linalg.vector_norm(b, dim=dims) + torch.finfo(torch.float32).tiny
-        if not bool((distance <= allowed).all()):
-            tolerance = TOLERANCE[ours[0].dtype]
-            worst = float((distance / allowed).nan_to_num(torch.inf).max()) * tolerance
-            raise WrongResult(f"{name}: relative distance to the peer {worst:.2g}, tolerance {tolerance:.2g}")
+@contextmanager
+def surroundings(problem: Problem) -> Iterator[None]:
+    """What a problem's calls find when they are made: a graph only where one is needed, autocast where it is asked."""
+    device = torch.device(problem.device).type
+    cast = torch.autocast(device, AUTOCAST) if problem.call == "autocast" else nullcontext()
+    with precision(problem), cast, nullcontext() if problem.needs_grad else torch.no_grad():
+        yield

@@ -1,26 +1,20 @@
-"""Suites as data, timing on a fake clock, and a suite run end to end on tiny problems."""
+"""Suites as data, their figures by the conventions of the papers they come from, timing on a fake clock, ceilings."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-import sdpa
-from sdpa.bench import ceilings, record, run, timing, tuner, workload
-from sdpa.bench.problems import DIRECTIONS, MASKS, WINDOW, Problem, square
-from sdpa.bench.suites import SUITES
+from sdpa.bench import ceilings, timing, tuner, workload
+from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, WINDOW, Problem, square
+from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.dispatch import tuning
 from sdpa.problem import AttentionProblem
 
-LAST_LINE = re.compile(r"suite=\S+ cells=\d+ geomean=\d+\.\d{3} worst=\d+\.\d{3}")
-TINY = Problem(1, 2, 9, 9, 8)
-FAST = run.Options(repeat=1)
 # Those that the tuner's CPU grid is made of.
 TUNED_MASKS = ("none", "causal", "window", "padding", "lengths", "bias")
 
@@ -56,11 +50,74 @@ def test_suites_hold_what_they_promise():
     assert Problem(1, 4, 16, 16, 64) in SUITES["overhead"]
 
 
+@pytest.mark.parametrize("name", ["overhead", "gpu-overhead"])
+def test_the_way_to_a_kernel_is_measured_of_every_call(name):
+    assert {p.call for p in SUITES[name]} == set(CALLS)
+    assert {"none", "causal", "padding", "allowed", "lengths"} <= {p.mask for p in SUITES[name] if not p.call}
+    assert {(p.direction, p.grad) for p in SUITES[name]} >= {("forward", True), ("backward", False)}
+
+
+@pytest.mark.parametrize("name", ["gpu-forward", "gpu-backward"])
+def test_the_papers_grid(name):
+    cells = GPU_SUITES[name]
+    assert {(p.D, p.N, p.mask) for p in cells} == {
+        (D, N, mask)
+        for D in (64, 128, 256)
+        for N in (512, 1024, 2048, 4096, 8192, 16384)
+        for mask in ("none", "causal")
+    }
+    for p in cells:
+        assert (p.B * p.N, p.H * p.D, p.M, p.dtype) == (16384, 2048, p.N, "bfloat16")
+        assert p.direction == name.removeprefix("gpu-")
+
+
+def test_gpu_suites_hold_what_they_promise():
+    assert all(p.device == "cuda" for cells in GPU_SUITES.values() for p in cells)
+    assert {(p.H, p.Hkv, p.N) for p in GPU_SUITES["gpu-gqa"]} == {(h, 8, n) for h in (32, 64) for n in (2048, 8192)}
+    assert {(p.B, p.M, p.N) for p in GPU_SUITES["gpu-decode"] if p.Hkv == 8} == {
+        (1, 1, 8192), (1, 1, 131072), (16, 1, 8192), (64, 1, 4096), (1, 4, 8192), (16, 4, 8192),
+    }  # fmt: skip
+    masks = {(p.mask, p.direction) for p in GPU_SUITES["gpu-mask"]}
+    for mask in ("bias", "lengths", "padding", "window", "alibi", "segments", "allowed"):
+        assert (mask, "forward") in masks
+    assert {("bias_grad", "backward"), ("window", "backward")} <= masks
+    assert {p.window for p in GPU_SUITES["gpu-mask"] if p.mask == "window"} == {1024}
+    assert {(p.precision, p.direction) for p in GPU_SUITES["gpu-fp32"]} == {
+        (precision, d) for precision in ("highest", "high") for d in DIRECTIONS
+    }
+    assert all(p.host and p.unit == "us" for p in GPU_SUITES["gpu-overhead"])
+    assert {replace(p, device="cuda", host=True) for p in SUITES["overhead"]} <= set(GPU_SUITES["gpu-overhead"])
+
+
+def test_figures_by_the_papers_convention():
+    plain = Problem(2, 16, 8192, 8192, 128)
+    whole = 4 * 2 * 16 * 8192**2 * 128
+    assert plain.operations() == whole and plain.unit == "TFLOP/s"
+    for mask in ("causal", "alibi"):
+        assert replace(plain, mask=mask).operations() == whole / 2
+    assert replace(plain, mask="causal", direction="backward").operations() == whole / 2 * 2.5
+    assert plain.figure(1e-3) == pytest.approx(whole * 1e-9)
+    assert replace(plain, host=True).figure(2e-6) == pytest.approx(2.0)
+
+
+def test_decode_is_told_in_bytes_of_keys_and_values():
+    decode = Problem(1, 32, 1, 8192, 128, Hkv=8, dtype="bfloat16")
+    assert decode.unit == "GB/s" and decode.figure(1e-3) == pytest.approx(2 * 8 * 8192 * 128 * 2 * 1e3 * 1e-9)
+    assert replace(decode, M=4).unit == "GB/s" and replace(decode, M=8192).unit == "TFLOP/s"
+
+
+def test_documents_fill_a_row():
+    for N in (300, 8192):
+        lengths = Problem(1, 1, N, N, 8).document_lengths()
+        assert sum(lengths) == N and min(lengths) > 0 and len(set(lengths)) > 1
+    assert len(Problem(2, 16, 8192, 8192, 128).document_lengths()) == 8
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("B", [1, 3])
 def test_flops_agree_with_the_mask_the_peer_gets(mask, B):
     problem = Problem(B, 2, 300, 300, 8, mask=mask)
-    seen = workload.make_workload(problem).peer_mask
+    seen = workload.make_workload(problem).torch_mask
     if mask == "causal":
         seen = torch.ones(300, 300, dtype=torch.bool).tril()
     if mask == "alibi":
@@ -127,6 +184,15 @@ def test_a_lonely_least_time_is_not_trusted():
     assert len(restless[0].samples) == timing.PATIENCE * timing.MIN_ROUNDS
 
 
+def test_host_races_have_their_pace(monkeypatch):
+    seen = []
+    monkeypatch.setattr(timing, "interleave", lambda *arguments: seen.append(arguments))
+    racers = [timing.Racer("ours"), timing.Racer("torch")]
+    timing.race(racers, "cpu", pace=timing.Pace(7, 0.2, True))
+    timing.race(racers, "cpu")
+    assert [arguments[2:] for arguments in seen] == [(7, 0.4, True), (None, 2 * timing.HOST_SECONDS, False)]
+
+
 def test_calibrate_is_bounded():
     assert timing.calibrate("free", FakeClock(free=0.0)) == timing.MAX_REPEATS
     assert timing.calibrate("slow", FakeClock(slow=1.0)) == 1
@@ -136,80 +202,6 @@ def test_calibrate_is_bounded():
 def test_spread_is_the_interquartile_range():
     assert timing.Timing((1.0,)).spread == 0.0
     assert math.isclose(timing.Timing((1.0, 2.0, 3.0)).spread, 1.0)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("mask", MASKS)
-def test_ours_and_the_peer_are_asked_the_same(mask, direction):
-    """Long enough that the window hides something; in float64 the agreement is exact enough to tell masks apart."""
-    row = run.run_problem(Problem(2, 2, 300, 300, 8, "float64", mask, direction, Hkv=1), FAST)
-    assert not row.error and not row.skipped, row
-    assert row.ratio > 0 and row.kernel and row.backend in ("flash", "math")
-    choice = sdpa.last_choice()
-    assert choice.problem.direction == direction and row.kernel == choice.kernel.name
-
-
-def test_wrong_result_is_an_error_and_not_a_time(monkeypatch):
-    honest = workload.Workload.ours
-    monkeypatch.setattr(workload.Workload, "ours", lambda self, kernel=None: honest(self, kernel) * 1.01)
-    row = run.run_problem(TINY, FAST)
-    assert row.error.startswith("wrong result: out") and row.ratio is None
-    monkeypatch.setattr(workload.Workload, "ours", lambda self, kernel=None: honest(self, kernel) * torch.nan)
-    assert run.run_problem(TINY, FAST).error
-    assert record.summary("s", [row]) == "suite=s cells=0 geomean=nan worst=nan"
-
-
-def test_wrong_gradient_is_an_error(monkeypatch):
-    honest = workload.Workload.ours
-
-    def wrong(self, kernel=None):
-        out = honest(self, kernel)
-        return out + 0.02 * (out - out.detach())
-
-    monkeypatch.setattr(workload.Workload, "ours", wrong)
-    assert run.run_problem(replace(TINY, direction="backward"), FAST).error.startswith("wrong result: grad_q")
-
-
-def test_forced_kernel_is_forced_or_skipped_with_its_reasons():
-    assert run.run_problem(TINY, replace(FAST, kernel="vendor_math")).kernel == "vendor_math"
-    row = run.run_problem(replace(TINY, Dv=4), replace(FAST, kernel="vendor_cpu_flash"))
-    assert "D == Dv" in row.skipped and row.ratio is None and not row.error
-
-
-def test_an_exception_is_a_row():
-    row = run.run_problem(replace(TINY, mask="nonsense"), FAST)
-    assert row.error.startswith("ValueError: a problem's mask must be one of") and "nonsense" in row.error
-    with pytest.raises(ValueError, match="peer must be one of torch, got 'x'"):
-        run.run_problem(TINY, replace(FAST, peer="x"))
-
-
-def test_last_line_and_json(tmp_path):
-    rows = list(run.run_suite([TINY, replace(TINY, grad=True), replace(TINY, direction="backward")], FAST))
-    line = record.summary("tiny", rows)
-    assert LAST_LINE.fullmatch(line) and "cells=3" in line
-    record.write_json(tmp_path / "rows.json", "tiny", "cpu", rows)
-    data = json.loads((tmp_path / "rows.json").read_text())
-    assert data["summary"] == line and data["versions"]["torch"] and data["command"] and data["date"] and data["device"]
-    assert [set(row) for row in data["rows"]] == [
-        {"problem", "ours", "peer", "ratio", "kernel", "backend", "skipped", "error"}
-    ] * 3
-    for row in data["rows"]:
-        assert math.isclose(row["ratio"], row["peer"]["min_ms"] / row["ours"]["min_ms"])
-
-
-def test_geomean():
-    assert math.isclose(record.geomean([0.5, 2.0, 1.0]), 1.0)
-
-
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    from sdpa.bench.plots import plot
-
-    rows = list(run.run_suite([TINY, replace(TINY, dtype="bfloat16")], FAST))
-    plot(tmp_path / "tiny.png", "tiny", rows)
-    assert (tmp_path / "tiny.png").stat().st_size > 5000
-    with pytest.raises(ValueError, match="no timed cell"):
-        plot(tmp_path / "none.png", "none", [])
 
 
 def test_grid_covers_directions_dtypes_and_masks():

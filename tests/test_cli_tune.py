@@ -41,7 +41,7 @@ def test_tune_writes_a_table_that_explain_reads(tiny_grid, tmp_path):
     table = tuning.read(str(path))
     assert len(table.buckets) == 3 and all("math" in bucket.ms for bucket in table.buckets)
     assert "measured at" in call("explain", "--shape", "1,2,9,9,8")
-    assert "3 problems measured" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
+    assert "3 measured entries" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
 
 
 def test_tune_resumes(tiny_grid, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Contests without a GPU: every peer is asked the same, who is wrong is not timed, and the clock of a device."""
+"""Contests: everyone is asked the same in every kind of call, who is wrong is not timed, and the clock of a device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sdpa.bench import contest, peers, race, table, truth, workload
+import sdpa
+from sdpa.bench import calls, contest, peers, record, timing, truth, workload
 from sdpa.bench.contest import Options
-from sdpa.bench.problems import DIRECTIONS, MASKS, Problem
+from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, Problem
+from sdpa.bench.suites import SUITES
+from sdpa.bench.timing import Pace, Racer
+from sdpa.dispatch.select import NoKernelError
 
 TINY = Problem(2, 4, 40, 40, 8, Hkv=2)
-FAST = Options(repeat=1)
+ONCE = Pace(rounds=1)
+FAST = Options(pace=ONCE)
 pytestmark = pytest.mark.usefixtures("threads_restored")
 
 
@@ -49,6 +54,109 @@ def test_window_size_is_the_problems():
     assert all(entry.seconds for entry in (row.own, *row.peers)), row
 
 
+# calls that ask more
+
+ASKED = [call for call in CALLS if call]
+
+
+def problem_of(call, **changes):
+    return replace(next(p for p in SUITES["overhead"] if p.call == call), **changes)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("call", ASKED)
+def test_every_call_is_right_and_beside_torchs(call, grad):
+    """softcap is the only one that has nothing of torch's beside it, and so no ratio."""
+    (row,) = contest.measure_cell("s", problem_of(call, grad=grad), FAST)
+    (peer,) = row.peers
+    assert row.own.seconds and row.own.kernel == "cpu_flash", row.own
+    assert (peer.reason, row.ratio()) == ("torch has no softcap", None) if call == "softcap" else peer.seconds, peer
+    assert (row.own.note == contest.NOT_TORCHS) == (call in ("softcap", "return_lse", "kernel", "varlen"))
+    assert row.own.error < 1e-5 or call in ("dropout", "autocast")
+    assert record.as_record(row)["note"] == row.own.note and not peer.failed
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("call", ASKED)
+def test_each_call_is_what_it_says(call, grad, monkeypatch):
+    """Who leaves out what a call asks, or gets it wrong, is not timed."""
+    honest = calls.FORMS[call]
+    plain = calls.FORMS[""].ours
+
+    def spoiled(work, kernel=None):
+        if call in ("dropout", "softcap"):
+            return plain(work, kernel)
+        made = honest.ours(work, kernel)
+        if call == "return_lse":
+            return lambda: (lambda results: (results[0], results[1] + 0.1))(made())
+        if call == "module":
+            return lambda: (made()[0] * 1.01, None)
+        factor = 1.2 if call == "autocast" else 1.01
+        return lambda: made() * factor
+
+    monkeypatch.setitem(calls.FORMS, call, replace(honest, ours=spoiled))
+    (row,) = contest.measure_cell("s", problem_of(call, grad=grad), FAST)
+    assert row.own.failed and row.own.reason.startswith("wrong result: out"), row.own
+
+
+def test_a_training_step_is_a_forward_and_its_backward(monkeypatch):
+    """On parameters, with gradients that are right, in a graph of its own each time."""
+    work = workload.make_workload(problem_of("parameter"))
+    assert all(isinstance(leaf, torch.nn.Parameter) for leaf in work.leaves)
+    one = peers.ours(work, None)
+    call, _ = contest.call_of(one, one.forward(), work.problem)
+    assert [g.shape for g in call()] == [leaf.shape for leaf in work.leaves] and call() is not None
+    monkeypatch.setitem(peers.PEERS, "fake", Faulty(with_wrong_gradient))
+    (row,) = contest.measure_cell("s", work.problem, replace(FAST, peers=("fake",)))
+    assert row.peers[0].reason.startswith("wrong result: grad_q")
+
+
+def test_autocast_surrounds_a_call():
+    problem = problem_of("autocast")
+    with workload.surroundings(problem):
+        out = calls.our_call(workload.make_workload(problem))()
+    assert out.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
+
+
+def test_a_kernel_is_named():
+    calls.our_call(workload.make_workload(problem_of("kernel")), "math")()
+    assert sdpa.last_choice().kernel.name == "math"
+    with pytest.raises(NoKernelError):
+        calls.our_call(workload.make_workload(problem_of("kernel")), "triton_flash")()
+    (row,) = contest.measure_cell("s", problem_of("module"), Options(("math",), pace=ONCE))
+    assert row.own.reason == "a module takes no kernel by name" and not row.own.failed
+
+
+@pytest.mark.parametrize("told", [{"is_causal": True}, {"window_size": (-1, 0)}])
+def test_torchs_varlen_is_causal_in_every_release(told, monkeypatch):
+    seen = {}
+    if "is_causal" in told:
+
+        def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
+            seen.update(is_causal=is_causal, shape=q.shape, ends=cu_q.tolist(), longest=max_q)
+    else:
+
+        def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size=(-1, -1)):
+            seen.update(window_size=window_size, shape=q.shape, ends=cu_q.tolist(), longest=max_q)
+
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = varlen_attn
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    monkeypatch.setattr(calls, "has_varlen", lambda work: True)
+    calls.torch_call(workload.make_workload(problem_of("varlen")))()
+    assert seen == {**told, "shape": (16, 4, 64), "ends": [0, 4, 16], "longest": 12}
+
+
+def test_who_makes_which_calls():
+    on_gpu = {call: peers.peers_for(problem_of(call, device="cuda", host=True)) for call in ASKED}
+    for call in ("softcap", "return_lse", "varlen", "module"):
+        assert on_gpu[call] == ("torch",)
+    for call in ("dropout", "parameter", "autocast", "kernel"):
+        assert set(on_gpu[call]) >= {"torch", *peers.TORCH_BACKENDS}
+    (row,) = contest.measure_cell("s", problem_of("dropout"), replace(FAST, peers=("flex", "fa4")))
+    assert {peer.reason for peer in row.peers} == {"asked for plain attention, got a call of the kind dropout"}
+
+
 # peers that are not timed
 
 
@@ -59,7 +167,8 @@ class Faulty:
         self.spoil = spoil
 
     def __call__(self, work):
-        return peers.Contestant("fake", lambda: self.spoil(work.peer()), work.leaves, work.grad_out)
+        call = calls.torch_call(work)
+        return peers.contestant("fake", lambda: self.spoil(call()), work)
 
 
 def with_nan(out):
@@ -139,7 +248,7 @@ def test_which_peers_take_part():
 
 
 def test_kernels_beside_each_other_and_what_they_cannot():
-    rows = contest.measure_cell("s", replace(TINY, Dv=4), Options(("default", "math", "vendor_cpu_flash"), repeat=1))
+    rows = contest.measure_cell("s", replace(TINY, Dv=4), Options(("default", "math", "vendor_cpu_flash"), pace=ONCE))
     assert [row.own.name for row in rows] == ["default", "math", "vendor_cpu_flash"]
     assert rows[0].own.kernel and rows[1].own.kernel == "math" and rows[0].peers == rows[2].peers
     assert "D == Dv" in rows[2].own.reason and rows[2].own.seconds is None and not rows[2].own.failed
@@ -150,21 +259,21 @@ def test_kernels_beside_each_other_and_what_they_cannot():
 def test_the_best_of_our_own(monkeypatch):
     """The names allowed decide, in a forward and, without the context, in its backward; the one chosen is told."""
     assert contest.OWN_KERNELS and all(name.startswith("triton_") for name in contest.OWN_KERNELS)
-    (row,) = contest.measure_cell("s", TINY, Options(("triton",), repeat=1))
+    (row,) = contest.measure_cell("s", TINY, Options(("triton",), pace=ONCE))
     assert "runs on cuda, got cpu" in row.own.reason and not row.own.failed and row.own.kernel == ""
     for direction in DIRECTIONS:
         problem = replace(TINY, Hkv=4, direction=direction)
         (row,) = contest.measure_cell("s", problem, FAST)
         other = "cpu_flash" if row.own.kernel != "cpu_flash" else "vendor_cpu_flash"
         monkeypatch.setattr(contest, "OWN_KERNELS", (other, "triton_flash"))
-        rows = contest.measure_cell("s", problem, Options(("default", "triton"), repeat=1))
+        rows = contest.measure_cell("s", problem, Options(("default", "triton"), pace=ONCE))
         assert [(r.own.name, r.own.kernel) for r in rows] == [("default", row.own.kernel), ("triton", other)]
-        record_of = table.as_record(rows[1])
-        assert rows[1].own.seconds and (record_of["asked"], record_of["kernel"]) == ("triton", other)
+        written = record.as_record(rows[1])
+        assert rows[1].own.seconds and (written["asked"], written["kernel"]) == ("triton", other)
 
 
 def test_a_kernel_without_a_backward_is_not_timed_by_another(monkeypatch):
-    for row in contest.measure_cell("s", replace(TINY, direction="backward"), Options(("triton_decode",), repeat=1)):
+    for row in contest.measure_cell("s", replace(TINY, direction="backward"), Options(("triton_decode",), pace=ONCE)):
         assert row.own.reason == "has no backward pass" and not row.own.failed and row.own.seconds is None
 
 
@@ -206,10 +315,11 @@ def test_extra_bytes_are_the_peak_over_what_was_there(direction, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: state.peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(state, "peak", 100))
     work = workload.make_workload(replace(TINY, direction=direction))
+    call = calls.torch_call(work)
 
     def forward():
         state.peak += 40
-        return work.peer()
+        return call()
 
     class Counting(peers.Contestant):
         def gradients(self, out, retain=True):
@@ -241,19 +351,19 @@ class FakeClock:
 
 def test_device_race_alternates_and_gives_the_hopeless_few():
     clock = FakeClock(ours=1e-2, peer=2e-2, math=1.0)
-    racers = [race.Racer(name) for name in clock.seconds]
-    timings = race.device_race(racers, clock, time_limit=0.25)
-    assert [len(t.samples) for t in timings] == [25, 12, race.HOPELESS_SAMPLES]
+    racers = [Racer(name) for name in clock.seconds]
+    timings = timing.device_race(racers, clock, time_limit=0.25)
+    assert [len(t.samples) for t in timings] == [25, 12, timing.HOPELESS_SAMPLES]
     assert clock.log[:6] == ["ours", "peer", "math"] * 2 and clock.log[-1] == "ours"
     assert [t.median for t in timings] == [1e-2, 2e-2, 1.0]
 
 
 def test_sample_counts_are_bounded():
-    assert race.sample_counts([1e-6, 0.1], None, 0.25)[0] == race.MAX_SAMPLES
-    assert race.sample_counts([0.1, 0.2], None, 0.25) == [race.MIN_SAMPLES] * 2
-    assert race.sample_counts([0.1, 9.0], 4, 0.25) == [4, 4]
-    assert race.sample_counts([0.1], None, 0.25, fewest=5) == [5]
-    assert race.race([], "cuda", False) == []
+    assert timing.sample_counts([1e-6, 0.1], None, 0.25)[0] == timing.MAX_SAMPLES
+    assert timing.sample_counts([0.1, 0.2], None, 0.25) == [timing.MIN_SAMPLES] * 2
+    assert timing.sample_counts([0.1, 9.0], 4, 0.25) == [4, 4]
+    assert timing.sample_counts([0.1], None, 0.25, fewest=5) == [5]
+    assert timing.race([], "cuda") == []
 
 
 # on a device
@@ -280,6 +390,16 @@ def test_flex_is_compiled_on_a_gpu(mask, direction):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("call", ASKED)
+def test_every_call_has_a_contest_on_a_gpu(call, dtype):
+    (row,) = contest.measure_cell("s", problem_of(call, device="cuda", host=True, dtype=dtype), FAST)
+    told = next(peer for peer in row.peers if peer.name == "torch")
+    assert row.own.seconds and row.own.kernel, row.own
+    assert told.reason == "torch has no softcap" if call == "softcap" else told.seconds, told
+
+
+@pytest.mark.gpu
 def test_a_device_race_hides_the_host():
     """A call that takes the host long is timed as short as it is on the device."""
     small = torch.zeros(1024, device="cuda")
@@ -290,6 +410,6 @@ def test_a_device_race_hides_the_host():
             pass
         small.zero_()
 
-    timing, _ = race.race([race.Racer(slow), race.Racer(small.zero_)], "cuda", False, rounds=20)
-    assert timing.median < 5e-5
-    assert race.race([race.Racer(slow)], "cuda", True, rounds=5)[0].median >= 2e-4
+    device, _ = timing.race([Racer(slow), Racer(small.zero_)], "cuda", pace=Pace(20))
+    assert device.median < 5e-5
+    assert timing.race([Racer(slow)], "cuda", True, Pace(5))[0].median >= 2e-4

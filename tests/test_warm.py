@@ -104,13 +104,14 @@ def test_what_fails_is_remembered_and_the_rest_is_ready(monkeypatch):
 
     monkeypatch.setattr(pool, "run_tasks", run_tasks)
     first = [(len, "case")]
-    ready = warm.warm_builds(builds, 2, first, judged.append, report=told.append, step=lambda: steps.append(1))
+    listener = warm.Listener(judged.append, told.append, lambda: steps.append(1))
+    ready = warm.warm_builds(builds, 2, first, listener=listener)
     assert [o.task for o in judged] == first and len(steps) == len(builds) + 1
     assert len(told) == 1 and told[0] == f"{cell.label}: cpu_flash {list(bad)} fails: hangs"
     asked = tuner.prepare(cell, tuner.Contest()).asked
     assert [tile for tile in FLASH.load().TILES if not ready(FLASH, tile, asked)] == [bad]
     assert ready(by_name()["math"], None, asked)
-    late = warm.warm_builds(builds, 2, first, judged.append, end=0.0)
+    late = warm.warm_builds(builds, 2, first, 0.0, listener)
     assert len(judged) == 2 and not late.done, "the time is up when the checks are done"
 
 

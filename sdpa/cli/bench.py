@@ -1,8 +1,9 @@
-"""sdpa bench: named suites beside torch, a row per problem as it is measured."""
+"""sdpa bench: named suites beside torch and others, a line per problem as it is measured; CSV, JSON and pictures."""
 
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,23 +13,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sdpa.bench import record
-from sdpa.bench.contest import DEFAULT, OWN
+from sdpa.bench import pool, record, warm
+from sdpa.bench.contest import DEFAULT, NOT_TORCHS, OWN, DeviceLost, Entry, Options, Row, run_contest
 from sdpa.bench.models import models
 from sdpa.bench.peers import PEERS
 from sdpa.bench.problems import Problem
-from sdpa.bench.run import Options, Row, run_suite
-from sdpa.bench.suites import GPU_SUITES, SUITES
+from sdpa.bench.suites import SUITES
+from sdpa.bench.timing import Pace
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
-from sdpa.cli.contest import draw_records, records_of, run_contests
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
 from sdpa.dispatch.context import backend_name
 
 FILE = click.Path(dir_okay=False, path_type=Path)
-SLOWER = 0.9  # below this share of the peer's speed a cell is red
-CPU_SECONDS = 1.0  # per problem
-LINE = "{:<44} {:>9} {:>9} {:>7} {:>10}  {:<17} {}"
+SLOWER = 0.9  # below this share of the best peer's speed a row is red
+LINE = "{:<44} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class Request:
     from_csv: Path | None
     from_json: Path | None
 
-    def is_contest(self, problem: Problem) -> bool:
-        """Whether all peers take part, and not only torch's default choice beside ours."""
-        asked = len(self.kernels) > 1 or {DEFAULT, OWN} & set(self.kernels) or self.csv or set(self.peers) - {"torch"}
-        return bool(asked) or problem.device.startswith("cuda") or any(suite in GPU_SUITES for suite in self.suites)
-
 
 @click.command(short_help="Times suites of problems beside torch and others.")
 @click.option("--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}.")
@@ -65,25 +59,25 @@ class Request:
 @click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
 @click.option(
-    "--time-limit", type=click.FloatRange(0.0), help="Seconds: 1 a problem, 0.25 a GPU's contestant, 5 a model."
+    "--time-limit", type=click.FloatRange(0.0), help="Seconds: of a contestant 0.5, on a GPU 0.25, of a model 5."
 )
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @click.option("--flush", is_flag=True, help="On a CPU, cold caches before every call; on a GPU they always are.")
 @click.option("--device", metavar="DEVICE", help="Run suites on another device than they name.")
 @click.option("--jobs", type=click.IntRange(0), help="Processes that compile on a GPU; the cores but two by default.")
 @click.option("--json", type=FILE, metavar="FILE", help="Write rows and header.")
-@click.option("--csv", type=FILE, metavar="FILE", help="Write rows beside all peers, as they are measured.")
+@click.option("--csv", type=FILE, metavar="FILE", help="Write rows as they are measured.")
 @click.option("--merge", is_flag=True, help="Keep what the CSV holds, but for cells that are measured again.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw it; of several suites each adds its name to FILE's.")
 @click.option("--from-csv", type=FILE, metavar="FILE", help="Draw what a CSV holds, and measure nothing.")
 @click.option("--from-json", type=FILE, metavar="FILE", help=f"The same of what suite {MODELS} wrote by --json.")
 def bench(list_suites: bool, threads: int | None, **options) -> None:
-    """Times us beside torch, alternating in one run, after checking results.
+    """Times us beside torch, alternating in one run, after each result was held against float64.
 
-    On a CPU: our default choice beside torch's, by the least time. ratio = peer / ours, above 1 means ours is faster;
-    spread is the interquartile range over the median, ours/peer. On a GPU, and with --csv or several kernels: each of
-    our kernels beside every backend of torch, FlexAttention and FlashAttention-4, by the median on cold caches; what
-    raises or is wrong is not timed.
+    ratio = the best peer's time / ours, above 1 means ours is faster; the next column is the same with torch's backends
+    alone, and spread our interquartile range over our median. On a CPU: beside torch's default choice, by the least
+    time. On a GPU: beside every backend of torch, FlexAttention and FlashAttention-4, by the median on cold caches.
+    What raises or is wrong is not timed.
 
     Exit code 1 when a result of ours is wrong or raises.
     """
@@ -105,9 +99,7 @@ def bench(list_suites: bool, threads: int | None, **options) -> None:
     for kernel in request.kernels:
         check_name(kernel)
     set_threads(threads)
-    contests = request.is_contest(next(iter(problems.values()))[0])
-    well = run_contests(request, problems) if contests else run_beside_torch(request, problems)
-    click.get_current_context().exit(0 if well else 1)
+    click.get_current_context().exit(0 if run_suites(request, problems) else 1)
 
 
 def bench_models(request: Request) -> bool:
@@ -164,62 +156,110 @@ def require_outputs(request: Request) -> None:
 
 def draw_csv(request: Request) -> None:
     """A picture of each suite asked for, or of all that the CSV holds."""
-    records = records_of(request.from_csv)
-    suites = request.suites or tuple(dict.fromkeys(record["suite"] for record in records))
-    draw_records(request.plot, suites, [record for record in records if request.only in record["problem"]])
+    try:
+        records = record.read(request.from_csv)[1]
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    suites = request.suites or tuple(dict.fromkeys(row["suite"] for row in records))
+    draw(request.plot, suites, [row for row in records if request.only in row["problem"]])
 
 
-def run_beside_torch(request: Request, problems: dict[str, list[Problem]]) -> bool:
-    """Whether every suite had a time and no error."""
-    out, well = console(), True
-    limit = CPU_SECONDS if request.time_limit is None else request.time_limit
-    options = Options("torch", next(iter(request.kernels), None), request.repeat, limit, request.flush)
-    measured = {}
+def run_suites(request: Request, problems: dict[str, list[Problem]]) -> bool:
+    """Measures, prints and writes; whether we had a time in every suite and no result of ours was wrong."""
+    out, device = console(), next(iter(problems.values()))[0].device
+    pace = Pace(request.repeat, request.time_limit, request.flush)
+    options = Options(request.kernels or (DEFAULT,), request.peers, pace)
+    if device.startswith("cuda") and request.jobs != 0:
+        options = replace(options, lost=compile_all(problems, options, request.jobs or pool.default_jobs(), out))
+    header = record.header(device)
+    table = open_table(request, header)
+    for text in record.header_lines(header):
+        out.print(escape(text), soft_wrap=True)
+    titles = LINE.format("problem", "kernel", "time", "figure", "", "ratio", "torch", "spread", "peers")
+    out.print(titles, style="bold", soft_wrap=True)
+    rows, summaries = [], []
     for suite, cells in problems.items():
-        out.print(describe_run(suite, cells[0].device), soft_wrap=True)
-        titles = LINE.format("problem", "ours", "torch", "ratio", "spread", "kernel", "peer's backend")
-        out.print(titles, style="bold", soft_wrap=True)
-        measured[suite] = run_and_show(cells, options, out)
-        if request.plot is not None:
-            draw(own_file(request.plot, suite, len(problems)), suite, measured[suite])
-        if request.json is not None:
-            record.write_json(own_file(request.json, suite, len(problems)), suite, cells[0].device, measured[suite])
-        out.print(record.summary(suite, measured[suite]), soft_wrap=True)
-        well = well and any(row.ratio for row in measured[suite]) and not any(row.error for row in measured[suite])
-    return well
+        measured = run_and_show(suite, cells, options, table, out)
+        rows += measured
+        for kernel in options.kernels:
+            summaries.append(record.summary(suite, kernel, measured))
+            if table is not None:
+                table.remark(summaries[-1])
+    if request.json is not None:
+        record.write_json(request.json, header, summaries, rows)
+    if request.plot is not None:
+        draw(request.plot, tuple(problems), [record.as_record(row) for row in rows])
+    for text in summaries:
+        out.print(text, soft_wrap=True)
+    timed = {row.suite for row in rows if row.own.seconds is not None}
+    return timed == set(problems) and not any(row.own.failed for row in rows)
 
 
-def own_file(path: Path, suite: str, suites: int) -> Path:
-    return path if suites == 1 else path.with_stem(f"{path.stem}_{suite}")
-
-
-def run_and_show(problems: list[Problem], options: Options, out: Console) -> list[Row]:
-    rows = []
+def compile_all(
+    problems: dict[str, list[Problem]], options: Options, jobs: int, out: Console
+) -> dict[tuple[Problem, str], str]:
+    """What is about to be timed runs once in processes of their own, which fills the compilers' caches."""
+    warm.use_no_helpers()
+    chains = warm.entrants_of((problem for cells in problems.values() for problem in cells), options)
+    begin = time.monotonic()
     with progress() as bar:
-        task = bar.add_task("measuring", total=len(problems))
-        for row in run_suite(problems, options):
-            rows.append(row)
-            out.print(line(row), soft_wrap=True)
-            bar.advance(task)
-    return rows
+        task = bar.add_task("compiling", total=sum(map(len, chains)))
+        lost = warm.warm_entrants(
+            chains, jobs, lambda text: out.print(text, soft_wrap=True, markup=False), lambda: bar.advance(task)
+        )
+    out.print(f"compiled in {time.monotonic() - begin:.0f} s, {len(lost)} lost")
+    return lost
+
+
+def open_table(request: Request, header: dict) -> record.Table | None:
+    if request.csv is None:
+        return None
+    try:
+        return record.Table(request.csv, header, request.merge)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def run_and_show(
+    suite: str, problems: Sequence[Problem], options: Options, table: record.Table | None, out: Console
+) -> list[Row]:
+    """A line per row as soon as it is there, in the table too: a run that is stopped leaves what it has."""
+    measured: list[Row] = []
+    with progress() as bar:
+        task = bar.add_task(suite, total=len(problems))
+        try:
+            for rows in run_contest(suite, problems, options):
+                measured += rows
+                if table is not None:
+                    table.add(rows)
+                for row in rows:
+                    out.print(line(row), soft_wrap=True)
+                bar.advance(task)
+        except DeviceLost as error:
+            raise click.ClickException(str(error)) from None
+    return measured
 
 
 def line(row: Row) -> str:
-    label = row.problem.label
-    if row.error:
-        return f"[red]{escape(f'{label:<44} {row.kernel} {row.error}')}"
-    if row.skipped:
-        return f"[yellow]{escape(f'{label:<44} cannot: {row.skipped}')}"
-    spread = f"{row.ours.spread:.0%}/{row.peer.spread:.0%}"
-    times = (duration(row.ours.minimum), duration(row.peer.minimum), f"{row.ratio:.3f}")
-    text = escape(LINE.format(label, *times, spread, row.kernel, row.backend))
-    return f"[red]{text}" if row.ratio < SLOWER else f"[green]{text}" if row.ratio > 1 / SLOWER else text
+    own, label = row.own, row.problem.label
+    peers = " ".join(map(told, sorted(row.peers, key=lambda peer: peer.seconds or float("inf"))))
+    peers += f"; {own.note}" if own.note == NOT_TORCHS else ""
+    if own.seconds is None:
+        color = "red" if own.failed else "yellow"
+        return f"[{color}]{escape(f'{label:<44} {own.name:<18} {own.reason}  {peers}')}"
+    name = f"({own.kernel})" if own.name in (DEFAULT, OWN) else own.kernel
+    ratio, torch_ratio = row.ratio(), row.torch_ratio
+    ratios = ["" if number is None else f"{number:.3f}" for number in (ratio, torch_ratio)]
+    figure = f"{row.problem.figure(own.seconds):.1f}"
+    times = (duration(own.seconds), figure, row.problem.unit, *ratios, f"{own.timing.spread:.0%}")
+    text = escape(LINE.format(label, name, *times, peers))
+    if ratio is None:
+        return text
+    return f"[red]{text}" if ratio < SLOWER else f"[green]{text}" if ratio > 1 else text
 
 
-def describe_run(suite: str, device: str) -> str:
-    facts = record.header(device)
-    versions = " ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return f"suite {suite} on {facts['description']}, threads {facts['threads']}, {versions}"
+def told(peer: Entry) -> str:
+    return f"{peer.name}={duration(peer.seconds)}" if peer.seconds is not None else f"{peer.name}=no"
 
 
 def show_suites(out: Console) -> None:
@@ -232,10 +272,13 @@ def show_suites(out: Console) -> None:
     out.print(table)
 
 
-def draw(path: Path, suite: str, rows: Sequence[Row]) -> None:
+def draw(path: Path, suites: Sequence[str], records: Sequence[record.Record]) -> None:
+    """One picture; of several suites one each, named after it."""
     from sdpa.bench.plots import plot
 
-    try:
-        plot(path, suite, rows)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
+    for suite in suites:
+        file = path if len(suites) == 1 else path.with_stem(f"{path.stem}_{suite}")
+        try:
+            plot(file, suite, records)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from None

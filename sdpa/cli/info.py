@@ -116,7 +116,7 @@ def table_state(path) -> str:
     if not path.is_file():
         return "not there"
     table = tuning.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
-    return "ignored" if table is None else f"{len(table.buckets)} problems measured"
+    return "ignored" if table is None else f"{len(table.buckets)} measured entries"
 
 
 def variables() -> Section:

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from sdpa import environment
-from sdpa.bench import pool, record, tuner, warm
+from sdpa.bench import pool, prune, record, tuner, warm
 from sdpa.bench.problems import Problem
 from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
@@ -24,6 +24,7 @@ from sdpa.dispatch.select import clear_caches
 from sdpa.testing import Case
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
+TABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
 # Seconds of alternating rounds per problem, beside calibration and compilation; on a GPU, whose figures scatter less,
 # of each kernel and tile.
 SECONDS_PER_PROBLEM = 0.5
@@ -47,11 +48,11 @@ SAVE_EVERY = 8
 @click.option("--dry-run", is_flag=True, help="Only list what would be measured.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes that compile on a GPU; the cores but two by default.")
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
+@click.option(
+    "--prune", "table", type=TABLE, metavar="FILE", help="Drop from a CPU's table what the estimate says, too."
+)
 @device_option
-def tune(
-    device: str, time_limit: float, kernels: tuple[str, ...], out: Path | None, resume: bool, dry_run: bool,
-    jobs: int | None, threads: int | None,
-) -> None:  # fmt: skip
+def tune(table: Path | None, threads: int | None, **options) -> None:
     """Times every able kernel, torch's own included, with each of its tiles, over a grid of problems, and writes the
     table the dispatcher reads.
 
@@ -60,22 +61,55 @@ def tune(
     the end and as a whole. What is measured until then is kept beside it, in a file that ends in .partial: --resume
     goes on from both, after an interruption as after the time limit. With --kernel the figures of all other kernels
     stay as they are.
+
+    With --prune nothing is measured: the entries that are not needed for any choice leave the table, as shipped tables
+    have it. --resume would measure them again.
     """
-    begin = time.monotonic()
-    require_device(device)
-    require_kernels(kernels)
     set_threads(threads)
+    if table is not None:
+        prune_table(table)
+    else:
+        measure_table(Request(**options))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the options of a measurement ask for."""
+
+    device: str
+    time_limit: float  # minutes
+    kernels: tuple[str, ...]
+    out: Path | None
+    resume: bool
+    dry_run: bool
+    jobs: int | None
+
+
+def prune_table(path: Path) -> None:
+    try:
+        before = yaml.safe_load(path.read_text())
+        after = prune.prune(str(path), before)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        raise click.ClickException(f"cannot prune {path}: {' '.join(str(error).split())}") from None
+    tuning.write(path, after)
+    clear_caches()
+    console().print(f"{len(before['entries'])} entries, {len(after['entries'])} needed: {path}", soft_wrap=True)
+
+
+def measure_table(request: Request) -> None:
+    begin = time.monotonic()
+    device, kernels = require_device(request.device), require_kernels(request.kernels)
     facts = device_of(device)
-    book = Book((out or environment.tuning_dir()) / f"{facts.names[0]}.yaml", device, kernels)
-    if resume or kernels:
+    book = Book((request.out or environment.tuning_dir()) / f"{facts.names[0]}.yaml", device, kernels)
+    if request.resume or kernels:
         book.open()
-    todo = [problem for problem in tuner.grid(device) if not (resume and book.has(problem))]
+    todo = [problem for problem in tuner.grid(device) if not (request.resume and book.has(problem))]
     screen = console()
     kept = len(book.entries)
     screen.print(
         f"{facts.description}: {len(todo)} problems to measure, {kept} kept, table {book.path}", soft_wrap=True
     )
-    if dry_run:
+    if request.dry_run:
         for problem in todo:
             screen.print(problem.label, soft_wrap=True)
         return
@@ -83,10 +117,9 @@ def tune(
     def say(line: str) -> None:
         screen.print(line, soft_wrap=True, markup=False)
 
-    ready = check_and_build(
-        device, kernels, todo, jobs or pool.default_jobs(), begin + time_limit * 60 * WARM_SHARE, say
-    )
-    done = measure_all(todo, begin + time_limit * 60, book, say, ready)
+    limit, jobs = request.time_limit * 60, request.jobs or pool.default_jobs()
+    ready = check_and_build(device, kernels, todo, jobs, begin + limit * WARM_SHARE, say)
+    done = measure_all(todo, begin + limit, book, say, ready)
     if not book.entries:
         raise click.ClickException("nothing was measured within the time limit; the table is as it was")
     book.publish()
@@ -154,7 +187,7 @@ def entries_of(file: Path, table: Path) -> list[dict]:
         data = yaml.safe_load(file.read_text())
         tuning.parse(str(table), data)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise click.ClickException(f"cannot resume {file}: {error}") from None
+        raise click.ClickException(f"cannot resume {file}: {' '.join(str(error).split())}") from None
     measured, here = data["versions"].get("torch"), record.versions()["torch"]
     if measured != here:
         raise click.ClickException(f"cannot resume {file}: expected torch {here}, measured with {measured}")
@@ -186,7 +219,8 @@ def check_and_build(
     builds = warm.builds_of(todo, kernels)
     with progress() as bar:
         task = bar.add_task("checking and compiling", total=len(tasks) + len(builds))
-        ready = warm.warm_builds(builds, jobs, tasks, judge, end, report, lambda: bar.advance(task))
+        listener = warm.Listener(judge, report, lambda: bar.advance(task))
+        ready = warm.warm_builds(builds, jobs, tasks, end, listener)
     told = f"{check_summary(verdicts)}; {len(ready.done)} of {len(builds)} builds ready"
     report(f"{told} after {time.monotonic() - begin:.0f} s")
     return ready

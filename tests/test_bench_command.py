@@ -1,8 +1,10 @@
-"""`sdpa bench` where all peers take part, without a GPU: its files, exit codes, and one sentence for what is wrong."""
+"""`sdpa bench` without a GPU: its files, exit codes, and one sentence for what is wrong."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from helpers import complete_output
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from sdpa.bench import contest, table, workload
+from sdpa.bench import calls, contest, record
 from sdpa.bench.problems import Problem
-from sdpa.bench.suites import GPU_SUITES, SUITES
+from sdpa.bench.suites import SUITES
 
+LAST_LINE = re.compile(r"suite=tiny cells=\d+ geomean=\d+\.\d{3} worst=\d+\.\d{3}")
 pytestmark = pytest.mark.usefixtures("threads_restored")
 
 
@@ -23,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("threads_restored")
 def tiny_gpu_suite(monkeypatch):
     problems = (Problem(1, 2, 9, 9, 8, device="cuda"), Problem(1, 2, 9, 9, 8, mask="causal", device="cuda"))
     monkeypatch.setitem(SUITES, "tiny-gpu", problems)
-    monkeypatch.setitem(GPU_SUITES, "tiny-gpu", problems)
 
 
 def call(*arguments: str, code: int = 0) -> str:
@@ -37,14 +39,23 @@ def test_bench_writes_every_form(tiny_gpu_suite, tmp_path):
     text = call(*arguments, "--csv", str(csv), "--json", str(out), "--plot", str(picture))
     last = text.splitlines()[-1]
     assert last.startswith("suite=tiny-gpu cells=2 geomean=") and "kernel=math torch_cells=2 " in last
-    comments, records = table.read(csv)
+    comments, records = record.read(csv)
     assert [record["asked"] for record in records] == ["default", "math"] * 2 and f"# {last}" in comments
     data = json.loads(out.read_text())
-    assert data["rows"] == records and data["summaries"][-1] == last and data["driver"] == {}
+    assert [{k: v for k, v in row.items() if k != "timings"} for row in data["rows"]] == records
+    assert data["summaries"][-1] == data["summary"] == last and data["driver"] == {} and data["suite"] == "tiny-gpu"
+    for row in data["rows"]:
+        assert set(row["timings"]) == {row["asked"], "torch"}
+        times = row["timings"][row["asked"]]
+        assert (
+            times["min_ms"] <= times["median_ms"]
+            and times["samples"] == 2
+            and float(row["ms"]) == pytest.approx(times["min_ms"], rel=1e-4)
+        )
     assert picture.stat().st_size > 5000
     again = call(*arguments, "--csv", str(csv), "--merge", "--cells", "causal")
     assert again.splitlines()[-1].startswith("suite=tiny-gpu cells=1 ")
-    assert len(table.read(csv)[1]) == 4 and len(table.read(csv)[0]) > len(comments)
+    assert len(record.read(csv)[1]) == 4 and len(record.read(csv)[0]) > len(comments)
     call("--from-csv", str(csv), "--plot", str(tmp_path / "again.png"))
     assert (tmp_path / "again.png").stat().st_size > 5000
 
@@ -55,16 +66,18 @@ def test_bench_of_several_suites(tiny_gpu_suite, monkeypatch, tmp_path):
     assert [line.split()[0] for line in text.splitlines()[-2:]] == ["suite=tiny-gpu", "suite=tiny"]
     assert "flash=" in text and "torch=" not in text
     plain = call("--suite", "tiny", "--repeat", "1", "--json", str(tmp_path / "r.json"))
-    assert "peer's backend" in plain and json.loads((tmp_path / "r.json").read_text())["suite"] == "tiny"
+    assert LAST_LINE.fullmatch(plain.splitlines()[-1]) and "torch=" in plain
+    assert json.loads((tmp_path / "r.json").read_text())["summary"] == plain.splitlines()[-1]
 
 
 def test_bench_fails_where_ours_is_wrong(tiny_gpu_suite, monkeypatch, tmp_path):
-    honest = workload.Workload.ours
-    monkeypatch.setattr(workload.Workload, "ours", lambda self, kernel=None: honest(self, kernel) * 1.1)
+    honest = calls.FORMS[""]
+    wrong = replace(honest, ours=lambda *given: lambda: honest.ours(*given)() * 1.1)
+    monkeypatch.setitem(calls.FORMS, "", wrong)
     path = tmp_path / "r.csv"
     text = call("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--csv", str(path), code=1)
     assert "wrong result: out" in text and "cells=0 geomean=nan" in text
-    records = table.read(path)[1]
+    records = record.read(path)[1]
     assert all(r["ms"] == "" and "wrong result" in r["note"] and "torch:" in r["peers"] for r in records)
 
 
@@ -79,7 +92,7 @@ def test_rows_are_written_as_they_come(tiny_gpu_suite, monkeypatch, tmp_path):
 
     monkeypatch.setattr(contest, "measure_cell", dies_at_the_second)
     text = call("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--csv", str(path), code=130)
-    assert "float32 1,2,9,8 none forward" in text and len(table.read(path)[1]) == 1
+    assert "float32 1,2,9,8 none forward" in text and len(record.read(path)[1]) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Rows of contests as tables and pictures: what is written, read back, merged and drawn."""
+"""What is written of a run: rows as tables and pictures: what is written, read back, merged and drawn."""
 
 from __future__ import annotations
 
 import math
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +14,14 @@ from helpers import some_rows
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from sdpa.bench import record, table
+from sdpa.bench import plots, record
 from sdpa.bench.contest import Entry
 from sdpa.bench.suites import GPU_SUITES, SUITES
-from sdpa.cli.contest import line
+from sdpa.cli.bench import line
 
+RESULTS = Path(record.__file__).parent / "results"
 HEADER = {
-    "date": "2030-01-02T03:04:05+00:00", "device": "nvidia_h200", "description": "NVIDIA H200",
+    "date": "2030-01-02T03:04:05+00:00", "device": "nvidia_h200", "description": "NVIDIA H200", "threads": 8,
     "versions": {"torch": "2.11.0", "flash-attn-4": "4.0"}, "command": "sdpa bench --suite gpu-forward",
     "driver": {"driver": "580.1", "sm_clock_max": "1980", "cudnn": "91900"},
 }  # fmt: skip
@@ -27,44 +29,54 @@ HEADER = {
 
 def test_csv_round_trip(tmp_path):
     path = tmp_path / "h200.csv"
-    written = table.Table(path, HEADER)
+    written = record.Table(path, HEADER)
     for row in some_rows(few=3):
         written.add([row])
-    comments, records = table.read(path)
+    comments, records = record.read(path)
     for fact in ("2030-01-02", "NVIDIA H200", "580.1", "sm_clock_max 1980", "cudnn 91900", "torch 2.11.0", "4.0"):
         assert fact in comments[0]
     assert comments[1] == "# sdpa bench --suite gpu-forward" and len(records) == 3
     first, problem = records[0], SUITES["gpu-forward"][0]
-    assert table.problem_of(first) == problem and first["suite"] == "gpu-forward"
+    assert record.problem_of(first) == problem and first["suite"] == "gpu-forward"
     assert first["kernel"] == "triton_flash" and float(first["ms"]) == 1.0 and first["unit"] == "TFLOP/s"
     assert float(first["tflops_or_gbs"]) == pytest.approx(problem.operations() * 1e-9, rel=1e-3)
     assert (first["best_peer"], first["ratio"], first["best_torch"], first["torch_ratio"]) == ("fa4", "1", "cudnn", "2")
     assert float(first["best_peer_value"]) == pytest.approx(2 * float(first["best_torch_value"]), rel=1e-3)
     assert (first["our_error"], first["peer_error"], first["our_bytes"]) == ("0.001", "0.003", "4096")
-    assert table.unpaired(first["peers"]) == {"cudnn": "2", "fa4": "1"}
-    assert table.unpaired(first["peer_bytes"]) == {"cudnn": "8192", "fa4": "1024"}
-    assert table.unpaired(first["refused"]) == {"math": "expected scores below 8 GB, got 9"}
+    assert record.unpaired(first["peers"]) == {"cudnn": "2", "fa4": "1"}
+    assert record.unpaired(first["peer_bytes"]) == {"cudnn": "8192", "fa4": "1024"}
+    assert record.unpaired(first["refused"]) == {"math": "expected scores below 8 GB, got 9"}
     assert [p.name for p in tmp_path.iterdir()] == ["h200.csv"]
 
 
 def test_merge_replaces_what_is_measured_again(tmp_path):
     path = tmp_path / "h200.csv"
-    table.Table(path, HEADER).add(some_rows(few=4))
+    record.Table(path, HEADER).add(some_rows(few=4))
     again = replace(some_rows(few=1)[0], peers=())
-    table.Table(path, HEADER | {"command": "second"}, merge=True).add([again])
-    comments, records = table.read(path)
+    record.Table(path, HEADER | {"command": "second"}, merge=True).add([again])
+    comments, records = record.read(path)
     assert len(records) == 4 and "# second" in comments and len(comments) == 4
     assert [record["best_peer"] for record in records] == ["", "fa4", "fa4", "fa4"]
-    table.Table(path, HEADER).add([again])
-    assert len(table.read(path)[1]) == 1
+    record.Table(path, HEADER).add([again])
+    assert len(record.read(path)[1]) == 1
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)
+def test_committed_rows_are_read_and_drawn(path):
+    """Their problems are those of today's suites, so that pictures have all of them."""
+    _, records = record.read(path)
+    assert len(records) > 50 and all(record.problem_of(row) is not None for row in records)
+    timed = {row["problem"] for row in records if row["suite"] == records[0]["suite"] and (row["ms"] or row["peers"])}
+    panels = plots.panels_of([row for row in records if row["suite"] == records[0]["suite"]])
+    assert sum(map(len, panels.values())) == len(timed)
 
 
 def test_an_interrupted_write_leaves_the_table(tmp_path, monkeypatch):
     path = tmp_path / "h200.csv"
-    written = table.Table(path, HEADER)
+    written = record.Table(path, HEADER)
     written.add(some_rows(few=1))
     before = path.read_text()
-    monkeypatch.setattr(table, "as_csv", lambda records: 1 / 0)
+    monkeypatch.setattr(record, "as_csv", lambda records: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         written.add(some_rows(few=2))
     assert path.read_text() == before
@@ -74,17 +86,24 @@ def test_a_csv_of_something_else_is_refused(tmp_path):
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"expected a CSV of `sdpa bench --csv`.*without the column suite"):
-        table.read(path)
+        record.read(path)
 
 
 def test_summary_of_a_kernel():
-    text = record.contest_summary("gpu-forward", "triton_flash", some_rows())
+    text = record.summary("gpu-forward", "triton_flash", some_rows())
     assert text == (
         "suite=gpu-forward cells=36 geomean=1.000 worst=1.000 kernel=triton_flash "
         "torch_cells=36 torch_geomean=2.000 torch_worst=2.000"
     )
     none = replace(some_rows(few=1)[0], peers=())
-    assert "cells=0 geomean=nan worst=nan" in record.contest_summary("s", "k", [none])
+    assert "cells=0 geomean=nan worst=nan kernel=triton_flash" in record.summary("s", "triton_flash", [none])
+    both = some_rows(few=2) + some_rows(kernel="default", few=3)
+    assert record.summary("s", "default", both).startswith("suite=s cells=3 geomean=1.000 worst=1.000 kernel=default ")
+
+
+def test_the_line_of_our_default_beside_torch_alone_is_short():
+    rows = [replace(row, peers=(replace(row.peers[0], name="torch"),)) for row in some_rows(kernel="default")]
+    assert record.summary("overhead", "default", rows) == "suite=overhead cells=36 geomean=2.000 worst=2.000"
 
 
 def test_lines_name_every_peer():
@@ -119,18 +138,14 @@ def test_driver_facts(monkeypatch):
 @pytest.mark.parametrize("suite", GPU_SUITES)
 def test_pictures_of_every_suite(suite, tmp_path):
     pytest.importorskip("matplotlib")
-    from sdpa.bench import plots
-
-    records = [table.as_record(row) for kernel in ("default", "triton_flash") for row in some_rows(suite, kernel)]
-    plots.plot_contest(tmp_path / "p.png", suite, records)
+    records = [record.as_record(row) for kernel in ("default", "triton_flash") for row in some_rows(suite, kernel)]
+    plots.plot(tmp_path / "p.png", suite, records)
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 
 def test_a_picture_has_a_panel_per_head_size_and_mask():
     pytest.importorskip("matplotlib")
-    from sdpa.bench import plots
-
-    records = [table.as_record(row) for kernel in ("default", "triton_flash") for row in some_rows(kernel=kernel)]
+    records = [record.as_record(row) for kernel in ("default", "triton_flash") for row in some_rows(kernel=kernel)]
     panels = plots.panels_of(records)
     assert [title.split("head size ")[1] for title, _ in panels] == [
         f"{D} mask {mask}" for D in (64, 128, 256) for mask in ("none", "causal")
@@ -138,10 +153,10 @@ def test_a_picture_has_a_panel_per_head_size_and_mask():
     for groups in panels.values():
         assert [place for place, _ in groups] == ["512", "1024", "2048", "4096", "8192", "16384"]
         assert all(set(bars) == {"sdpa (default)", "sdpa triton_flash", "cudnn", "fa4"} for _, bars in groups)
-    masks = plots.panels_of([table.as_record(row) for row in some_rows("gpu-mask")])
+    masks = plots.panels_of([record.as_record(row) for row in some_rows("gpu-mask")])
     assert sorted(len(groups) for groups in masks.values()) == [3, 3, 3, 4]
     with pytest.raises(ValueError, match="no timed cell"):
-        plots.plot_contest("p.png", "gpu-mask", records)
+        plots.plot("p.png", "gpu-mask", records)
 
 
 def test_geomean_of_ratios_is_what_the_rows_say():

@@ -1,0 +1,157 @@
+"""The calls that are measured, in our words and in torch's: plain attention, and each of what a call may ask beyond it.
+
+Where torch has no such call, its maker raises Refusal. The tensors are bound before: nothing is timed but the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+import sdpa
+import sdpa.nn
+from sdpa.bench.timing import Call
+from sdpa.bench.workload import Refusal, Workload
+
+DROPOUT = 0.1
+SOFTCAP = 2.0  # near the scores of random tensors, so that who leaves it out is wrong
+# The kernel that a "kernel" problem names, by the kind of device.
+NAMED = {"cpu": "cpu_flash", "cuda": "triton_flash"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a call is made; `read` brings what ours or torch's returns into one form for both."""
+
+    ours: Callable[[Workload, str | None], Call]
+    torch: Callable[[Workload], Call]
+    read: Callable[[object], Tensor] = lambda out: out
+
+
+def our_call(work: Workload, kernel: str | None = None) -> Call:
+    return FORMS[work.problem.call].ours(work, kernel)
+
+
+def torch_call(work: Workload) -> Call:
+    return FORMS[work.problem.call].torch(work)
+
+
+def has_varlen(work: Workload) -> bool:
+    """torch's varlen_attn takes half precisions on a GPU."""
+    return work.q.is_cuda and work.q.dtype != torch.float32
+
+
+def torch_has(work: Workload) -> bool:
+    """Whether torch has such a call; where it has not, its closest one stands beside ours, if there is one."""
+    call = work.problem.call
+    return has_varlen(work) if call == "varlen" else call not in ("softcap", "return_lse", "kernel")
+
+
+def plain(work: Workload, kernel: str | None, **more: object) -> Call:
+    given = masked(work.our_mask) | work.options | named(kernel) | more
+    return partial(sdpa.scaled_dot_product_attention, *work.qkv, **given)
+
+
+def torch_plain(work: Workload, **more: object) -> Call:
+    return partial(torch_attention, *work.qkv, **masked(work.torch_mask), **work.options, **more)
+
+
+def masked(mask: sdpa.Mask | Tensor | None) -> dict[str, object]:
+    return {} if mask is None else {"attn_mask": mask}
+
+
+def named(kernel: str | None) -> dict[str, object]:
+    return {} if kernel is None else {"kernel": kernel}
+
+
+def by_name(work: Workload, kernel: str | None) -> Call:
+    """torch's closest call is its plain one: its context manager is entered around many calls."""
+    return plain(work, kernel or NAMED[torch.device(work.problem.device).type])
+
+
+def no_softcap(work: Workload) -> Call:
+    raise Refusal("torch has no softcap")
+
+
+def torch_with_lse(work: Workload) -> Call:
+    """The operators behind torch's call: the call itself keeps the log-sum-exp for its backward."""
+    if not work.q.is_cuda:
+        return partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, *work.qkv)
+    if work.q.dtype == torch.float32:
+        return partial(torch.ops.aten._scaled_dot_product_efficient_attention, *work.qkv, None, True)
+    return partial(torch.ops.aten._scaled_dot_product_flash_attention, *work.qkv)
+
+
+def joined(results: tuple[Tensor, ...]) -> Tensor:
+    """The output with the log-sum-exp as one more column, (B, H, M, Dv + 1); torch pads the rows of the latter."""
+    out, lse = results[:2]
+    return torch.cat((out, lse[..., : out.shape[2], None].to(out.dtype)), -1)
+
+
+def packed(work: Workload) -> tuple[Tensor, ...]:
+    """The row's documents one after the other: q, k and v as (T, heads, D), cu_q, cu_k, max_q, max_k."""
+    lengths = work.problem.document_lengths()
+    ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=work.q.device)
+    rows = (t.detach()[0].transpose(0, 1).contiguous() for t in work.qkv)
+    return (*rows, ends, ends, max(lengths), max(lengths))
+
+
+def varlen(work: Workload, kernel: str | None) -> Call:
+    return partial(sdpa.varlen_attention, *packed(work), is_causal=True, **named(kernel))
+
+
+def torch_varlen(work: Workload) -> Call:
+    """torch's varlen_attn; where it takes no such tensors, the closest call has the documents as a mask."""
+    if not has_varlen(work):
+        return torch_plain(work)
+    from torch.nn.attention.varlen import varlen_attn
+
+    told = "is_causal" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, *packed(work), **({"is_causal": True} if told else {"window_size": (-1, 0)}))
+
+
+def unpacked(out: Tensor) -> Tensor:
+    """(T, H, Dv) -> (1, H, T, Dv)"""
+    return out if out.dim() == 4 else out.transpose(0, 1)[None]
+
+
+def module_of(kind: type[torch.nn.Module], work: Workload) -> torch.nn.Module:
+    """A module of the problem's width, with the same parameters for every kind."""
+    p = work.problem
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return kind(p.H * p.D, p.H, batch_first=True).to(p.device, p.torch_dtype).eval()
+
+
+def module_input(work: Workload) -> Tensor:
+    """(B, M, H * D)"""
+    return work.q.detach().transpose(1, 2).flatten(2).requires_grad_(work.problem.needs_grad)
+
+
+def module_call(kind: type[torch.nn.Module], work: Workload, kernel: str | None = None) -> Call:
+    if kernel is not None:
+        raise Refusal("a module takes no kernel by name")
+    x = module_input(work)
+    return partial(module_of(kind, work), x, x, x, need_weights=False)
+
+
+FORMS = {
+    **dict.fromkeys(("", "parameter", "autocast"), Form(plain, torch_plain)),
+    "dropout": Form(partial(plain, dropout_p=DROPOUT), partial(torch_plain, dropout_p=DROPOUT)),
+    "softcap": Form(partial(plain, softcap=SOFTCAP), no_softcap),
+    "return_lse": Form(partial(plain, return_lse=True), torch_with_lse, joined),
+    "kernel": Form(by_name, torch_plain),
+    "varlen": Form(varlen, torch_varlen, unpacked),
+    "module": Form(
+        partial(module_call, sdpa.nn.MultiheadAttention),
+        partial(module_call, torch.nn.MultiheadAttention),
+        lambda results: results[0],
+    ),
+}
