@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from sdpa import flops
 from sdpa.batching import map_backward, map_forward
@@ -161,7 +162,18 @@ def apply(function: type[torch.autograd.Function], *args):
     for the ordinary way."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(args))
+    return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
+
+
+def one_level(function: type[torch.autograd.Function]) -> type[_SingleLevelFunction]:
+    """The same derivative as a class whose `apply` asks nothing before. What `apply` of a Function asks functorch, it
+    asks in C++ from torch 2.15 on, where nobody can leave it out."""
+    names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")
+    methods = {name: staticmethod(getattr(function, name)) for name in names}
+    return type(function.__name__, (_SingleLevelFunction,), methods)
+
+
+ONE_LEVEL = {function: one_level(function) for function in (Attention, AttentionBackward, Weights)}
 
 
 def needs_grad(inputs: AttentionInputs) -> bool:

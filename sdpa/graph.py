@@ -9,10 +9,10 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from sdpa.autograd import (
     DIFFERENTIABLE,
+    ONE_LEVEL,
     Attention,
     Weights,
     below_autograd,
@@ -77,7 +77,7 @@ def differentiable_forward(*args) -> tuple[Tensor, Tensor]:
     inputs, (needs_lse, kernel) = AttentionInputs(*args[:FIELDS]), args[FIELDS:]
     forward = goes_forward(inputs)
     if forward or needs_grad(inputs):
-        out, lse = forward_mode(inputs, kernel) if forward else apply_single(SINGLE_ATTENTION, *inputs, kernel)
+        out, lse = forward_mode(inputs, kernel) if forward else apply_single(Attention, *inputs, kernel)
         return out, lse if needs_lse else no_tensor(inputs.q)
     with below_autograd():
         if needs_lse or not is_plain(inputs):
@@ -100,7 +100,7 @@ def differentiable_weights(lse: Tensor, *args) -> Tensor:
     if is_transformed():
         return composite_weights(inputs, lse, average)
     if torch.is_grad_enabled() and lse.requires_grad:
-        return apply_single(SINGLE_WEIGHTS, *inputs, kernel, lse, average)
+        return apply_single(Weights, *inputs, kernel, lse, average)
     with below_autograd():
         return WEIGHTS(lse, *args)
 
@@ -126,21 +126,12 @@ def batched_weights(info, in_dims, *args):
     return weights, 0
 
 
-def apply_single(function: type[_SingleLevelFunction], *args):
+def apply_single(function: type[torch.autograd.Function], *args):
     """`apply` at one level of functorch's."""
     with enable_single_level_autograd_function():
-        return function.apply(*unwrap_dead_wrappers(args))
+        return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
 
 
-def single_level(function: type[torch.autograd.Function]) -> type[_SingleLevelFunction]:
-    """The same derivative as a class whose `apply` serves the level at hand. From torch 2.15 on, `apply` of a Function
-    always begins with functorch's innermost level, also where that level has called us."""
-    names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")
-    methods = {name: staticmethod(getattr(function, name)) for name in names}
-    return type(function.__name__, (_SingleLevelFunction,), methods)
-
-
-SINGLE_ATTENTION, SINGLE_WEIGHTS = single_level(Attention), single_level(Weights)
 LIBRARY.impl("attention_forward", differentiable_forward, "Autograd")
 LIBRARY.impl("attention_forward.plain", differentiable_plain, "Autograd")
 LIBRARY.impl("attention_weights", differentiable_weights, "Autograd")
