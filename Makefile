@@ -15,9 +15,11 @@ GPU_JOBS ?= 8
 SECONDS ?= 120
 SEED ?=
 CASES ?= 0
-# What `make test-torch VERSION=...` runs: by default what lies between a call and its kernel, where torch's private parts are.
-ENTRY := compile derivatives eager errors graph_derivatives kernels neighbours patch plans semantics short toggles varlen
+# What `make test-torch VERSION=...` runs in so many processes: by default what lies between a call and its kernel, where most of
+# torch's private parts are. TESTS=tests is all that needs no GPU.
+ENTRY := compile derivatives eager errors graph_derivatives neighbours patch plans semantics short toggles varlen
 TESTS ?= $(ENTRY:%=tests/test_%.py)
+JOBS ?= 2
 VERSION ?= $(TORCH)
 OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
@@ -37,9 +39,9 @@ test-ordinary: $(READY)
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
 
-# With another torch: the library was built once, with the torch of .venv. TESTS=tests runs all that needs no GPU.
+# With another torch and the library that was built with the torch of .venv.
 test-torch: $(OTHER)/ready
-	$(OTHER)/bin/python -m pytest -q -m "not gpu" --durations=10 $(TESTS)
+	$(OTHER)/bin/python -m pytest -q -m "not gpu" --durations=10 -n $(JOBS) --dist worksteal $(TESTS)
 
 # Arm without an Arm machine; what it downloads stays in build/aarch64. Where its tools cannot be had it says so and ends.
 test-arm: $(VENV)/torch-$(TORCH)
