@@ -95,7 +95,7 @@ $(OTHER)/ready: | $(READY)
 	@echo "installing torch $(VERSION) into $(OTHER)"
 	$(BIN)/python -m venv --clear $(OTHER)
 	site=$$(cd $(VENV) && echo lib/python*/site-packages) && \
-		echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/$$site')" > $(OTHER)/$$site/shared.pth
+		echo "import site; site.addsitedir('$(abspath $(VENV))/$$site')" > $(OTHER)/$$site/shared.pth
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir torch==$(VERSION)
 	touch $@
 
