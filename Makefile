@@ -15,10 +15,18 @@ GPU_JOBS ?= 8
 SECONDS ?= 120
 SEED ?=
 CASES ?= 0
+# What `make test-torch VERSION=...` runs in so many processes: by default what lies between a call and its kernel, where most of
+# torch's private parts are. TESTS=tests is all that needs no GPU.
+ENTRY := calls compile derivatives eager errors graph_derivatives native_calls neighbours operators patch semantics toggles \
+  varlen
+TESTS ?= $(ENTRY:%=tests/test_%.py)
+JOBS ?= 2
+VERSION ?= $(TORCH)
+OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-torch test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -31,6 +39,10 @@ test-ordinary: $(READY)
 # Triton reads the variable when it defines a kernel, so that these tests want a process of their own.
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
+
+# With another torch and the library that was built with the torch of .venv.
+test-torch: $(OTHER)/ready
+	$(OTHER)/bin/python -m pytest -q -m "not gpu" --durations=10 -n $(JOBS) --dist worksteal $(TESTS)
 
 # Arm without an Arm machine; what it downloads stays in build/aarch64. Where its tools cannot be had it says so and ends.
 test-arm: $(VENV)/torch-$(TORCH)
@@ -61,7 +73,7 @@ wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kernels/cpu/*.so
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info kernels/cpu/*.so
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -76,6 +88,16 @@ $(VENV)/torch-$(TORCH): | $(BIN)/python
 $(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
 	@echo "installing sdpa-kernels and what its tests and tables need"
 	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test]"
+	touch $@
+
+# Torch and what it asks for that .venv has not; all else is found in .venv. PyPI's torch for x86-64 needs CUDA's libraries,
+# 4 to 6 GB of them; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu and VERSION=2.15.0+cpu do without.
+$(OTHER)/ready: | $(READY)
+	@echo "installing torch $(VERSION) into $(OTHER)"
+	$(BIN)/python -m venv --clear $(OTHER)
+	site=$$(cd $(VENV) && echo lib/python*/site-packages) && \
+		echo "import site; site.addsitedir('$(abspath $(VENV))/$$site')" > $(OTHER)/$$site/shared.pth
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir torch==$(VERSION)
 	touch $@
 
 $(READY): $(VENV)/installed $(NATIVE) kernels/cuda/instances.def

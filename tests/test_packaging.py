@@ -48,7 +48,7 @@ def rival(tmp_path_factory) -> Path:
 def wheel(tmp_path_factory, rival) -> Path:
     """The wheel, built offline from a copy of the tree; objects that are up to date are not compiled again."""
     tree, out = tmp_path_factory.mktemp("tree") / "sdpa-kernels", tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns("aarch64", ".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns("aarch64", ".git", ".venv*", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, tree, ignore=ignored)
     stale = tree / "build" / "lib" / "sdpa" / "removed_long_ago.py"
     stale.parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,8 @@ def device(monkeypatch):
     """A Hopper that is not here; yields (the ordinary launches, what launchers were called with)."""
     from triton.runtime import driver
 
+    if replay.VERSION not in replay.KNOWN:
+        pytest.skip(f"launches of Triton {triton.__version__} are not run again")
     ordinary, called = [], []
 
     def launch(self, backend, arch):
