@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from sdpa.dispatch.context import Setting
 from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe, toggles_for
@@ -30,7 +31,7 @@ class Explanation:
     chosen: str | None
     reason: str
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         problem = self.problem._asdict() | {
             "dtype": str(self.problem.dtype).removeprefix("torch."),
             "features": sorted(self.problem.features),
