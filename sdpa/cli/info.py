@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -124,7 +125,7 @@ def variables() -> Section:
     return {name: os.environ.get(name, "not set") for name in VARIABLES}
 
 
-def kernels() -> list[dict[str, object]]:
+def kernels() -> list[dict[str, Any]]:
     rows = []
     for kernel in KERNELS:
         reason = probe(kernel.unavailable)
@@ -166,7 +167,7 @@ def pairs(name: str, section: object) -> Table:
     return table
 
 
-def kernel_table(rows: list[dict]) -> Table:
+def kernel_table(rows: list[dict[str, Any]]) -> Table:
     columns = ("kernel", "family", "devices", "available", "what it is, or why not")
     table = Table(*columns, title="kernels", title_justify="left", title_style="bold")
     for row in rows:

@@ -7,6 +7,7 @@ stay the same objects, so optimizers, tied weights, state_dicts and whoever hold
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
@@ -116,12 +117,12 @@ def check_module(model: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def route_here(module: torch.nn.Module, inputs: tuple) -> None:
+def route_here(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
     """A hook that can be pickled and copied with its model."""
     ROUTING.__enter__()
 
 
-def route_back(module: torch.nn.Module, inputs: tuple, output: object) -> None:
+def route_back(module: torch.nn.Module, inputs: tuple[Any, ...], output: object) -> None:
     ROUTING.__exit__(None, None, None)
 
 
