@@ -1,15 +1,13 @@
-"""The one table of kernels. Tests, bench, tuner, explain and the README's matrix all read it; rows end in math."""
+"""The one table of kernels. Tests, bench, tuner, `sdpa info` and explain all read it; rows end in math."""
 
 from __future__ import annotations
 
 import torch
 
-from sdpa.dispatch.kernel import Kernel
+from sdpa.dispatch.kernel import ROWS, Kernel
 from sdpa.dispatch.rules import (
-    any_unit_stride,
     bias_forward,
     bias_in_query_dtype,
-    bulk_strides,
     causal_forward,
     causal_only,
     cudnn_head_size,
@@ -24,11 +22,12 @@ from sdpa.dispatch.rules import (
     one_mask,
     packed_or_segments,
     padded_weights,
+    positive_strides,
     same_head_sizes,
     square_causal,
     triton_architecture,
 )
-from sdpa.problem import FEATURES
+from sdpa.problem import FEATURES, PLACED
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALF | {torch.float32}
@@ -63,11 +62,11 @@ KERNELS: tuple[Kernel, ...] = (
         summary="torch's CPU flash",
         efficiency=0.6,
         overhead=6e-6,
+        alignment=1,
         rules=(
             causal_only,
             one_mask,
             same_head_sizes,
-            any_unit_stride,
             bias_in_query_dtype,
             dense_mask_without_lse,
         ),
@@ -86,7 +85,8 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_size=256,
         efficiency=0.75,
         overhead=15e-6,
-        rules=(packed_or_segments, eighths, any_unit_stride, bulk_strides, hopper_only),
+        alignment=16,
+        rules=(packed_or_segments, eighths, positive_strides, hopper_only),
     ),
     Kernel(
         name="triton_hopper",
@@ -99,12 +99,13 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_size=256,
         efficiency=0.7,
         overhead=25e-6,
+        alignment=16,
+        aligned=ROWS | {"bias", "bias_rows", "grad_out"},
         rules=(
             causal_forward,
             bias_forward,
             same_head_sizes,
             eighths,
-            any_unit_stride,
             bias_in_query_dtype,
             full_bias,
             hopper_only,
@@ -122,7 +123,9 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_size=TRITON_HEAD_SIZE,
         efficiency=0.6,
         overhead=27e-6,
-        rules=(any_unit_stride, triton_architecture, padded_weights),
+        alignment=1,
+        aligned=ROWS | {"grad_out"},
+        rules=(triton_architecture, padded_weights),
     ),
     Kernel(
         name="triton_efficient",
@@ -136,7 +139,9 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_size=TRITON_HEAD_SIZE,
         efficiency=0.5,
         overhead=30e-6,
-        rules=(any_unit_stride, triton_architecture, padded_weights),
+        alignment=1,
+        aligned=ROWS | {"grad_out"},
+        rules=(triton_architecture, padded_weights),
     ),
     Kernel(
         name="triton_decode",
@@ -151,7 +156,8 @@ KERNELS: tuple[Kernel, ...] = (
         splits_keys=True,
         efficiency=0.1,
         overhead=19e-6,
-        rules=(any_unit_stride, triton_architecture),
+        alignment=1,
+        rules=(triton_architecture,),
     ),
     Kernel(
         name="vendor_cudnn",
@@ -164,12 +170,13 @@ KERNELS: tuple[Kernel, ...] = (
         deterministic=False,
         efficiency=0.75,
         overhead=22e-6,
+        alignment=16,
+        aligned=frozenset(PLACED) - {"bias_rows"},
         rules=(
             causal_only,
             square_causal,
             one_mask,
             same_head_sizes,
-            any_unit_stride,
             bias_in_query_dtype,
             cudnn_head_size,
             mask_columns,
@@ -188,7 +195,10 @@ KERNELS: tuple[Kernel, ...] = (
         max_head_size=256,
         efficiency=0.42,
         overhead=20e-6,
-        rules=(causal_only, square_causal, same_head_sizes, any_unit_stride, flash_architecture, no_row_limit),
+        alignment=16,
+        pads_heads=8,
+        aligned=ROWS | {"out", "grad_out"},
+        rules=(causal_only, square_causal, same_head_sizes, flash_architecture, no_row_limit),
     ),
     Kernel(
         name="vendor_efficient",
@@ -201,7 +211,9 @@ KERNELS: tuple[Kernel, ...] = (
         deterministic=False,
         efficiency=0.2,
         overhead=15e-6,
-        rules=(causal_only, one_mask, any_unit_stride, bias_in_query_dtype, efficient_alignment, no_row_limit),
+        alignment=16,
+        aligned=frozenset(PLACED),
+        rules=(causal_only, one_mask, bias_in_query_dtype, efficient_alignment, mask_columns, no_row_limit),
     ),
     Kernel(
         name="vendor_math",

@@ -7,6 +7,7 @@ to do in parallel: programs are handed out to multiprocessors whole, and one mul
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sdpa.dispatch.device import Device, device_of
@@ -24,6 +25,13 @@ SPLIT_KEYS = 256
 DRAW = 2.0
 # A tile whose operands do not fit the shared memory even once is spilled or refused: not to be tried before others.
 SPILL = 8.0
+
+# A copy's seconds on the host, by type of device.
+COPY_OVERHEAD = {"cpu": 2e-6}
+GPU_COPY_OVERHEAD = 6e-6
+# How much longer a GPU kernel takes that can read, but not by vectors or TMA: by the bytes that it loads at a time.
+# Below 4 there is no asynchronous copy into shared memory.
+SLOWING = {16: 1.0, 8: 1.3, 4: 1.6, 2: 3.0, 1: 3.0, 0: 1.0}
 
 
 class Grid(NamedTuple):
@@ -101,3 +109,31 @@ def fits(problem: AttentionProblem, device: Device, tile: Tile | None) -> bool:
         return True
     elements = tile.BLOCK_M * problem.D + tile.BLOCK_N * (problem.D + problem.Dv)
     return elements * problem.dtype.itemsize <= device.shared_memory
+
+
+def slowing(kernel: Kernel, problem: AttentionProblem) -> float:
+    """How much longer a kernel takes that reads unaligned tensors where they lie."""
+    if problem.device_type == "cpu" or not kernel.alignment or kernel.copies_rows(problem):
+        return 1.0
+    found = [got for name, got in problem.unaligned if name in kernel.aligned]
+    return max((SLOWING[got] for got in found), default=1.0)
+
+
+def copying(problem: AttentionProblem, names: Iterable[str]) -> float:
+    """Seconds in which the tensors of these names are read and written once more, a launch each."""
+    whole = {name.removesuffix("_rows") for name in names}
+    moved = 2 * sum(elements(problem, name) for name in whole) * problem.dtype.itemsize
+    overhead = COPY_OVERHEAD.get(problem.device_type, GPU_COPY_OVERHEAD)
+    return moved / device_of(problem.device).bandwidth + len(whole) * overhead
+
+
+def elements(problem: AttentionProblem, name: str) -> int:
+    """Numbers that a tensor of PLACED holds; a bias with one matrix for all heads is taken for one of each."""
+    p = problem
+    return {
+        "q": p.B * p.H * p.M * p.D,
+        "k": p.B * p.Hkv * p.N * p.D,
+        "v": p.B * p.Hkv * p.N * p.Dv,
+        "bias": p.B * p.H * (1 if p.row_mask else p.M) * p.N,
+        "lse": p.B * p.H * p.M,
+    }.get(name, p.B * p.H * p.M * p.Dv)

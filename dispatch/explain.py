@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from sdpa.dispatch.candidates import Candidate, allows, consider, toggles_for
 from sdpa.dispatch.context import Setting
-from sdpa.dispatch.select import Candidate, NoKernelError, allows, choose, consider, describe, toggles_for
+from sdpa.dispatch.placing import told as copied
+from sdpa.dispatch.refusal import NoKernelError, describe
+from sdpa.dispatch.select import choose
 from sdpa.problem import AttentionProblem
 
 STATUSES = ("chosen", "able", "refused", "disabled")
@@ -20,6 +23,7 @@ class Row:
     seconds: float | None
     source: str
     tile: tuple[int, ...] | None = None  # BLOCK_M, BLOCK_N, warps, stages
+    copies: str = ""  # the tensors that it would be given copies of, as a clause
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ class Explanation:
 
 
 def with_tile(row: Row) -> str:
-    """Where the time comes from, and the tile it holds for where a kernel has several."""
+    """Where the time comes from, the tile it holds for where a kernel has several, and copies that it counts."""
     tile = [str(size) for size in row.tile or () if size]
-    return f"{row.source}, tile {' x '.join(tile[:2])}{warps_of(tile)}" if tile else row.source
+    note = f"{row.source}, tile {' x '.join(tile[:2])}{warps_of(tile)}" if tile else row.source
+    return f"{note}, {row.copies}" if row.copies else note
 
 
 def warps_of(tile: list[str]) -> str:
@@ -74,11 +79,11 @@ def explain_problem(problem: AttentionProblem, setting: str = "", learns: bool =
         chosen, reason = choice.kernel.name, choice.reason
     except NoKernelError as error:
         chosen, reason = None, str(error).splitlines()[0].rstrip(":")
-    rows = tuple(row_of(c, chosen, setting, toggles) for c in consider(problem))
+    rows = tuple(row_of(c, problem, chosen, setting, toggles) for c in consider(problem))
     return Explanation(problem, rows, chosen, reason)
 
 
-def row_of(candidate: Candidate, chosen: str | None, setting: str, toggles: int) -> Row:
+def row_of(candidate: Candidate, problem: AttentionProblem, chosen: str | None, setting: str, toggles: int) -> Row:
     name = candidate.kernel.name
     if name == chosen:
         status = "chosen"
@@ -87,4 +92,5 @@ def row_of(candidate: Candidate, chosen: str | None, setting: str, toggles: int)
     else:
         status = "able" if allows(Setting.decode(setting), toggles, candidate.kernel) else "disabled"
     tile = None if candidate.tile is None else tuple(candidate.tile)
-    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source, tile)
+    copies = copied(problem, candidate.copies) if candidate.copies else ""
+    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source, tile, copies)

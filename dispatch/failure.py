@@ -12,7 +12,7 @@ from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 MEMORY = "memory"  # may succeed later, or with a kernel that needs less
 TILE = "tile"  # asks for more than the device has; a smaller one of the same kernel may not
 SIZE = "size"  # not at sizes like these
-ADDRESS = "address"  # not where these tensors begin, which a problem does not tell; others may be read
+ADDRESS = "address"  # not where these tensors lie; a problem tells, but a caller may have remembered another
 BUILD = "build"  # nobody built the kernel for this device
 # Errors that Triton raises before anything runs, by name: this file must not import it.
 TRITON_ERRORS = frozenset({"OutOfResources", "CompilationError", "CompileTimeAssertionFailure", "PTXASError"})
@@ -26,6 +26,7 @@ REFUSALS = {
     "no execution plans support": SIZE,
     "cudnn_status_not_supported": SIZE,
     "cannot read addresses": ADDRESS,
+    "is not correctly aligned": ADDRESS,  # torch's efficient operator
     "no kernel image is available": BUILD,
     "invalid device function": BUILD,
     "unsupported gpu architecture": BUILD,
@@ -102,10 +103,10 @@ def refused(kind: str, kernel: Kernel, tile: Tile | None, problem: AttentionProb
 
 def likeness(problem: AttentionProblem) -> AttentionProblem:
     """The problem without the sizes that a build does not depend on, so that each new length is not a new failure."""
-    return problem._replace(B=0, H=0, Hkv=0, M=0, N=0, left=UNLIMITED)
+    return problem._replace(B=0, H=0, Hkv=0, M=0, N=0, left=UNLIMITED, unaligned=())
 
 
 def alike_in_size(problem: AttentionProblem) -> AttentionProblem:
     """The problem with sizes between two powers of two, so that a sequence that grows does not fail at each step."""
     sizes = {name: getattr(problem, name).bit_length() for name in ("B", "H", "Hkv", "M", "N")}
-    return problem._replace(**sizes, left=UNLIMITED)
+    return problem._replace(**sizes, left=UNLIMITED, unaligned=())

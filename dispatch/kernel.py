@@ -15,6 +15,7 @@ from sdpa.problem import FEATURES, AttentionInputs, AttentionProblem, Gradients,
 
 Rule = Callable[[AttentionProblem], "str | None"]
 FAMILIES = ("flash", "efficient", "cudnn", "math")
+ROWS = frozenset({"q", "k", "v"})
 
 
 class KernelModule(Protocol):
@@ -57,6 +58,11 @@ class Kernel:
     overhead: float = 5e-6
     materialises: bool = False  # needs memory of size M x N
     splits_keys: bool = False  # spreads the keys of few queries over programs, heads of a group in one
+    # Bytes of whose multiples it needs the addresses and strides of what it reads by vectors; 1: a last stride of 1, at
+    # any address; 0: any strides.
+    alignment: int = 0
+    aligned: frozenset[str] = ROWS  # what it reads by vectors, of sdpa.problem.PLACED
+    pads_heads: int = 0  # copies q, k and v itself where their head size is no multiple of this
     rules: tuple[Rule, ...] = ()
 
     def load(self) -> KernelModule:
@@ -76,6 +82,14 @@ class Kernel:
         if self.serves(problem.device_type):
             answers.append(self.unavailable())
         return [reason for reason in answers if reason]
+
+    def misplaced(self, problem: AttentionProblem) -> tuple[str, ...]:
+        """The tensors that the kernel cannot read where they lie."""
+        need = min(self.alignment, 1) if self.copies_rows(problem) else self.alignment
+        return tuple(name for name, got in problem.unaligned if got < need and name in self.aligned)
+
+    def copies_rows(self, problem: AttentionProblem) -> bool:
+        return bool(self.pads_heads and problem.D % self.pads_heads)
 
     def serves(self, device_type: str) -> bool:
         return not self.devices or device_type in self.devices
@@ -116,7 +130,36 @@ def not_deterministic(kernel: Kernel, problem: AttentionProblem) -> str | None:
     return "is not deterministic, and torch.use_deterministic_algorithms(True) is set"
 
 
-CHECKS = (wrong_device, wrong_dtype, wrong_direction, head_too_large, missing_features, not_deterministic)
+def apart(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    """Numbers of a row that do not lie side by side."""
+    names = {name for name in kernel.misplaced(problem) if not problem.unaligned_at(name)}
+    if not names:
+        return None
+    whose = "q, k and v" if names & ROWS else "the bias"
+    return f"needs the last stride of {whose} to be 1, and would copy otherwise"
+
+
+def misaligned(kernel: Kernel, problem: AttentionProblem) -> str | None:
+    got = [(name, problem.unaligned_at(name)) for name in kernel.misplaced(problem)]
+    told = [f"{name.replace('_', ' ')} at multiples of {found}" for name, found in got if found]
+    if not told:
+        return None
+    return (
+        f"needs addresses and strides that are multiples of {kernel.alignment} bytes, and would copy otherwise, got "
+        f"{', '.join(told)}"
+    )
+
+
+CHECKS = (
+    wrong_device,
+    wrong_dtype,
+    wrong_direction,
+    head_too_large,
+    missing_features,
+    not_deterministic,
+    apart,
+    misaligned,
+)
 
 
 @cache

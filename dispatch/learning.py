@@ -13,7 +13,7 @@ from sdpa.dispatch.kernel import Kernel
 from sdpa.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from sdpa.dispatch.select import Candidate
+    from sdpa.dispatch.candidates import Candidate
 
 # Operations of a forward below which the host is what is waited for: 40 us of an H200. Beyond, a backward that can
 # still choose its kernel, and another one where the device refuses, is worth its microseconds.
@@ -38,12 +38,15 @@ def is_native(kernel: Kernel) -> bool:
 
 def seconds_together(candidate: Candidate, backward: Iterable[Candidate]) -> float:
     """A forward and the backward that then costs least."""
+    if candidate.copies:  # which torch would not make again
+        return candidate.seconds + min((follower.seconds for follower in backward), default=0.0) + OWN_NODE
     return candidate.seconds + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
 
 
 def after(kernel: Kernel, follower: Candidate) -> float:
     """Seconds of a backward behind the forward of `kernel`, and of the node between them."""
-    return follower.seconds + (0.0 if follower.kernel is kernel and is_native(kernel) else OWN_NODE)
+    left = follower.kernel is kernel and is_native(kernel) and not follower.copies
+    return follower.seconds + (0.0 if left else OWN_NODE)
 
 
 def stays(kernel: Kernel, backward: Iterable[Candidate]) -> bool:

@@ -78,14 +78,10 @@ def same_head_sizes(problem: AttentionProblem) -> str | None:
     return f"needs D == Dv, got D = {problem.D}, Dv = {problem.Dv}"
 
 
-def any_unit_stride(problem: AttentionProblem) -> str | None:
-    return None if problem.unit_stride else "needs the last stride of q, k and v to be 1, and would copy otherwise"
-
-
-def bulk_strides(problem: AttentionProblem) -> str | None:
-    if problem.bulk_strides:
+def positive_strides(problem: AttentionProblem) -> str | None:
+    if not problem.zero_strides:
         return None
-    return "needs strides of q, k and v that are positive multiples of 16 bytes, and would copy otherwise"
+    return "needs strides of q, k and v that are positive multiples of 16 bytes, got one of 0"
 
 
 def bias_in_query_dtype(problem: AttentionProblem) -> str | None:
@@ -101,7 +97,8 @@ def full_bias(problem: AttentionProblem) -> str | None:
 
 
 def mask_columns(problem: AttentionProblem) -> str | None:
-    """cuDNN 9.19 reads misaligned addresses where the last stride of a mask is 0."""
+    """cuDNN 9.19 reads misaligned addresses where the last stride of a mask is 0, and torch's efficient operator raises
+    for a bias."""
     if not problem.narrow_mask:
         return None
     return f"needs a mask with a column for each of the {problem.N} keys, got one that repeats along them"

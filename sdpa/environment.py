@@ -1,4 +1,5 @@
-"""The only reader of environment variables: SDPA_KERNEL, SDPA_CPU_ISA, SDPA_TUNING_DIR."""
+"""What environment variables say: SDPA_KERNEL, SDPA_CPU_ISA, SDPA_TUNING_DIR. Nothing else acts by them; `sdpa info`
+lists what they hold."""
 
 from __future__ import annotations
 

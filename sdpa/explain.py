@@ -8,11 +8,13 @@ from torch import Tensor
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
 from sdpa.dispatch.select import backward_setting, weights_setting
-from sdpa.eager import can_be_left, left_to_torch, transformed
+from sdpa.entry import is_transformed
 from sdpa.inputs import Options, build_inputs
-from sdpa.interop import as_mask, cast_for_autocast, is_nested, pack_jagged, under_autocast
+from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_nested, pack_jagged
 from sdpa.mask import Mask
-from sdpa.problem import AttentionProblem
+from sdpa.passes import Form
+from sdpa.prepared import Prepared
+from sdpa.problem import AttentionInputs, AttentionProblem, is_empty
 from sdpa.validate import check_flag
 
 LEFT_TO_TORCH = "the call is short, so that torch differentiates its operator: settled in the forward"
@@ -57,10 +59,18 @@ def explain(
         request = weights_setting(request, problem.device_type)
     if direction == "backward":
         request = backward_setting(request)
-    plain = learns and not return_lse and can_be_left(options) and not transformed()
+    plain = learns and not return_lse and is_plain(inputs)
     explanation = explain_problem(problem, request, plain and direction == "forward")
-    native = left_to_torch(query, key, value, options, kernel) if direction == "backward" and learns else None
-    return explanation if native is None else explanation.instead(native, LEFT_TO_TORCH)
+    if direction == "backward" and plain:
+        forward = Prepared(inputs, True, False, effective(request_text(kernel)))
+        if forward.native is not None:
+            return explanation.instead(forward.choice.kernel.name, LEFT_TO_TORCH)
+    return explanation
+
+
+def is_plain(inputs: AttentionInputs) -> bool:
+    """Whether torch's own operators can say all that is asked, so that one may be left to differentiate itself."""
+    return Form(inputs).numbers is not None and not is_transformed() and not is_empty(inputs)
 
 
 def prepare(
@@ -74,6 +84,8 @@ def prepare(
         options = options._replace(attn_mask=mask)
     if is_nested(query, key, value):
         query, key, value, options = pack_jagged(query, key, value, options, return_lse)
-    if under_autocast(query):
-        return cast_for_autocast(query, key, value, options, query.device.type)
-    return query, key, value, options
+    dtype = autocast_dtype(query)
+    if dtype is None:
+        return query, key, value, options
+    query, key, value = (cast(t, dtype) for t in (query, key, value))
+    return query, key, value, cast_options(options, dtype)

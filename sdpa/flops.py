@@ -6,21 +6,19 @@ them when it is made; ours are handed to the counters that are on when a call pa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from sdpa.operators import of_backward, of_forward, of_weights
 from sdpa.problem import AttentionInputs, lengths_of
-
-FORWARD_ARGUMENTS = 0
-PLAIN_FIELDS = AttentionInputs._fields.index("bias")  # of the short forms; the setting is their only other argument
-BACKWARD_ARGUMENTS = 4  # grad_out, grad_lse, out and lse stand before q, k and v
-WEIGHTS_ARGUMENTS = 1  # lse
+from sdpa.torch_private import dispatch_mode_stack
 
 
 def announce() -> None:
     """Give every FlopCounterMode that is on the formulas of the operators."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
             registry.setdefault(torch.ops.sdpa.attention_forward, forward_flops)
@@ -28,30 +26,22 @@ def announce() -> None:
             registry.setdefault(torch.ops.sdpa.attention_weights, weights_flops)
 
 
-def forward_flops(*args: object, **_: object) -> int:
+def forward_flops(*args: Any, **options: Any) -> int:
     """Two products: scores and results."""
-    pairs, D, Dv = sizes(args, FORWARD_ARGUMENTS)
-    return 2 * pairs * (D + Dv)
+    inputs, _, _ = of_forward(args)
+    return 2 * pairs_of(inputs) * inputs.q.shape[1] * (inputs.q.shape[3] + inputs.v.shape[3])
 
 
-def backward_flops(*args: object, **_: object) -> int:
+def backward_flops(*args: Any, **options: Any) -> int:
     """Five products: the scores again, gradients of the weights, and of q, k and v."""
-    short = len(args) <= BACKWARD_ARGUMENTS + PLAIN_FIELDS  # without grad_lse
-    pairs, D, Dv = sizes(args, BACKWARD_ARGUMENTS - short)
-    return 2 * pairs * (3 * D + 2 * Dv)
+    inputs, *_ = of_backward(args)
+    return 2 * pairs_of(inputs) * inputs.q.shape[1] * (3 * inputs.q.shape[3] + 2 * inputs.v.shape[3])
 
 
-def weights_flops(*args: object, **_: object) -> int:
+def weights_flops(*args: Any, **options: Any) -> int:
     """One product: the scores."""
-    pairs, D, _ = sizes(args, WEIGHTS_ARGUMENTS)
-    return 2 * pairs * D
-
-
-def sizes(args: tuple[object, ...], first: int) -> tuple[int, int, int]:
-    """B * H * M * N, D and Dv."""
-    fields = len(AttentionInputs._fields)
-    inputs = AttentionInputs(*args[first : first + (PLAIN_FIELDS if len(args) < fields else fields)])
-    return pairs_of(inputs) * inputs.q.shape[1], inputs.q.shape[3], inputs.v.shape[3]
+    inputs, *_ = of_weights(args)
+    return 2 * pairs_of(inputs) * inputs.q.shape[1] * inputs.q.shape[3]
 
 
 def pairs_of(inputs: AttentionInputs) -> int:

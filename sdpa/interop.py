@@ -8,27 +8,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sdpa.inputs import Options
 from sdpa.mask import Mask
+from sdpa.validate import Options
 
 
-def under_autocast(query: object) -> bool:
+def autocast_dtype(query: object) -> torch.dtype | None:
+    """The dtype that autocast asks for on the query's device; None where it is off."""
     device_type = query.device.type if isinstance(query, Tensor) else "cpu"
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
-def cast_for_autocast(query: Tensor, key: Tensor, value: Tensor, options: Options, device_type: str):
-    """Floating inputs and masks in the autocast dtype; float64 stays, as torch's rule for this function has it."""
-    dtype = torch.get_autocast_dtype(device_type)
+def is_cast(tensor: object) -> bool:
+    """float64 stays, as torch's rule for this function has it."""
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
-    def cast(tensor):
-        eligible = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if eligible else tensor
 
+def cast(tensor, dtype: torch.dtype):
+    return tensor.to(dtype) if is_cast(tensor) else tensor
+
+
+def cast_options(options: Options, dtype: torch.dtype) -> Options:
+    """Floating masks and sinks in autocast's dtype."""
     mask = options.attn_mask
     if isinstance(mask, Mask):
-        mask = mask.replace(bias=cast(mask.bias))
-    return cast(query), cast(key), cast(value), options._replace(attn_mask=cast(mask), sinks=cast(options.sinks))
+        mask = mask if mask.bias is None else mask.replace(bias=cast(mask.bias, dtype))
+    else:
+        mask = cast(mask, dtype)
+    return options._replace(attn_mask=mask, sinks=cast(options.sinks, dtype))
 
 
 def as_mask(attn_mask: object) -> object:
@@ -45,24 +53,11 @@ def is_nested(query: object, key: object, value: object) -> bool:
 
 
 def nested_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: Options,
-    request: str,
-    attend: Callable,
-    return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool, attend: Callable
 ) -> Tensor:
-    """Jagged (batch, H, length, D) tensors as one packed batch entry; autocast is applied here, too."""
-    q, k, v, packed_options = pack_jagged(query, key, value, options, return_lse)
-    if under_autocast(query):
-        device_type = query.device.type
-        q, k, v, packed_options = cast_for_autocast(q, k, v, packed_options, device_type)
-        with torch.autocast(device_type, enabled=False):
-            results = attend(q, k, v, packed_options, False, request)
-    else:
-        results = attend(q, k, v, packed_options, False, request)
-    packed = results.out.squeeze(0).transpose(0, 1)  # (T, H, Dv)
+    """Jagged (batch, H, length, D) tensors as one packed batch entry, by `attend` of what it is given."""
+    out = attend(*pack_jagged(query, key, value, options, return_lse))
+    packed = out.squeeze(0).transpose(0, 1)  # (T, H, Dv)
     return torch.nested.nested_tensor_from_jagged(packed, query.offsets()).transpose(1, 2)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sdpa import dense
 from sdpa.problem import UNLIMITED, AttentionInputs
-from sdpa.validate import is_integer
 
 ALIGNMENTS = ("top_left", "bottom_right")
 ANDS: tuple[Callable[..., Any], ...] = (operator.and_, operator.iand)
@@ -128,8 +127,10 @@ class Mask:
         like = torch.empty(0, dtype=None if self.bias is None else self.bias.dtype, device=device)
         q, k = like.new_empty(B, H, M, 0), like.new_empty(B, H, N, 0)
         from sdpa.inputs import with_mask
+        from sdpa.validate import Sizes, check_mask
 
-        inputs = with_mask(AttentionInputs(q, k, k, 1.0), self)
+        check_mask(self, q, Sizes(B, H, M, N, (B,)))
+        inputs = with_mask(AttentionInputs(q, k, k, 1.0), self, torch.Size([B]))
         seen, added = dense.visible(inputs), dense.additive(inputs)
         if added is None:
             seen = torch.ones((), dtype=torch.bool, device=device) if seen is None else seen
@@ -175,6 +176,10 @@ class Mask:
 
             return recognise_bool(mask)
         return of_dense(mask, "Mask.from_tensor")
+
+
+def is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def of_dense(tensor: Tensor, function: str) -> Mask:

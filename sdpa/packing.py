@@ -27,9 +27,7 @@ def restored(results: Results, inputs: AttentionInputs) -> Results:
     """Results of `ordinary(inputs)` as those of `inputs`."""
     if inputs.cu_q is None:
         return results
-    T, (out, lse) = inputs.q.shape[2], results
-    out = together(out, inputs.cu_q, T)
-    return Results(out, None if lse is None else together(lse, inputs.cu_q, T, -torch.inf).contiguous())
+    return Results(*rows_of(results, inputs.cu_q, inputs.q.shape[2]))
 
 
 def cumulative(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
@@ -40,19 +38,45 @@ def cumulative(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 def apart(inputs: AttentionInputs) -> AttentionInputs:
     """Packed documents as batch entries."""
-    cu_q, cu_k = cumulative(inputs)
-    M, N = query_size(inputs), min(inputs.max_k, inputs.k.shape[2])
+    (cu_q, cu_k), (M, N) = cumulative(inputs), sizes(inputs)
+    q, k, v, q_lengths, k_lengths = batch_entries(inputs[:3], cu_q, cu_k, M, N)
+    if inputs.q_lengths is not None:
+        q_lengths = torch.minimum(inputs.q_lengths, q_lengths)
+    if inputs.k_lengths is not None:
+        k_lengths = torch.minimum(inputs.k_lengths, k_lengths)
     return inputs._replace(
-        q=document_rows(inputs.q, cu_q, M),
-        k=document_rows(inputs.k, cu_k, N),
-        v=document_rows(inputs.v, cu_k, N),
-        q_lengths=shorter(inputs.q_lengths, cu_q, M),
-        k_lengths=shorter(inputs.k_lengths, cu_k, N),
-        cu_q=None,
-        cu_k=None,
-        max_q=0,
-        max_k=0,
+        q=q, k=k, v=v, q_lengths=q_lengths, k_lengths=k_lengths, cu_q=None, cu_k=None, max_q=0, max_k=0
     )
+
+
+def batch_entries(
+    packed: tuple[Tensor, Tensor, Tensor], cu_q: Tensor, cu_k: Tensor, M: int, N: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v (B, H, M or N, .) of packed ones (1, H, T, .), and how many rows of each document there are."""
+    q, k, v = packed
+    places, behind = document_places(cu_q, M)
+    keys = places, behind
+    if cu_k is not cu_q or M != N:
+        keys = document_places(cu_k, N)
+    lengths = cu_q.diff().clamp(0, M), cu_k.diff().clamp(0, N)
+    return taken(q, places, behind), taken(k, *keys), taken(v, *keys), *lengths
+
+
+def document_places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(B, size) packed rows of each document, and which of them lie behind its end."""
+    places = cu[:-1, None] + torch.arange(size, device=cu.device)
+    return places, places >= cu[1:, None]
+
+
+def taken(values: Tensor, places: Tensor, behind: Tensor) -> Tensor:
+    """(B, H, size, ...) of packed `values` (1, H, T, ...), 0 behind the end of each document."""
+    rows = values[0].transpose(0, 1)[places.clamp(0, values.shape[2] - 1)]  # [B, size, H, ...]
+    return rows.masked_fill(behind.view(*behind.shape, *(1,) * (rows.dim() - 2)), 0.0).transpose(1, 2)
+
+
+def sizes(inputs: AttentionInputs) -> tuple[int, int]:
+    """M and N of the documents as batch entries; none is longer than all together."""
+    return query_size(inputs), min(inputs.max_k, inputs.k.shape[2])
 
 
 def apart_upstream(upstream: Results, inputs: AttentionInputs) -> Results:
@@ -69,10 +93,7 @@ def query_size(inputs: AttentionInputs) -> int:
 
 def document_rows(values: Tensor, cu: Tensor, size: int) -> Tensor:
     """(B, H, size, ...) of packed `values` (1, H, T, ...), 0 behind the end of each document."""
-    places = cu[:-1, None] + torch.arange(size, device=cu.device)  # [B, size]
-    behind = places >= cu[1:, None]
-    rows = values[0].transpose(0, 1)[places.clamp(0, values.shape[2] - 1)]  # [B, size, H, ...]
-    return filled(rows, behind, 0.0).transpose(1, 2)
+    return taken(values, *document_places(cu, size))
 
 
 def together(values: Tensor, cu: Tensor, T: int, outside: float = 0.0) -> Tensor:
@@ -83,7 +104,14 @@ def together(values: Tensor, cu: Tensor, T: int, outside: float = 0.0) -> Tensor
     document, places = positions(cu, T)
     beyond = (document < 0) | (document >= B) | (places >= size)
     rows = values.transpose(1, 2)[document.clamp(0, B - 1), places.clamp(0, size - 1)]  # [T, H, ...]
-    return filled(rows, beyond, outside).transpose(0, 1).unsqueeze(0)
+    rows = rows.masked_fill(beyond.view(-1, *(1,) * (rows.dim() - 1)), outside)
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def rows_of(results: tuple[Tensor, Tensor | None], cu: Tensor, T: int) -> tuple[Tensor, Tensor | None]:
+    """Results (B, H, size, ...) of documents as packed ones; a row in none of them sees no key."""
+    out, lse = results
+    return together(out, cu, T), None if lse is None else together(lse, cu, T, -torch.inf).contiguous()
 
 
 def positions(cu: Tensor, T: int) -> tuple[Tensor, Tensor]:
@@ -98,9 +126,20 @@ def documents_of(cu: Tensor, T: int) -> Tensor:
     return torch.searchsorted(cu, rows, right=True, out_int32=True) - 1
 
 
-def filled(rows: Tensor, where: Tensor, value: float) -> Tensor:
-    """`rows` with `value` in those that `where` names by their first dimensions; this makes them contiguous."""
-    return rows.masked_fill(where.view(*where.shape, *(1,) * (rows.dim() - where.dim())), value)
+def segment_ids(cu: Tensor, T_q: int, T_k: int) -> tuple[Tensor, Tensor]:
+    """(1, T_q) and (1, T_k) ids by which documents do not see each other; rows outside of all see nothing, and nothing
+    sees them."""
+    queries = documents_of(cu, T_q)
+    keys = queries if T_k == T_q else documents_of(cu, T_k)
+    behind = keys >= cu.shape[0] - 1
+    keys = torch.where(keys < 0, keys - 1, keys + behind)  # ids that no query has, in ascending order
+    return queries.unsqueeze(0), keys.unsqueeze(0)
+
+
+def unseen_outside(lse: Tensor, cu: Tensor) -> Tensor:
+    """(1, H, T) with -inf in rows outside of all documents, where a sink would be."""
+    document = documents_of(cu, lse.shape[2])
+    return lse.masked_fill((document < 0) | (document >= cu.shape[0] - 1), -torch.inf)
 
 
 def shorter(lengths: Tensor | None, cu: Tensor, size: int) -> Tensor:

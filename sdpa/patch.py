@@ -27,8 +27,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from sdpa.functional import scaled_dot_product_attention
-
-saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from sdpa.torch_private import saved_tensors_hooks
 
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Callable = F.scaled_dot_product_attention
@@ -131,7 +130,7 @@ def runs_again(function: FunctionType, args: tuple, kwargs: dict) -> bool:
     be the same then, so the call stays torch's. Checkpointing that is reentrant shows in dropout without gradients."""
     if torch.compiler.is_compiling():
         return False
-    hooks = saving_hooks(False)
+    hooks = saved_tensors_hooks(False)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
     if torch.is_grad_enabled():

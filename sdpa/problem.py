@@ -1,18 +1,25 @@
 """The nouns every layer shares: what is asked (AttentionProblem), its tensors, and what comes back.
 
 Glossary: B batch, H query heads, Hkv key/value heads, M queries, N keys, D head size of q and k, Dv head size of v.
-This file imports nothing of the package, so every kernel may import it.
+This file imports nothing of the package but torch_private, so every kernel may import it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sdpa.torch_private import float32_precision
+
 UNLIMITED = -1
-BULK_BYTES = 16  # of whose multiples a bulk copy engine wants addresses and strides
+# The widest load of a GPU's thread; TMA, the bulk copy engine, wants addresses and strides in multiples of it, too.
+BULK_BYTES = 16
+# Names of the tensors that a problem may call unaligned. "bias" is the address of a bias, "bias_rows" its strides.
+OTHERS = ("out", "lse", "grad_out")
+PLACED = ("q", "k", "v", "bias", "bias_rows", *OTHERS)
 
 # From here on what a kernel's tanh may lose near 0, 1e-7 of the softcap, is felt beside bfloat16's rounding of weights.
 LARGE_SOFTCAP = 1000.0
@@ -90,10 +97,23 @@ class AttentionInputs(NamedTuple):
 
 
 def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    """q, k, v, the dense masks there are, and cumulative lengths, once where they are the same for both."""
-    cu_k = None if inputs.cu_k is inputs.cu_q else inputs.cu_k
-    others = (inputs.bias, inputs.allowed, inputs.cu_q, cu_k)
-    return (*inputs[:3], *(tensor for tensor in others if tensor is not None))
+    """The tensors of a call in the order of their fields, each once where two fields hold the same (cu_k is cu_q).
+
+    A call that a kernel recorded (`record`) is repeated with these. A backward's are followed by out, lse, the gradient
+    of out and, where there is one, that of lse; those of weights by lse.
+    """
+    return tuple({id(value): value for value in inputs if isinstance(value, Tensor)}.values())
+
+
+def refill_of(inputs: AttentionInputs) -> Callable[[Sequence[Tensor]], AttentionInputs]:
+    """What makes inputs of other tensors, in the order of `read_of`, and the same numbers. It keeps no tensor."""
+    places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
+    fields = [(places.get(id(value)), None if isinstance(value, Tensor) else value) for value in inputs]
+
+    def refill(given: Sequence[Tensor]) -> AttentionInputs:
+        return AttentionInputs._make([value if place is None else given[place] for place, value in fields])
+
+    return refill
 
 
 class Results(NamedTuple):
@@ -136,7 +156,6 @@ class AttentionProblem(NamedTuple):
     right: int = UNLIMITED
     bottom_right: bool = False
     features: frozenset[str] = frozenset()  # of FEATURES
-    unit_stride: bool = True  # the last stride of q, k and v is 1
     deterministic: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
     bias_dtype: torch.dtype | None = None
@@ -144,14 +163,21 @@ class AttentionProblem(NamedTuple):
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
     full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
     narrow_mask: bool = False  # the dense masks given repeat one column for all keys
-    bulk_strides: bool = True  # a GPU's bulk copy engine can follow the strides of q, k and v
+    # Tensors (of PLACED) that do not lie at multiples of 16 bytes, and of how many bytes then; 0: the last stride is
+    # not 1.
+    unaligned: tuple[tuple[str, int], ...] = ()
+    zero_strides: bool = False  # q, k or v repeats along a dimension
 
     @classmethod
     def of(
-        cls, inputs: AttentionInputs, direction: str = "forward", extra: frozenset[str] = frozenset()
+        cls,
+        inputs: AttentionInputs,
+        direction: str = "forward",
+        extra: frozenset[str] = frozenset(),
+        others: tuple[Tensor | None, ...] = (),
     ) -> AttentionProblem:
         """Describe `inputs`; `extra` adds what tensors cannot tell ("lse", "backward", "bias_grad", "lse_grad",
-        "averaged")."""
+        "averaged"), and `others` are what a backward reads beside them: out, lse and grad_out."""
         q, k, v = inputs.q, inputs.k, inputs.v
         H, D, Hkv, Dv = q.shape[1], q.shape[3], k.shape[1], v.shape[3]
         B, M, N = lengths_of(inputs)
@@ -169,7 +195,6 @@ class AttentionProblem(NamedTuple):
             inputs.right,
             inputs.bottom_right and has_band(inputs, M, N),
             features_of(inputs, H != Hkv) | extra,
-            q.stride(3) == k.stride(3) == v.stride(3) == 1,
             torch.are_deterministic_algorithms_enabled(),
             q.dtype == torch.float32 and float32_precision() == "tf32",
             None if inputs.bias is None else inputs.bias.dtype,
@@ -177,8 +202,27 @@ class AttentionProblem(NamedTuple):
             is_row_mask(inputs),
             is_full_bias(inputs),
             is_narrow_mask(inputs),
-            not q.is_cuda or all(map(has_bulk_strides, inputs[:3])),
+            unaligned_of(inputs) + unaligned_others(others),
+            any(map(has_zero_stride, inputs[:3])),
         )
+
+    def beside(self, others: tuple[Tensor | None, ...]) -> AttentionProblem:
+        """The problem of a backward that was described without `others`: out, lse and grad_out."""
+        found = unaligned_others(others)
+        return self._replace(unaligned=self.unaligned + found) if found else self
+
+    def placed(self, names: Container[str]) -> AttentionProblem:
+        """The problem where the tensors of these names lie at multiples of 16 bytes."""
+        return self._replace(unaligned=tuple(pair for pair in self.unaligned if pair[0] not in names))
+
+    def unaligned_at(self, name: str) -> int:
+        """Of how many bytes' multiples a tensor lies at: 16 where it is none of the unaligned ones."""
+        return dict(self.unaligned).get(name, BULK_BYTES)
+
+    @property
+    def alignment(self) -> int:
+        """The largest of 16, 8, 4, 2 and 1 bytes of which all tensors lie at multiples; 0: a last stride is not 1."""
+        return min((found for _, found in self.unaligned), default=BULK_BYTES)
 
     @property
     def device_type(self) -> str:
@@ -222,12 +266,6 @@ class AttentionProblem(NamedTuple):
         return passes * (queries + keys) * self.dtype.itemsize
 
 
-def float32_precision() -> str:
-    """How float32 may be multiplied, by whichever of torch's switches it was said: torch.get_float32_matmul_precision
-    raises where one of the newer ones (`fp32_precision`) was used."""
-    return torch._C._get_fp32_precision_getter("cuda", "matmul")
-
-
 def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:
     """B, M and N as positions are counted: documents and their largest lengths where packed, a whole table of pages."""
     q, k = inputs.q, inputs.k
@@ -236,6 +274,13 @@ def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:
     if inputs.block_table is not None:
         return q.shape[0], q.shape[2], inputs.block_table.shape[1] * k.shape[2]
     return q.shape[0], q.shape[2], k.shape[2]
+
+
+def is_empty(inputs: AttentionInputs) -> bool:
+    """Whether no query meets a key; without a head size scores are 0 and the softmax is still one."""
+    (B, M, N), q, k = lengths_of(inputs), inputs.q, inputs.k
+    keys = N and k.shape[0] and k.shape[2]
+    return not (B and q.shape[1] and M and q.shape[2] and (keys or inputs.sinks is not None))
 
 
 def is_row_mask(inputs: AttentionInputs) -> bool:
@@ -256,6 +301,63 @@ def is_narrow_mask(inputs: AttentionInputs) -> bool:
     """Whether there is a dense mask or bias, and none of them tells several keys apart."""
     given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]
     return bool(given) and inputs.k.shape[2] > 1 and all(m.shape[3] == 1 or m.stride(3) == 0 for m in given)
+
+
+def lies_on_gpu(tensor: Tensor) -> bool:
+    """Whether it matters where a tensor lies. CPU kernels read from any address; a tensor of a trace, which a subclass
+    stands for, lies nowhere yet."""
+    return tensor.is_cuda and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def alignment_of(tensor: Tensor, strides: bool = True) -> int:
+    """The largest of 16, 8, 4, 2 and 1 that divides the address of `tensor` and, where asked, its strides but the last
+    in bytes. It is 16 where nobody asks (`lies_on_gpu`) and for a tensor without memory, as transforms have them."""
+    if not lies_on_gpu(tensor):
+        return BULK_BYTES
+    try:
+        bits = tensor.data_ptr() | BULK_BYTES
+    except RuntimeError:
+        return BULK_BYTES
+    if strides:
+        bits |= stride_alignment(tensor)
+    return bits & -bits
+
+
+def unaligned_of(inputs: AttentionInputs) -> tuple[tuple[str, int], ...]:
+    """The names of q, k, v and the bias, of those that do not lie at multiples of 16 bytes."""
+    tensors = zip(PLACED, inputs[:3], strict=False)
+    found = [(name, alignment_of(t) if t.stride(3) == 1 else 0) for name, t in tensors]
+    bias = inputs.bias
+    if bias is not None and lies_on_gpu(bias):
+        dense = bias.stride(3) == 1 or bias.shape[3] == 1
+        found.append(("bias", alignment_of(bias, strides=False)))
+        found.append(("bias_rows", stride_alignment(bias) if dense else 0))
+    return tuple(pair for pair in found if pair[1] < BULK_BYTES)
+
+
+def unaligned_others(others: tuple[Tensor | None, ...]) -> tuple[tuple[str, int], ...]:
+    """The same of out, lse and grad_out. Kernels make their own copy of an out or grad_out whose last stride is not 1,
+    and read a log-sum-exp number by number."""
+    found = []
+    for name, tensor in zip(OTHERS, others, strict=False):
+        if tensor is not None and (name == "lse" or tensor.stride(3) == 1):
+            found.append((name, alignment_of(tensor, strides=name != "lse")))
+    return tuple(pair for pair in found if pair[1] < BULK_BYTES)
+
+
+def stride_alignment(tensor: Tensor) -> int:
+    """The largest of 16, 8, 4, 2 and 1 bytes that divides all strides but the last; a dimension of one needs none."""
+    bits, size = BULK_BYTES, tensor.element_size()
+    for n, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        bits |= stride * size if n != 1 else 0
+    return bits & -bits
+
+
+def has_zero_stride(tensor: Tensor) -> bool:
+    """Whether it repeats along a dimension, on a GPU."""
+    if not lies_on_gpu(tensor):
+        return False
+    return any(n != 1 and stride == 0 for n, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
 
 
 def has_bulk_strides(tensor: Tensor) -> bool:

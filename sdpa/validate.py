@@ -1,12 +1,15 @@
-"""Every check of the public functions: one sentence with what was expected and what was got, before any kernel runs."""
+"""Every check of a dense call: one sentence with what was expected and what was got, before anything else is done."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sdpa.mask import Mask
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MIN_RANK = 2
@@ -30,6 +33,155 @@ DTYPE_NAMES = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype))
+
+
+class Options(NamedTuple):
+    """Everything beside query, key and value that changes the result."""
+
+    attn_mask: Tensor | Mask | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | Tensor | None = None
+    enable_gqa: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Sizes(NamedTuple):
+    """The dimensions that masks are held against, and the batch dimensions as they were given."""
+
+    B: int
+    H: int
+    M: int
+    N: int
+    lead: tuple[int, ...]
+
+
+def check_dense(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
+    """A call of scaled_dot_product_attention."""
+    check_tensors(query, key, value)
+    check_sizes(query, key, value)
+    check_options(options)
+    lead = leading_shape(query, key, value)
+    heads = [t.shape[-3] if t.dim() > MIN_RANK else 1 for t in (query, key, value)]
+    check_heads(*heads, options.enable_gqa)
+    H = max(heads[1:]) if heads[0] == 1 and not options.enable_gqa else heads[0]
+    check_sinks(options.sinks, query, H)
+    mask = check_mask_argument(options, query)
+    if mask is not None:
+        check_mask(mask, query, Sizes(math.prod(lead), H, query.shape[-2], key.shape[-2], tuple(lead)))
+
+
+def check_options(options: Options, function: str = "scaled_dot_product_attention") -> None:
+    check_numbers(options.dropout_p, options.scale, options.softcap)
+    check_flag("is_causal", options.is_causal, function)
+    check_flag("enable_gqa", options.enable_gqa, function)
+
+
+def leading_shape(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
+    """The broadcast of everything before the heads, at least one dimension."""
+    leads = [t.shape[:-3] for t in (query, key, value)]
+    if leads[0] == leads[1] == leads[2]:
+        return leads[0] if len(leads[0]) else torch.Size([1])
+    try:
+        return torch.broadcast_shapes(*leads, (1,))
+    except RuntimeError:
+        got = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise RuntimeError(
+            f"Expected the batch dimensions of query, key and value to broadcast, but got shapes {got}."
+        ) from None
+
+
+def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None:
+    """attn_mask, which is of a kind that may stand there and not beside is_causal."""
+    given = options.attn_mask
+    if given is None:
+        return None
+    if options.is_causal:
+        raise RuntimeError(
+            "_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True; combine them as "
+            "attn_mask=sdpa.Mask(causal=True) & attn_mask."
+        )
+    if isinstance(given, Mask):
+        return given
+    if not isinstance(given, Tensor):
+        raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type(given).__name__}")
+    check_strided("attn_mask", given)
+    check_mask_dtype(given, query)
+    return given
+
+
+def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
+    """The tensors of a mask are on the query's device and fit the sizes of the call."""
+    device = mask.device if isinstance(mask, Tensor) else mask.device()
+    if device is not None and device != query.device:
+        raise RuntimeError(f"Expected attn_mask to be on the query's device {query.device}, but got {device} instead.")
+    if isinstance(mask, Tensor):
+        return check_broadcast(mask, sizes)
+    B, H = sizes.B, sizes.H
+    check_segments(mask, sizes)
+    for name, lengths in (("lengths", mask.lengths), ("query_lengths", mask.query_lengths)):
+        if lengths is not None:
+            check_shape(name, lengths, ((B,), (1,), ()))
+    if isinstance(mask.prefix, Tensor) and mask.has_band:
+        check_shape("prefix", mask.prefix, ((B,), (1,), ()))
+    if mask.alibi is not None:
+        check_alibi(mask.alibi, B, H)
+    if mask.allowed is not None:
+        check_broadcast(mask.allowed, sizes)
+    if mask.bias is not None:
+        check_mask_dtype(mask.bias, query)
+        check_broadcast(mask.bias, sizes)
+    return None
+
+
+def check_segments(mask: Mask, sizes: Sizes) -> None:
+    """Ids (B|1, M) and (B|1, N), or cumulative lengths (documents + 1,)."""
+    given = mask.segments if mask.segments is not None else mask.cu_seqlens
+    if given is None:
+        return
+    pair = given if isinstance(given, tuple) else (given, given)
+    for name, ids, size in zip(("query", "key"), pair, (sizes.M, sizes.N), strict=True):
+        if mask.segments is not None:
+            check_shape(f"{name} segments", ids, ((sizes.B, size), (1, size), (size,)))
+        elif ids.dim() != 1 or ids.numel() < 2:
+            raise RuntimeError(
+                f"Expected cu_seqlens to have shape (documents + 1,), but got {tuple(ids.shape)} instead."
+            )
+
+
+def check_alibi(slopes: Tensor, B: int, H: int) -> None:
+    check_shape("alibi slopes", slopes, ((H,), (1, H), (B, H)))
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected alibi slopes without requires_grad, because they have no gradient; detach them, or pass "
+            "-slope * distance as a bias, which has one."
+        )
+
+
+def check_broadcast(mask: Tensor, sizes: Sizes) -> None:
+    """A dense mask broadcasts to (..., H, M, N)."""
+    full, given = (*sizes.lead, sizes.H, sizes.M, sizes.N), tuple(mask.shape)
+    own = (1,) * (4 - len(given)) + given
+    own = (1,) * (len(full) - len(own)) + own
+    if len(own) != len(full) or any(s not in (1, f) for s, f in zip(own, full, strict=True)):
+        raise RuntimeError(
+            f"attn_mask of shape {given} does not broadcast to (..., H, M, N) = {full}: "
+            "output with shape of the scores doesn't match the broadcast shape"
+        )
+
+
+def check_sinks(sinks: object, query: Tensor, H: int) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a Tensor of shape (H,) or None, but got {type(sinks).__name__}")
+    check_same_device("sinks", sinks, query)
+    check_shape("sinks", sinks, ((H,),))
+    if sinks.dtype not in (torch.float32, query.dtype):
+        raise RuntimeError(
+            f"Expected sinks to be float32 or of the query's dtype {query.dtype}, but got {sinks.dtype}."
+        )
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, function: str = "scaled_dot_product_attention") -> None:
@@ -166,10 +318,6 @@ def check_int32(name: str, tensor: Tensor, query: Tensor) -> None:
     if tensor.dtype != torch.int32:
         raise RuntimeError(f"Expected {name} to be int32, but got {dtype_name(tensor.dtype)} instead.")
     check_same_device(name, tensor, query)
-
-
-def is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def shapes(**tensors: Tensor) -> str:

@@ -1,39 +1,16 @@
-"""varlen_attention and paged_attention: documents packed one after the other, and keys in the pages of a cache."""
+"""varlen_attention and paged_attention: their signatures and what they mean; `entry` answers them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-
-import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from sdpa import eager
-from sdpa.dispatch.context import request_text
-from sdpa.functional import dropped, run
-from sdpa.inputs import Options
-from sdpa.interop import cast_for_autocast, under_autocast
+from sdpa.entry import answer, public
+from sdpa.kinds import PACKED, PAGED
 from sdpa.mask import Mask
-from sdpa.problem import AttentionInputs, Results
-from sdpa.sequences import Documents, Pages, build_packed, build_paged, results_of, served_form
-from sdpa.validate import check_flag
+from sdpa.validate_sequences import Documents, Pages
 
 
-def overridable(function: Callable) -> Callable:
-    """`function` as one that a __torch_function__ of any argument may take over."""
-
-    @wraps(function)
-    def call(*args: object, **options: object):
-        given = tuple([argument for argument in (*args, *options.values()) if not isinstance(argument, Mask)])
-        if has_torch_function(given):
-            return handle_torch_function(call, given, *args, **options)
-        return function(*args, **options)
-
-    return call
-
-
-@overridable
+@public(PACKED)
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -81,24 +58,11 @@ def varlen_attention(
         RuntimeError, TypeError, ValueError: as `scaled_dot_product_attention`, and for cumulative lengths of the wrong
             shape, dtype or device; their values are not looked at.
     """
-    documents = Documents(cu_q, cu_k, max_q, max_k)
-    if attn_mask is None and dropout_p == 0.0 and softcap is None and sinks is None and return_lse is False:
-        out = eager.attend_packed(query, key, value, documents, is_causal, scale, enable_gqa, kernel)
-        if out is not None:
-            return out
-    check_flag("return_lse", return_lse, "varlen_attention")
-    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
-    request = request_text(kernel)
-
-    def call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Results:
-        return attend(build_packed(query, key, value, documents, options), options, return_lse, request)
-
-    out, lse = autocasted(call, query, key, value, options)
-    out = out.squeeze(0).transpose(0, 1)
-    return (out, lse.squeeze(0)) if return_lse else out
+    options = (attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    return answer(PACKED, (query, key, value), options, return_lse, kernel, Documents(cu_q, cu_k, max_q, max_k))
 
 
-@overridable
+@public(PAGED)
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -144,29 +108,5 @@ def paged_attention(
 
     Method: pages and block tables (Kwon et al., PagedAttention, 2023).
     """
-    pages = Pages(block_table, lengths)
-    check_flag("return_lse", return_lse, "paged_attention")
-    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
-    request = request_text(kernel)
-
-    def call(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Results:
-        return attend(build_paged(query, key, value, pages, options), options, return_lse, request)
-
-    out, lse = autocasted(call, query, key_cache, value_cache, options)
-    out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
-
-
-def attend(inputs: AttentionInputs, options: Options, needs_lse: bool, request: str) -> Results:
-    """A checked call in the form that the device's kernels take, and its results as they were asked."""
-    form = served_form(inputs)
-    return dropped(results_of(run(form, needs_lse, request), form, inputs), options)
-
-
-def autocasted(call: Callable[..., Results], query: Tensor, key: Tensor, value: Tensor, options: Options) -> Results:
-    """`call` with the tensors that autocast, where it is on, makes of these."""
-    if not under_autocast(query):
-        return call(query, key, value, options)
-    device_type = query.device.type
-    with torch.autocast(device_type, enabled=False):
-        return call(*cast_for_autocast(query, key, value, options, device_type))
+    options = (attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    return answer(PAGED, (query, key_cache, value_cache), options, return_lse, kernel, Pages(block_table, lengths))

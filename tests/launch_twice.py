@@ -1,6 +1,7 @@
-"""Run by test_direct.py in a process of its own: what Triton's launcher in C and ours hand to a driver that records it.
+"""Run by test_driver_launch.py in a process of its own: what Triton's launcher in C and ours hand to a driver.
 
-The driver is a library of ours that calls itself libcuda.so.1; prints the two records of each kernel as JSON.
+The driver, which records it, is a library of ours that calls itself libcuda.so.1. The two records of each kernel are
+printed as JSON.
 """
 
 from __future__ import annotations
@@ -97,11 +98,11 @@ def main(folder: Path) -> None:
     import torch
     import triton.backends.nvidia.driver as backend
     from ahead import compiling_for
-    from test_direct import CASES, FUNCTION, compiled_for
+    from test_driver_launch import CASES, FUNCTION, compiled_for
     from triton.runtime import driver
     from triton.runtime.build import compile_module_from_src
 
-    from sdpa.kernels.triton import direct, replay
+    from sdpa.kernels.triton import driver_launch, recorded
 
     def number(name: str) -> ctypes.c_int:
         return ctypes.c_int.in_dll(stub, name)
@@ -122,21 +123,23 @@ def main(folder: Path) -> None:
                     src=backend.make_launcher(constants, signature, about), name="__triton_launcher",
                     library_dirs=[str(folder)], include_dirs=backend.include_dirs, libraries=["cuda"],
                 )  # fmt: skip
-                sizes = sizes_of(list(direct.leaves(tuple(signature.values()), tuple(launch.args))), direct.FORMATS)
+                sizes = sizes_of(
+                    list(driver_launch.leaves(tuple(signature.values()), tuple(launch.args))), driver_launch.FORMATS
+                )
                 (ctypes.c_int * 256).in_dll(stub, "sizes")[: len(sizes)] = sizes
                 number("count").value = len(sizes)
                 head = (*(*launch.grid, 1, 1)[:3], STREAM, FUNCTION, False, launch.chained, None, None)
                 run = backend.wrap_handle_tensordesc(module.launch, signature, about)
-                step = replay.step_of(launch, compiled, tensors)
+                step = recorded.step_of(launch, compiled, tensors)
                 others = [tensor.clone() for tensor in tensors]
                 known = {tensor.data_ptr(): other for tensor, other in zip(tensors, others, strict=True)}
                 args = [elsewhere(arg, known, torch.Tensor) for arg in launch.args]
                 run(*head, compiled.packed_metadata, None, None, None, *args)
                 wanted, before = record(stub, len(sizes)), number("encoded").value
-                answer = step.past_triton([other.data_ptr() for other in others], STREAM)
+                answer = step.by_driver([other.data_ptr() for other in others], STREAM)
                 found[f"{name} {place}"] = (wanted, record(stub, len(sizes)), answer)
                 number("answer").value = 1
-                found[f"{name} {place} refused"] = (1, step.past_triton([256] * len(tensors), STREAM), 0)
+                found[f"{name} {place} refused"] = (1, step.by_driver([256] * len(tensors), STREAM), 0)
                 number("answer").value = 0
                 assert number("encoded").value == before  # the address of a map is replaced, and no more
     print(json.dumps(found))

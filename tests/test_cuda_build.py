@@ -126,7 +126,7 @@ def test_size_and_what_it_needs():
 
 def test_strides_of_no_sixteen_bytes_are_a_reason():
     kernel = by_name()["cuda_flash"]
-    problem = ON_GPU._replace(bulk_strides=False)
+    problem = ON_GPU._replace(unaligned=(("k", 8),))
     assert any("16 bytes" in reason for reason in kernel.why_not(problem))
     assert not any("16 bytes" in reason for reason in kernel.why_not(ON_GPU))
 

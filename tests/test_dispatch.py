@@ -76,7 +76,7 @@ SENTENCES = {
     "head_sizes": ("vendor_cpu_flash", {"Dv": 32}, "needs D == Dv, got D = 64, Dv = 32"),
     "stride": (
         "vendor_cpu_flash",
-        {"unit_stride": False},
+        {"unaligned": (("q", 0),)},
         "needs the last stride of q, k and v to be 1, and would cop",
     ),
     "bias_dtype": (
@@ -137,7 +137,7 @@ def test_a_module_that_does_not_import_is_a_reason():
 
 
 EXTREMES = [
-    problem(features=EVERYTHING, left=3, right=2, bottom_right=True, D=1000, Dv=3, unit_stride=False),
+    problem(features=EVERYTHING, left=3, right=2, bottom_right=True, D=1000, Dv=3, unaligned=(("q", 0),)),
     problem(direction="backward", features=EVERYTHING, dtype=torch.float64, deterministic=True, B=70000),
     problem(device="mps", dtype=torch.float16),
     problem(device="xpu:1", features=EVERYTHING),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
-import types
 import warnings
 import weakref
 
 import pytest
 import torch
+from fake_kernels import catalog_of_fakes
 
 import sdpa
-from sdpa.dispatch import catalog, failure, select
+from sdpa.dispatch import failure, select
 from sdpa.dispatch.context import ALL_TOGGLES
-from sdpa.dispatch.kernel import Kernel, load_module
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
-
-CPU = frozenset({torch.float32})
 
 
 class OutOfResources(Exception):
@@ -41,58 +37,12 @@ FAULT = RuntimeError("The size of tensor a (3) must match the size of tensor b (
 
 
 LARGE_TILE, MIDDLE_TILE, SMALL_TILE = Tile(128, 128), Tile(64, 64), Tile(32, 32)
-ONE_TILE = (MIDDLE_TILE,)
-
-
-def fake_kernel(monkeypatch, name, error=None, tiles=ONE_TILE, **limits):
-    """A row whose module answers with zeros, or raises `error` (or what it says of a problem and a tile); `ran` counts
-    and `tiles_seen` lists."""
-    module = types.ModuleType(f"fake_kernels.{name}")
-    module.ran, module.tiles_seen = 0, []
-
-    def work(problem, tile):
-        module.ran += 1
-        module.tiles_seen.append(tile)
-        raised = error(problem, tile) if isinstance(error, types.FunctionType) else error
-        if raised is not None:
-            raise raised
-
-    def forward(inputs, problem, tile):
-        work(problem, tile)
-        return Results(torch.zeros_like(inputs.q), None)
-
-    def backward(inputs, results, upstream, problem, tile):
-        work(problem, tile)
-        return Gradients(*(torch.zeros_like(t) for t in inputs[:3]))
-
-    module.forward, module.backward = forward, backward
-    module.TILES, module.unavailable = tiles, lambda: None
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    options = {"family": "flash", "efficiency": 0.5, **limits}
-    row = Kernel(name=name, module=module.__name__, devices=(), dtypes=CPU, features=catalog.EVERYTHING, summary="",
-                 **options)  # fmt: skip
-    monkeypatch.setitem(catalog.BY_NAME, name, row)
-    return row
 
 
 @pytest.fixture
 def rows(monkeypatch, tmp_path):
     """Puts a catalog of fake rows in place; each is given as (name, error, limits), the fastest first."""
-    monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(select.tuning, "SHIPPED", tmp_path)
-
-    def put(*given):
-        made = [
-            fake_kernel(monkeypatch, name, error, overhead=1e-6 * (1 + place), **limits)
-            for place, (name, error, limits) in enumerate(given)
-        ]
-        monkeypatch.setattr(select, "KERNELS", tuple(made))
-        load_module.cache_clear()
-        select.clear_caches()
-        return [row.load() for row in made]
-
-    yield put
-    select.clear_caches()
+    yield from catalog_of_fakes(monkeypatch, tmp_path)
 
 
 def inputs(M=16, D=8):

@@ -7,14 +7,12 @@ import torch
 from gpu_cases import compile_ahead, name_for, real, right
 
 import sdpa
-from sdpa import ops
+from sdpa import operators as ops
 from sdpa.dispatch import select as selection
 from sdpa.dispatch.catalog import FLOATS, by_name
 from sdpa.dispatch.select import select
-from sdpa.functional import run
-from sdpa.nn.weights import weights_of
-from sdpa.ops import WEIGHTS
-from sdpa.problem import AttentionProblem
+from sdpa.operators import call_forward, call_weights
+from sdpa.problem import AttentionProblem, Results
 from sdpa.reference import attention as reference
 from sdpa.testing import MASKS, Case, compare, compare_weights, default_tile, make_inputs
 
@@ -67,8 +65,8 @@ def test_every_tile(average):
 def test_with_the_log_sum_exp_of_a_kernel(mask):
     """Rows add up to 1 whichever kernel answers the forward; the selector asks ours for the weights."""
     inputs = make_inputs(real(mask=mask))
-    lse = run(inputs, True, "").lse
-    weights = WEIGHTS(lse, *inputs, True, "")
+    lse = call_forward(inputs, True, "")[1]
+    weights = call_weights(inputs, lse, True, "")
     assert sdpa.last_choice().kernel.name == name_for(inputs) and sdpa.last_choice().problem.direction == "weights"
     share = torch.isfinite(reference(inputs).lse).double().mean(1)  # of heads that see a key
     torch.testing.assert_close(weights.double().sum(-1), share, rtol=0, atol=torch.finfo(BFLOAT16).eps)
@@ -77,7 +75,7 @@ def test_with_the_log_sum_exp_of_a_kernel(mask):
 def test_more_weights_than_32_bits_count():
     """Offsets beyond 2^31 elements, in entries and in rows."""
     inputs = make_inputs(real(B=1, H=3, Hkv=3, M=27000, N=27000, D=16, Dv=16))
-    weights = WEIGHTS(run(inputs, True, "").lse, *inputs, False, "")
+    weights = call_weights(inputs, call_forward(inputs, True, "")[1], False, "")
     assert weights.numel() > 2**31
     last = inputs._replace(q=inputs.q[:, 2:, -64:], k=inputs.k[:, 2:], v=inputs.v[:, 2:])
     right([compare_weights(weights[:, 2:, -64:], last, False)], "the last rows")
@@ -88,11 +86,11 @@ def test_gradients_arrive_only_where_they_are_wanted(monkeypatch):
     case = real(B=8, H=12, Hkv=12, M=512, N=512)
     inputs = make_inputs(case)
     q, k, v = (t.requires_grad_() for t in inputs[:3])
-    results = run(inputs, True, "")
+    results = Results(*call_forward(inputs, True, ""))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    weights = weights_of(inputs, results.lse, True, "")
+    weights = call_weights(inputs, results.lse, True, "")
     size = weights.numel() * weights.element_size()
     assert torch.cuda.memory_allocated() - before < 1.1 * size
     assert torch.cuda.max_memory_allocated() - before < 1.1 * size
@@ -102,8 +100,7 @@ def test_gradients_arrive_only_where_they_are_wanted(monkeypatch):
         problems.append(problem)
         return select(problem, setting)
 
-    for module in (ops, selection):  # of the long operator, and of the short one, which remembers
-        monkeypatch.setattr(module, "select", watched)
+    monkeypatch.setattr(ops, "select", watched)
     selection.clear_caches()
     torch.autograd.grad(results.out.sum(), (q, k, v), retain_graph=True)
     (problem,) = problems

@@ -23,6 +23,8 @@ from barriers import Barrier, play_out  # noqa: E402
 
 from sdpa.kernels.triton import hopper, hopper_backward  # noqa: E402
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.launch import Pass  # noqa: E402
+from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 from sdpa.testing import Case, make_inputs, problem_of  # noqa: E402
 
 # What ptxas lays aside in the branch that hides, beside the loop's sums: a few registers at D = 64 and 128.
@@ -44,8 +46,8 @@ def launches_of(*arguments):
 
 
 @pytest.fixture
-def at_hopper(tmp_path, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "FIXED", {})
+def at_hopper(tmp_path):
+    PREPARED.clear()
     with compiling_for(H200, tmp_path / "cache"):
         yield
 
@@ -110,7 +112,7 @@ def test_calls_alike_share_what_is_prepared(at_hopper):
     *arguments, problem = given(128, "causal")
     (tile,) = hopper.tiles(problem)
     first, second = (launches_of(*arguments, problem, tile) for _ in range(2))
-    assert len(hopper_backward.FIXED) == 1 and first[0].args[-1] is second[0].args[-1]
+    assert len(PREPARED) == 1 and first[0].args[-1] is second[0].args[-1]
     inputs = arguments[0]
     moved = inputs._replace(k=inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
     other = launches_of(moved, *arguments[1:], problem, tile)[0]
@@ -121,7 +123,8 @@ def test_unreadable_tensors_go_to_the_plain_loops(monkeypatch):
     inputs, results, upstream, problem = given(64)
     inputs = inputs._replace(k=torch.empty(1, 1, 256, 64, dtype=torch.bfloat16).expand(1, 2, 256, 64))
     problem, seen = AttentionProblem.of(inputs, "backward"), []
-    monkeypatch.setattr(hopper_backward.plain, "backward", lambda *arguments: seen.append(arguments))
+    nothing = Pass([], (), (), (), lambda read, made: None)
+    monkeypatch.setattr(hopper_backward.plain, "backward_pass", lambda *arguments: seen.append(arguments) or nothing)
     tile = hopper.tiles(problem)[0]
     hopper.backward(inputs, results, upstream, problem, tile)
     assert seen[0][0] is inputs and seen[0][-1] in hopper_backward.plain_tiles(problem)

@@ -18,6 +18,8 @@ from ahead import H200, compiling_for, dump  # noqa: E402
 
 from sdpa.kernels.triton import hopper  # noqa: E402
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS  # noqa: E402
+from sdpa.kernels.triton.launch import Pass  # noqa: E402
+from sdpa.kernels.triton.prepared import PREPARED  # noqa: E402
 
 # Four cores, which the four heads of a problem here always fill; the rest is an H200's.
 TARGET = H200._replace(cores=4)
@@ -27,9 +29,9 @@ GROUP_THREADS = 128
 
 
 @pytest.fixture
-def pretend(monkeypatch, tmp_path):
+def pretend(tmp_path):
     """Hopper in place of whatever is here; the true driver and cache come back."""
-    monkeypatch.setattr(hopper, "FIXED", {})
+    PREPARED.clear()
     with compiling_for(TARGET, tmp_path / "cache"):
         yield
 
@@ -111,7 +113,7 @@ def test_calls_alike_share_what_is_prepared(pretend):
     inputs, problem = problem_of(128, SHORT, "causal")
     tile = hopper.tiles(problem)[0]
     first, second = (hopper.forward_launch(inputs, problem, tile)[1] for _ in range(2))
-    assert len(hopper.FIXED) == 1 and first.args[-1] is second.args[-1]
+    assert len(PREPARED) == 1 and first.args[-1] is second.args[-1]
     others, _ = problem_of(128, SHORT, "causal")
     moved = hopper.forward_launch(others, problem, tile)[1]
     assert moved.args[1].base is others.k
@@ -138,11 +140,11 @@ def test_unreadable_tensors_go_to_the_plain_loop(name, monkeypatch):
         inputs = inputs._replace(k=q, bias=torch.randn(1, 1, 32, 36, dtype=torch.bfloat16)[..., :32])
     problem, seen = AttentionProblem.of(inputs), []
 
-    def forward(given, problem, tile):
+    def forward_pass(given, problem, tile):
         seen.append((given, tile))
-        return Results(*reference(given))
+        return Pass([], (), (), (), lambda read, made: Results(*reference(given)))
 
-    monkeypatch.setattr(hopper.plain, "forward", forward)
+    monkeypatch.setattr(hopper.plain, "forward_pass", forward_pass)
     tile = hopper.tiles(problem)[0]
     assert hopper.forward_launch(inputs, problem, tile) is None
     hopper.forward(inputs, problem, tile)

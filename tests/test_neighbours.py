@@ -11,9 +11,6 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import sdpa
 from sdpa import Mask
 from sdpa.dispatch.catalog import ALL_DTYPES
-from sdpa.functional import attend
-from sdpa.inputs import Options
-from sdpa.interop import nested_attention
 
 attention = sdpa.scaled_dot_product_attention
 DTYPES = sorted(ALL_DTYPES, key=str)
@@ -215,7 +212,7 @@ def test_jagged_gradients_and_cross_attention():
 def test_jagged_calls_have_no_log_sum_exp():
     q, _ = jagged((4, 1, 7))
     with pytest.raises(RuntimeError, match="return_lse=True is not supported with nested tensors"):
-        nested_attention(q, q, q, Options(), "", attend, return_lse=True)
+        attention(q, q, q, return_lse=True)
 
 
 def test_jagged_batch_sizes_must_agree():

@@ -11,11 +11,12 @@ import sdpa
 import sdpa.nn
 from sdpa import sdpa_kernel
 from sdpa.dispatch.catalog import kernels_for
-from sdpa.functional import run
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.math import weights as by_math
-from sdpa.nn.weights import attention_with_weights, lifted, weights_of
-from sdpa.problem import AttentionProblem
+from sdpa.kinds import lifted
+from sdpa.nn.weights import attention_with_weights
+from sdpa.operators import call_forward, call_weights, forward_arguments
+from sdpa.problem import AttentionProblem, Results
 from sdpa.reference import attention as reference
 from sdpa.testing import MASKS, Case, Draw, compare_weights, learnable, make_inputs, reference_weights
 
@@ -42,8 +43,8 @@ def learning(case):
 
 def both(inputs, average):
     """Output and weights."""
-    results = run(inputs, True, "")
-    return results.out, weights_of(inputs, results.lse, average, "")
+    results = Results(*call_forward(inputs, True, ""))
+    return results.out, call_weights(inputs, results.lse, average, "")
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -86,7 +87,7 @@ def test_parts_make_the_whole(part, monkeypatch):
     """Group by group, and entry by entry; with the dropout that the whole has."""
     for mask in MASKS:
         inputs = make_inputs(Case(**SIZES, mask=mask, dropout_p=0.3))
-        lse = run(inputs, True, "").lse
+        lse = call_forward(inputs, True, "")[1]
         for average in (True, False):
             monkeypatch.setattr(by_math, "PART", part)
             problem = AttentionProblem.of(inputs, "weights", frozenset({"averaged"}) if average else frozenset())
@@ -122,9 +123,10 @@ def test_all_dropped():
 @pytest.mark.parametrize("average", [True, False])
 def test_the_operator_has_a_fake(average):
     inputs = make_inputs(Case(**SIZES, mask="padding"))
-    lse = run(inputs, True, "").lse
+    lse = call_forward(inputs, True, "")[1]
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.sdpa.attention_weights.default, (lse, *inputs, average, ""), test_utils=checks)
+    given = (lse, *forward_arguments(inputs, average, ""))
+    torch.library.opcheck(torch.ops.sdpa.attention_weights.default, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("sizes", [{"M": 0}, {"N": 0}, {"B": 0}], ids=str)
@@ -225,5 +227,5 @@ def test_padding_by_a_large_number(offset, dtype):
 
 def test_an_expanded_bias_is_not_written_out():
     bias = torch.full((1, 1, 1, 5), -1e9).expand(4, 3, 6, 5)
-    raised = lifted(bias)
+    raised = lifted(bias, False)
     assert raised.shape == (1, 1, 1, 5) and not raised.any()

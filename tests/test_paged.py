@@ -13,9 +13,9 @@ import sdpa
 from helpers import CLOSE, OPCHECKS, WIDE, draw, int32
 from sdpa import Mask, sequences
 from sdpa.dispatch.catalog import ALL_DTYPES, by_name
-from sdpa.functional import run
+from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options
-from sdpa.ops import FORWARD
+from sdpa.operators import FORWARD, call_forward, forward_arguments
 from sdpa.problem import AttentionProblem
 from sdpa.reference import attention as reference
 from sdpa.sequences import Pages, build_paged
@@ -35,6 +35,7 @@ def form(request, monkeypatch):
 
 def as_it_is(monkeypatch):
     monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "paged": frozenset({"cpu"})})
+    clear_caches()  # of calls that were made where pages are put in order
 
 
 SLOPES, SINKS = draw(4, dtype=torch.float32).abs(), draw(4)
@@ -170,7 +171,7 @@ def test_backward_of_a_paged_cache_says_that_there_is_none(monkeypatch):
     as_it_is(monkeypatch)
     query, keys, values, pages = page_operands()[0]
     inputs = build_paged(query, keys, values, pages, Options())
-    out = run(inputs._replace(q=inputs.q.requires_grad_()), False, "").out
+    out = call_forward(inputs._replace(q=inputs.q.requires_grad_()), False, "")[0]
     with pytest.raises(RuntimeError, match="attention over a paged cache has none"):
         out.sum().backward()
 
@@ -206,7 +207,7 @@ def test_nothing_is_read_on_the_host(form):
 @pytest.mark.parametrize("needs_lse", [False, True], ids=["out", "lse"])
 def test_opcheck(needs_lse):
     inputs = build_paged(*page_operands(dtype=torch.float32)[0], Options())
-    torch.library.opcheck(FORWARD, (*inputs, needs_lse, ""), test_utils=OPCHECKS)
+    torch.library.opcheck(FORWARD, forward_arguments(inputs, needs_lse, ""), test_utils=OPCHECKS)
 
 
 def test_autocast():

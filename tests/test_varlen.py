@@ -15,8 +15,9 @@ import sdpa
 from helpers import CLOSE, CU_Q, MAX_K, MAX_Q, OPCHECKS, T_Q, WIDE, draw, int32, operands
 from sdpa import Mask, packing, sequences
 from sdpa.dispatch.catalog import ALL_DTYPES, by_name
+from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options
-from sdpa.ops import BACKWARD, FORWARD
+from sdpa.operators import BACKWARD, FORWARD, backward_arguments, call_forward, forward_arguments
 from sdpa.problem import AttentionProblem, Results
 from sdpa.reference import attention as reference
 from sdpa.sequences import Documents, build_packed
@@ -41,6 +42,7 @@ def form(request, monkeypatch):
 def take_form(name, monkeypatch):
     served = {feature: frozenset({"cpu"} if feature in FORMS[name] else ()) for feature in sequences.SERVED}
     monkeypatch.setattr(sequences, "SERVED", served)
+    clear_caches()  # of calls that were made where other forms are served
     return name
 
 
@@ -349,10 +351,11 @@ def test_opcheck(needs_lse):
     tensors, documents = operands(Hkv=2, dtype=torch.float32)
     options = Options(Mask(causal=True, lengths=LENGTHS), enable_gqa=True)
     inputs = build_packed(*(t.detach() for t in tensors), Documents(*documents), options)
-    torch.library.opcheck(FORWARD, (*inputs, needs_lse, ""), test_utils=OPCHECKS)
-    results = Results(*FORWARD(*inputs, True, ""))
-    upstream = torch.ones_like(results.out), torch.ones_like(results.lse) if needs_lse else None
-    torch.library.opcheck(BACKWARD, (*upstream, *results, *inputs, False, ""), test_utils=OPCHECKS)
+    torch.library.opcheck(FORWARD, forward_arguments(inputs, needs_lse, ""), test_utils=OPCHECKS)
+    results = Results(*call_forward(inputs, True, ""))
+    upstream = Results(torch.ones_like(results.out), torch.ones_like(results.lse) if needs_lse else None)
+    given = backward_arguments(inputs, results, upstream, False, "")
+    torch.library.opcheck(BACKWARD, given, test_utils=OPCHECKS)
 
 
 def test_autocast():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdpa.kernels.cpu.library import load_error
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
 
 # The library's own choice, which depends on the instruction set, the direction and the threads; others gained at most
 # 2 % on one thread of a Zen 4.
@@ -17,6 +17,7 @@ TILES = (Tile(768, 384),)
 
 # Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there. The last
 # ones, of packed and paged calls, never come here.
+FIRST_NUMBER = AttentionInputs._fields.index("scale")
 DENSE = AttentionInputs._fields.index("allowed") + 1
 FIRST_OPTION = AttentionInputs._fields.index("bias")
 END = AttentionInputs._fields.index("cu_q")
@@ -48,20 +49,47 @@ def backward(
 
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
-) -> tuple[Results | Gradients, Callable[..., tuple] | None]:
-    """What `forward` or `backward` returns, and what does it again for tensors of the same form, without asking
-    anything, in a plain tuple; None where more than dense tensors is asked for."""
+) -> tuple[Results | Gradients, Callable[..., tuple]]:
+    """What `forward` or `backward` returns, and what does it again for tensors of the same form (`read_of`, and what
+    follows it in a backward) without asking anything, in a plain tuple."""
     inputs, *learning = tensors
     results = (backward if learning else forward)(*tensors, problem, tile)
-    if not (_is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)):
-        return results, None
-    band, before, after = inputs[3:FIRST_OPTION], (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
+    names = [name for name in OPTIONS if isinstance(getattr(inputs, name), Tensor)]
+    if len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
+        return results, _refilling(tensors, problem, tile)
+    is_dense = _is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)
+    if is_dense:
+        return results, _dense_again(inputs, bool(learning))
+    band, numbers = inputs[FIRST_NUMBER:FIRST_OPTION], _options(inputs, tile)
+    numbers = {name: value for name, value in numbers.items() if name not in names}
+    if not learning:
+        run = _operator("flash_forward")
+        return results, lambda q, k, v, *rest: run(q, k, v, *band, **dict(zip(names, rest, strict=True)), **numbers)
+    run_back, count = _operator("flash_backward"), len(names)
+    bias_grad, sinks = "bias_grad" in problem.features, inputs.sinks is not None
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, grad_out, *upstream = rest[count:]
+        masks = dict(zip(names, rest[:count], strict=True))
+        grad_lse = upstream[0] if upstream else None
+        dq, dk, dv, dbias, dsinks = run_back(
+            grad_out, q, k, v, out, lse, *band, grad_lse=grad_lse, bias_grad=bias_grad, **masks, **numbers
+        )
+        return dq, dk, dv, dbias if bias_grad else None, dsinks if sinks else None
+
+    return results, again
+
+
+def _dense_again(inputs: AttentionInputs, learning: bool) -> Callable[..., tuple]:
+    """The same of what has nothing but a band, a bias and a dense mask."""
+    band = inputs[FIRST_NUMBER:FIRST_OPTION]
+    before, after = (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
     if not learning:
         run = _operator("flash_forward_dense")
         if inputs.bias is None and inputs.allowed is None:
             scale, left, right, bottom_right = band  # told one by one: 0.1 us less
-            return results, lambda q, k, v: run(q, k, v, scale, left, right, bottom_right, None, None)
-        return results, lambda q, k, v, *masks: run(q, k, v, *band, *before, *masks, *after)
+            return lambda q, k, v: run(q, k, v, scale, left, right, bottom_right, None, None)
+        return lambda q, k, v, *masks: run(q, k, v, *band, *before, *masks, *after)
     run_back = _operator("flash_backward_dense")
 
     def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,7 +97,21 @@ def record(
         given = (grad_out, q, k, v, out, lse, *band, *before, *masks, *after)
         return (*run_back(*given), None, None)
 
-    return results, again
+    return again
+
+
+def _refilling(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Results | Gradients]:
+    """What runs a call of any kind again: the pass itself, with other tensors in the same places."""
+    refill, count = refill_of(tensors[0]), len(read_of(tensors[0]))
+    if len(tensors) == 1:
+        return lambda *given: forward(refill(given), problem, tile)
+
+    def again(*given: Tensor) -> Gradients:
+        out, lse, grad_out, *grad_lse = given[count:]
+        upstream = Results(grad_out, grad_lse[0] if grad_lse else None)
+        return backward(refill(given), Results(out, lse), upstream, problem, tile)
+
+    return again
 
 
 def _is_dense(inputs: AttentionInputs, tile: Tile | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from sdpa.kernels.cuda.library import load_error
 from sdpa.layout import empty_as
 from sdpa.packing import unseen_lse
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, read_of, refill_of
 
 # What instances for bands know beside windows.
 BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed", "segments"})
+BAND_FIELDS = ("q", "k", "v", "k_lengths", "q_lengths", "sinks", "cu_q", "cu_k")
 GROUP_ROWS = 64  # of queries that four warps multiply
 TILES: tuple[Tile, ...] = ()  # each head size has one, in the library
 
@@ -42,18 +44,35 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
 ) -> tuple[Results, Callable[..., Results] | None]:
-    """Like `forward`, and what does it again for tensors of the same form, past all questions."""
+    """Like `forward`, and what does it again for tensors of the same form (`read_of`): plain calls past all questions,
+    others by the forward itself."""
     (inputs,) = tensors
     results = forward(inputs, problem, tile)
-    if problem.features & BAND or is_empty(inputs, problem) or heads_are_rows(inputs.q, problem):
+    if is_empty(inputs, problem):
         return results, None
-    plain, banded, _ = operators()
-    scale, left, right, bottom_right = inputs[3:7]
+    if heads_are_rows(inputs.q, problem) or inputs.q_segments is not None or len(read_of(inputs)) < 3:
+        refill = refill_of(inputs)
+        return results, lambda *given: forward(refill(given), problem, tile)
     if is_banded(problem):
-        rest = (scale, left, right, bottom_right, None, None, None, 0.0, None, None, 0, 0)
-        return results, lambda q, k, v: Results(*banded(q, k, v, *rest))
+        return results, banded_again(inputs)
+    plain, scale = operators()[0], inputs.scale
     causal, bottom_right = problem.causal, problem.bottom_right
     return results, lambda q, k, v: Results(*plain(q, k, v, scale, causal, bottom_right))
+
+
+def banded_again(inputs: AttentionInputs) -> Callable[..., Results]:
+    """What runs a call again whose operator is that for bands without segments."""
+    run, band, softcap, sizes = operators()[1], inputs[3:7], inputs.softcap, (inputs.max_q, inputs.max_k)
+    places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
+    # A tensor that is not there has the last place, which holds None.
+    pick = itemgetter(*(places.get(id(getattr(inputs, name)), -1) for name in BAND_FIELDS))
+
+    def again(*given: Tensor) -> Results:
+        q, k, v, k_lengths, q_lengths, sinks, cu_q, cu_k = pick((*given, None))
+        sinks = None if sinks is None else sinks.float().contiguous()
+        return Results(*run(q, k, v, *band, k_lengths, q_lengths, sinks, softcap, cu_q, cu_k, *sizes))
+
+    return again
 
 
 def heads_are_rows(q: Tensor, problem: AttentionProblem) -> bool:

@@ -1,8 +1,8 @@
-"""From AttentionInputs to what kernels take; what calls of one problem share is made once and remembered."""
+"""From AttentionInputs to what kernels take; what calls of one problem share is made once (prepared.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdpa import packing
 from sdpa.kernels.triton.halves import LIFT
-from sdpa.kernels.triton.launch import Launch
+from sdpa.kernels.triton.launch import Launch, Pass
 from sdpa.kernels.triton.nouns import (
     FLAG,
     AllStrides,
@@ -29,10 +29,20 @@ from sdpa.kernels.triton.nouns import (
     Sizes,
     Strides,
 )
+from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.spans import Ids, Spans, find_spans
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import empty_as
-from sdpa.problem import BULK_BYTES, UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, has_bulk_strides
+from sdpa.problem import (
+    BULK_BYTES,
+    UNLIMITED,
+    AttentionInputs,
+    AttentionProblem,
+    Results,
+    Tile,
+    has_bulk_strides,
+    read_of,
+)
 
 # The bulk copy engine wants addresses and strides in multiples of 16 bytes.
 DESCRIPTOR_ALIGNMENT = BULK_BYTES
@@ -43,11 +53,23 @@ L2_SHARE = 0.4
 # Loops that step over blocks, for which it pays to find beforehand which of them meet.
 SPANNED = (Side.KEYS, Side.QUERIES)
 
-FIXED: dict[Hashable, Fixed] = {}
-MAX_FIXED = 4096
 # The fields of AttentionInputs that are tensors of the mask.
 FIRST_OPTION, END_OPTIONS = AttentionInputs._fields.index("bias"), AttentionInputs._fields.index("softcap")
 FIRST_LATER = AttentionInputs._fields.index("rng")
+# Those whose last stride kernels take to be 1; the others come dense from `inputs.py` and `sequences.py`.
+DENSE_FIELDS = ("q_segments", "k_segments", "alibi", "sinks")
+
+
+def readable(inputs: AttentionInputs) -> AttentionInputs:
+    """`inputs` with contiguous copies of the small tensors that kernels could not read as they lie in memory; one copy
+    where two fields hold the same tensor, and the same tensors where nothing needs be copied."""
+    copies: dict[str, Tensor] = {}
+    for name in DENSE_FIELDS:
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.stride(-1) != 1 and not tensor.is_contiguous():
+            same = next((other for other in copies if getattr(inputs, other) is tensor), None)
+            copies[name] = tensor.contiguous() if same is None else copies[same]
+    return inputs._replace(**copies) if copies else inputs
 
 
 def prepare(
@@ -58,7 +80,8 @@ def prepare(
     options = [t for t in (*inputs[FIRST_OPTION:END_OPTIONS], *inputs[FIRST_LATER:]) if isinstance(t, Tensor)]
     target = target_of(problem.device)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    key = (problem, tile, side, target, inputs.softcap, q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride())
+    sizes = q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride()
+    key = ("loops", problem, tile, side, target, inputs.softcap, *sizes)
     if grad_out is not None:
         addresses |= grad_out.data_ptr()
         key = (*key, grad_out.stride())
@@ -66,18 +89,13 @@ def prepare(
         key = (*key, inputs.dropout_p, *map(form, options))
     aligned = addresses % DESCRIPTOR_ALIGNMENT == 0
     key = (*key, aligned)
-    fixed = FIXED.get(key)
-    if fixed is None:
-        if len(FIXED) >= MAX_FIXED:
-            FIXED.clear()
-        fixed = FIXED[key] = fix(inputs, problem, tile, side, grad_out, aligned)
+    fixed = PREPARED.get(key, fix, inputs, problem, tile, side, grad_out, aligned)
     mask, launches = (fixed.mask, []) if not options else mask_of(inputs, problem, tile, side, fixed)
     if mask is None:
         mask = fixed.mask = mask_of(inputs, problem, tile, side, fixed)[0]
     tensors = (q, k, v, grad_out, inputs.bias, None if inputs.allowed is None else inputs.allowed.view(torch.uint8))
     given = map(describe, fixed.descriptors, tensors)
-    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
-    prepared = Prepared(*given, fixed.strides, fixed.sizes, mask, sinks, dropout_of(inputs), fixed.build)
+    prepared = Prepared(*given, fixed.strides, fixed.sizes, mask, inputs.sinks, dropout_of(inputs), fixed.build)
     return prepared, launches
 
 
@@ -128,9 +146,42 @@ def empty_results(inputs: AttentionInputs, problem: AttentionProblem) -> Results
     q = inputs.q
     out = empty_as(q, inputs.v.shape[3])
     wanted = "lse" in problem.features
-    if inputs.cu_q is not None and (inputs.q_lengths is not None or inputs.cu_q.shape[0] == 1):
+    if has_rows_behind(inputs):
         return Results(out.zero_(), packing.unseen_lse(inputs) if wanted else None)
     return Results(out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wanted else None)
+
+
+def has_rows_behind(inputs: AttentionInputs) -> bool:
+    """Whether no program of a forward writes some packed rows: those behind a sequence's own length, or all."""
+    return inputs.cu_q is not None and (inputs.q_lengths is not None or inputs.cu_q.shape[0] == 1)
+
+
+def fills_of(inputs: AttentionInputs) -> tuple[tuple[int, float], ...] | None:
+    """What `empty_results` holds before the launches, by place; None where it takes more than a number."""
+    if not has_rows_behind(inputs):
+        return ()
+    return None if inputs.sinks is not None else ((0, 0.0), (1, -torch.inf))
+
+
+def forward_results(read: Sequence[Tensor], made: Sequence[Tensor]) -> Results:
+    """Results of the first tensors that a forward made, with a log-sum-exp."""
+    return tuple.__new__(Results, made[:2])
+
+
+def forward_output(read: Sequence[Tensor], made: Sequence[Tensor]) -> Results:
+    """The same without one."""
+    return tuple.__new__(Results, (made[0], None))
+
+
+def forward_pass_of(
+    given: tuple[Tensor, ...], read: AttentionInputs, results: Results, launches: list[Launch], scratch: tuple
+) -> Pass:
+    """The pass of a forward's launches, which fill `results` and the tensors `scratch`."""
+    fills, finish = fills_of(read), forward_results
+    if results.lse is None:
+        results, finish = results[:1], forward_output
+        fills = fills and fills[:1]
+    return Pass(launches, given, read_of(read), (*results, *scratch), finish, fills)
 
 
 def strides_of(tensor: Tensor) -> Strides:
@@ -302,7 +353,6 @@ def ids_of(values: Tensor | None) -> Segments | None:
     """(B|1, positions) with its batch stride."""
     if values is None:
         return None
-    values = values if values.stride(1) == 1 else values.contiguous()
     return Segments(values, values.stride(0) if values.shape[0] > 1 else 0)
 
 

@@ -6,6 +6,7 @@ transposed scores, so that P^T and dS^T go into their products from registers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, prepare, strides_of
-from sdpa.kernels.triton.bias_grad import bias_grad_launches
-from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.arguments import block_size, prepare, readable, strides_of
+from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
+from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import (
     Spot,
     cap_slope,
@@ -40,7 +41,7 @@ from sdpa.kernels.triton.primitives import (
     probabilities,
     store_rows,
 )
-from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.spans import tables_of
 from sdpa.kernels.triton.tiles import Part, passes, queries_tile
 from sdpa.layout import empty_as
@@ -49,6 +50,7 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, 
 DELTA_ROWS = 64  # a few rows a warp: the kernel only streams
 DELTA_TILE = Tile(DELTA_ROWS, 0, 4, 1)
 DELTA, BASE2 = 4, 5  # places among the arguments of its kernel
+FIRST_DELTA = 3  # the place of delta among the tensors that a backward makes, behind the gradients of q, k and v
 
 
 class KeyBlock(NamedTuple):
@@ -278,61 +280,99 @@ def queries_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq
     store_rows(dq, dq_strides, at, dq_tile * scale, BUILD.D)
 
 
+class Backward(NamedTuple):
+    """A backward as launches: what they fill, and what the gradients of bias and sinks are made of."""
+
+    grads: Gradients
+    launches: list[Launch]
+    delta: Tensor  # (B, H, M)
+    bias_parts: Tensor | None  # (parts, *bias.shape), whose sum is the gradient of the bias
+
+
+def tensors_of(inputs: AttentionInputs, results: Results, upstream: Results) -> tuple[Tensor, ...]:
+    """What a backward reads, in the order of a recorded call."""
+    rest = () if upstream.lse is None else (upstream.lse,)
+    return (*read_of(inputs), *results, upstream.out, *rest)
+
+
+def readable_rows(results: Results) -> Results:
+    """Results, or their gradients, as kernels read them; another kernel's lse may be a slice of a padded one."""
+    out, lse = results
+    return Results(out if out.stride(3) == 1 else out.contiguous(), None if lse is None else lse.contiguous())
+
+
+def backward_pass(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
+) -> Pass:
+    given = with_memory(tensors_of(inputs, results, upstream))
+    tensors = readable(inputs), readable_rows(results), readable_rows(upstream)
+    grads, launches, delta, bias_parts = backward_launches(*tensors, problem, tile)
+    made = (*grads[:3], delta, *tables_of(launches), *(() if bias_parts is None else (bias_parts,)))
+    finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)
+    return Pass(launches, given, tensors_of(*tensors), made, finish, gradient_fills(inputs))
+
+
+def finish_of(
+    inputs: AttentionInputs, lse: int, bias_parts: int | None
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Gradients]:
+    """What makes Gradients of the tensors (read, made) of a backward; `lse` and `bias_parts` are places among them."""
+    sinks = None if inputs.sinks is None else [t is inputs.sinks for t in read_of(inputs)].index(True)
+    bias_dtype = None if inputs.bias is None else inputs.bias.dtype
+
+    def finish(read: Sequence[Tensor], made: Sequence[Tensor]) -> Gradients:
+        bias = None if bias_parts is None else sum_parts(made[bias_parts], bias_dtype)
+        grad = None if sinks is None else sinks_grad(read[sinks], read[lse], made[FIRST_DELTA])
+        return Gradients(*made[:FIRST_DELTA], bias, grad)
+
+    return finish
+
+
 def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Gradients:
-    gradients, launches, finish = backward_launches(inputs, results, upstream, problem, tile)
-    run(launches, problem)
-    return finish(gradients)
+    return run_pass(backward_pass(inputs, results, upstream, problem, tile), problem)
 
 
-def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradients, Replay | None]:
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradients, RecordedCall | None]:
     """Like `backward`, and what does it again for tensors of the same form."""
-    inputs, results, upstream = tensors
-    grads, launches, finish = backward_launches(inputs, results, upstream, problem, tile)
-    given, delta = (*read_of(inputs), *results, upstream.out), launches[0].args[DELTA]
-    made = (*grads[:3], delta, *tables_of(launches))
-    again = run_recording(launches, problem, given, made, lambda made: Gradients(*made[:3]))
-    return finish(grads), None if inputs.sinks is not None else again  # their gradient is more than launches
+    return record_pass(backward_pass(*tensors, problem, tile), problem)
 
 
 def backward_launches(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
-):
-    """(Gradients to be filled, the launches that fill them, what is to be done with them afterwards)."""
-    grad_out, out = (t if t.stride(3) == 1 else t.contiguous() for t in (upstream.out, results.out))
-    delta, first = delta_launch(out, grad_out, upstream.lse)
-    row = Rows(grad_out, results.lse.contiguous(), delta)  # another kernel's may be a slice of a padded one
+) -> Backward:
+    """The launches of a backward. `inputs`, `results` and `upstream` are readable."""
+    delta, first = delta_launch(results.out, upstream.out, upstream.lse)
+    row = Rows(upstream.out, results.lse, delta)
     grads = empty_gradients(inputs)
     launches = [
         first,
         *keys_launches(inputs, problem, tile, row, grads),
         *queries_launches(inputs, problem, tile, row, grads),
     ]
-    reduce_bias = None
+    bias_parts = None
     if "bias_grad" in problem.features:
-        more, reduce_bias = bias_grad_launches(inputs, problem, tile, row)
-        launches += more
-
-    def finish(grads: Gradients) -> Gradients:
-        bias = None if reduce_bias is None else reduce_bias()
-        sinks = None if inputs.sinks is None else sinks_grad(inputs.sinks, results.lse, delta)
-        return grads._replace(bias=bias, sinks=sinks)
-
-    return grads, launches, finish
+        bias_parts, launch = bias_grad_launch(inputs, problem, tile, row)
+        launches.append(launch)
+    return Backward(grads, launches, delta, bias_parts)
 
 
 def empty_gradients(inputs: AttentionInputs) -> Gradients:
     """Gradients in the layouts of their tensors. Rows behind the last packed sequence are the kernels' to clear; those
     behind a sequence's own length are 0 already."""
     grads = Gradients(*(empty_as(t, t.shape[3]) for t in inputs[:3]))
-    if inputs.cu_q is not None:
-        if inputs.q_lengths is not None:
-            grads.q.zero_()
-        if inputs.k_lengths is not None or not inputs.max_k:  # no keys, no programs
-            grads.k.zero_()
-            grads.v.zero_()
+    for place, value in gradient_fills(inputs):
+        grads[place].fill_(value)
     return grads
+
+
+def gradient_fills(inputs: AttentionInputs) -> tuple[tuple[int, float], ...]:
+    """What the gradients of q, k and v hold before the launches, by place."""
+    if inputs.cu_q is None:
+        return ()
+    queries = ((0, 0.0),) if inputs.q_lengths is not None else ()
+    no_programs = inputs.k_lengths is not None or not inputs.max_k  # for some keys, or for all
+    return (*queries, (1, 0.0), (2, 0.0)) if no_programs else queries
 
 
 def delta_launch(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Launch]:
@@ -358,9 +398,8 @@ def delta_arguments(
     """The grid and the arguments of delta_kernel."""
     B, H, rows, Dv = out.shape
     width = delta.shape[-1]
-    upstream = None if grad_lse is None else grad_lse.contiguous()
     sizes = (strides_of(out), strides_of(grad_out), H, rows, width, Dv, DELTA_ROWS, block_size(Dv))
-    return (-(-width // DELTA_ROWS) * B * H,), (out, grad_out, lse, upstream, delta, base2, *sizes)
+    return (-(-width // DELTA_ROWS) * B * H,), (out, grad_out, lse, grad_lse, delta, base2, *sizes)
 
 
 def keys_launches(

@@ -7,7 +7,6 @@ are added in order: the same bits twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -116,20 +115,25 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
         tl.store(origin + rows[:, None].to(tl.int64) * N + columns[None, :], total.to(dtype), mask=inside)
 
 
-def bias_grad_launches(
+def bias_grad_launch(
     inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: Rows
-) -> tuple[list[Launch], Callable[[], Tensor]]:
-    """The launches, and what makes the gradient of their parts."""
+) -> tuple[Tensor, Launch]:
+    """(the parts of the gradient, (parts, *bias.shape), the launch that fills them)."""
     bias, tile = inputs.bias, tile_of(problem, tile)
     given, _ = prepare(inputs, problem, tile, Side.KEYS, row.grad_out)
     reduction = reduction_of(bias.shape, problem, tile)
     dtype = bias.dtype if reduction.parts == 1 else torch.float32
     parts = torch.empty((reduction.parts, *bias.shape), dtype=dtype, device=bias.device)
-    args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, given.mask)
+    mask = given.mask._replace(key_spans=None)  # nobody looked for them, and no tile is passed over
+    args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, mask)
     args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.build)
     tiles = reduction.batch * reduction.heads * reduction.row_blocks * reduction.column_blocks
-    launch = Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile)
-    return [launch], lambda: parts[0] if reduction.parts == 1 else parts.sum(0).to(bias.dtype)
+    return parts, Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of the bias, of the parts it was cut into."""
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
 
 
 def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:

@@ -12,14 +12,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sdpa.kernels.triton.arguments import block_size, empty_results, prepare, strides_of
+from sdpa.kernels.triton.arguments import (
+    block_size,
+    empty_results,
+    forward_pass_of,
+    prepare,
+    readable,
+    strides_of,
+)
 from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.forward import attend, unit_of
-from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import key_span, place_of
 from sdpa.kernels.triton.nouns import Side, Strides
 from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, Queries, Softmax, finish_softmax
-from sdpa.kernels.triton.replay import Replay, pack_of, run_recording, tensors_of
+from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
@@ -35,6 +42,7 @@ PROGRAMS_PER_CORE = 2  # as many as the shared memory of a core holds at the def
 MIN_KEYS = 256
 LONG_PART = 1024
 MAX_PARTS = 128
+PARTS = 3  # the place of the parts among the arguments of the kernel that fills them
 COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
 
 
@@ -197,15 +205,17 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     return results, launches
 
 
+def forward_pass(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Pass:
+    given, read = with_memory(read_of(inputs)), readable(inputs)
+    results, launches = forward_launches(read, problem, tile)
+    parts = launches[0].args[PARTS : PARTS + 1] if len(launches) > 1 else ()
+    return forward_pass_of(given, read, results, launches, parts)
+
+
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:
-    results, launches = forward_launches(inputs, problem, tile)
-    run(launches, problem)
-    return results
+    return run_pass(forward_pass(inputs, problem, tile), problem)
 
 
-def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results, Replay | None]:
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results, RecordedCall | None]:
     """Like `forward`, and what does it again for tensors of the same form."""
-    (inputs,) = tensors
-    results, launches = forward_launches(inputs, problem, tile)
-    parts = launches[0].args[3:4] if len(launches) > 1 else ()
-    return results, run_recording(launches, problem, read_of(inputs), (*tensors_of(results), *parts), pack_of(results))
+    return record_pass(forward_pass(*tensors, problem, tile), problem)

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import empty_results, prepare, strides_of
+from sdpa.kernels.triton.arguments import empty_results, forward_pass_of, prepare, readable, strides_of
 from sdpa.kernels.triton.halves import add_values, is_doubtful, scaled_queries, scores_of
-from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import Spot, key_span, memory_batch, modified, place_of, visible
 from sdpa.kernels.triton.nouns import Prepared, Side
 from sdpa.kernels.triton.primitives import (
@@ -27,7 +27,7 @@ from sdpa.kernels.triton.primitives import (
     raise_scores,
     store_rows,
 )
-from sdpa.kernels.triton.replay import Replay, pack_of, run_recording, tensors_of
+from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.spans import tables_of
 from sdpa.kernels.triton.tiles import careful_tile
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
@@ -233,16 +233,18 @@ def doubts_of(given: Prepared, device: torch.device) -> Tensor:
     return torch.empty((given.sizes.entries, given.sizes.blocks), dtype=torch.int32, device=device)
 
 
-def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:
-    results, launches = forward_launches(inputs, problem, tile)
-    run(launches, problem)
-    return results
-
-
-def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results, Replay | None]:
-    """Like `forward`, and what does it again for tensors of the same form."""
-    (inputs,) = tensors
-    results, launches = forward_launches(inputs, problem, tile)
+def forward_pass(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Pass:
+    given, read = with_memory(read_of(inputs)), readable(inputs)
+    results, launches = forward_launches(read, problem, tile)
     doubts = launches[-1].args[DOUBTS]
-    made = (*tensors_of(results), *tables_of(launches), *(() if doubts is None else (doubts,)))
-    return results, run_recording(launches, problem, read_of(inputs), made, pack_of(results))
+    scratch = (*tables_of(launches), *(() if doubts is None else (doubts,)))
+    return forward_pass_of(given, read, results, launches, scratch)
+
+
+def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:
+    return run_pass(forward_pass(inputs, problem, tile), problem)
+
+
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results, RecordedCall | None]:
+    """Like `forward`, and what does it again for tensors of the same form."""
+    return record_pass(forward_pass(*tensors, problem, tile), problem)

@@ -6,9 +6,8 @@ Which build is best for which problem was measured on an H200, with bfloat16 and
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from sdpa.kernels.triton import forward as plain
 from sdpa.kernels.triton import hopper_backward
-from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, section_of
+from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, describable, forward_pass_of, section_of
 from sdpa.kernels.triton.hopper_descriptors import describe, rows_descriptor
 from sdpa.kernels.triton.hopper_kernel import Build, forward_kernel
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
-from sdpa.kernels.triton.launch import Launch, run
-from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.launch import Launch, Pass, with_memory
+from sdpa.kernels.triton.prepared import PREPARED
+from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
 from sdpa.layout import empty_as, unexpanded
@@ -147,11 +147,6 @@ class Fixed(NamedTuple):
     descriptors: tuple[dict | None, ...]  # of q, k, v, out and the bias: all but the address
 
 
-FIXED: dict[Hashable, Fixed | None] = {}
-UNKNOWN: Any = object()
-MAX_FIXED = 4096
-
-
 def power_of(problem: AttentionProblem, scale: float) -> float:
     """The power of two next below the scale, so far as it does not cost float16 queries digits."""
     power = 2.0 ** math.floor(math.log2(scale))
@@ -159,9 +154,10 @@ def power_of(problem: AttentionProblem, scale: float) -> float:
 
 
 def fix(
-    problem: AttentionProblem, tile: Tile, build: Build, tensors: tuple[Tensor | None, ...], scale: float
+    problem: AttentionProblem, tile: Tile, build: Build | None, tensors: tuple[Tensor | None, ...], scale: float
 ) -> Fixed | None:
-    """`tensors` are q, k, v, out and the bias; None where the bulk copy engine cannot follow their strides."""
+    """`tensors` are q, k, v, out and the bias; None where TMA cannot follow their strides."""
+    build = build or build_of(problem, tile)
     if not all(t is None or (t.stride(3) == 1 and describable(t)) for t in tensors):
         return None
     order = order_of(problem, tile, build.PERSISTENT, tensors[-1])
@@ -181,7 +177,7 @@ def forward_launch(
     where the bulk copy engine cannot read the tensors."""
     q, k, v = inputs[:3]
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    key = (problem, tile, build, target_of(problem.device), q.stride(), k.stride(), v.stride())
+    key = ("hopper forward", problem, tile, build, target_of(problem.device), q.stride(), k.stride(), v.stride())
     bias = inputs.bias
     if bias is not None:
         bias = unexpanded(bias)
@@ -191,11 +187,7 @@ def forward_launch(
         return None
     out = empty_as(q, problem.Dv)
     tensors = (q, k, v, out, bias)
-    fixed = FIXED.get(key, UNKNOWN)
-    if fixed is UNKNOWN:
-        if len(FIXED) >= MAX_FIXED:
-            FIXED.clear()
-        fixed = FIXED[key] = fix(problem, tile, build or build_of(problem, tile), tensors, inputs.scale)
+    fixed = PREPARED.get(key, fix, problem, tile, build, tensors, inputs.scale)
     if fixed is None:
         return None
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -204,31 +196,30 @@ def forward_launch(
     return Results(out, lse), Launch(forward_kernel, (fixed.programs,), args, tile)
 
 
+def forward_pass(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Pass:
+    """Tensors that TMA cannot read (addresses or strides that are no multiples of 16 bytes, strides of zero), which a
+    problem does not tell, go to the plain Triton loop: slower, but with the same results and no copy."""
+    given = with_memory(read_of(inputs))
+    made = forward_launch(inputs, problem, tile)
+    if made is None:
+        return plain.forward_pass(inputs, problem, plain_tiles(problem)[0])
+    results, launch = made
+    return forward_pass_of(given, inputs, results, [launch], ())
+
+
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Results:
-    """Tensors that the bulk copy engine cannot read (addresses or strides that are no multiples of 16 bytes, strides of
-    zero), which a problem does not tell, go to the plain Triton loop: slower, but with the same results and no copy."""
     if inputs.q.numel() == 0 or problem.N == 0:
         out = empty_as(inputs.q, problem.Dv).zero_()
         return Results(out, out.new_full(out.shape[:3], -torch.inf, dtype=torch.float32))
-    made = forward_launch(inputs, problem, tile)
-    if made is None:
-        return plain.forward(inputs, problem, plain_tiles(problem)[0])
-    results, launch = made
-    run([launch], problem)
-    return results
+    return run_pass(forward_pass(inputs, problem, tile), problem)
 
 
-def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results | Gradients, Replay | None]:
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Results | Gradients, RecordedCall | None]:
     """Like the pass that the problem names, and what does it again for tensors of the same form, of which none is
     empty."""
     if problem.direction == "backward":
         return hopper_backward.record(tensors, problem, tile)
-    (inputs,) = tensors
-    made = forward_launch(inputs, problem, tile)
-    if made is None:
-        return plain.record(tensors, problem, plain_tiles(problem)[0])
-    results, launch = made
-    return results, run_recording([launch], problem, read_of(inputs), results, Results._make)
+    return record_pass(forward_pass(*tensors, problem, tile), problem)
 
 
 backward = hopper_backward.backward

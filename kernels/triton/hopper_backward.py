@@ -5,7 +5,6 @@ Which build is best for which head size was measured on an H200, with bfloat16 a
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import triton
@@ -16,8 +15,9 @@ from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, L2_SHARE, descri
 from sdpa.kernels.triton.hopper_backward_kernel import Build, backward_kernel
 from sdpa.kernels.triton.hopper_descriptors import describe, numbers_descriptor, rows_descriptor
 from sdpa.kernels.triton.hopper_parts import GROUP_ROWS, LOG2E
-from sdpa.kernels.triton.launch import Launch, run
-from sdpa.kernels.triton.replay import Replay, run_recording
+from sdpa.kernels.triton.launch import Launch, Pass, with_memory
+from sdpa.kernels.triton.prepared import PREPARED
+from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
 from sdpa.layout import empty_as
@@ -46,7 +46,7 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     return (unmasked, three, two) if "band" not in problem.features else (three, two)
 
 
-class Pass(NamedTuple):
+class KernelPass(NamedTuple):
     """One launch: which rows stay, which sums it makes, and its tile."""
 
     keys: bool
@@ -55,11 +55,11 @@ class Pass(NamedTuple):
     tile: Tile
 
 
-def passes(problem: AttentionProblem, tile: Tile) -> tuple[Pass, ...]:
-    queries = Pass(False, True, False, QUERIES_TILES[width_of(problem)])
+def passes(problem: AttentionProblem, tile: Tile) -> tuple[KernelPass, ...]:
+    queries = KernelPass(False, True, False, QUERIES_TILES[width_of(problem)])
     if problem.D <= MEDIUM_D:
-        return Pass(True, True, True, tile), queries
-    return Pass(True, False, True, tile), Pass(True, True, False, LARGE_STREAMING_TILE), queries
+        return KernelPass(True, True, True, tile), queries
+    return KernelPass(True, False, True, tile), KernelPass(True, True, False, LARGE_STREAMING_TILE), queries
 
 
 def width_of(problem: AttentionProblem) -> int:
@@ -67,7 +67,7 @@ def width_of(problem: AttentionProblem) -> int:
     return max(SMALL_D, triton.next_power_of_2(problem.D))
 
 
-def build_of(problem: AttentionProblem, work: Pass, near: int | None, far: int | None) -> Build:
+def build_of(problem: AttentionProblem, work: KernelPass, near: int | None, far: int | None) -> Build:
     three = work.tile.BLOCK_N > 2 * GROUP_ROWS.value
     return Build(
         work.keys,
@@ -95,10 +95,6 @@ class Fixed(NamedTuple):
     tile: Tile
 
 
-FIXED: dict[Hashable, tuple[Fixed, ...]] = {}
-MAX_FIXED = 4096
-
-
 def reaches(problem: AttentionProblem, keys: bool) -> tuple[int | None, int | None]:
     """(near, far): how far a row that stays sees to the front and to the back; None where it sees everything."""
     shift = problem.N - problem.M if problem.bottom_right else 0
@@ -107,7 +103,7 @@ def reaches(problem: AttentionProblem, keys: bool) -> tuple[int | None, int | No
     return (right, left) if keys else (left, right)
 
 
-def fix(problem: AttentionProblem, work: Pass, operands: tuple[Tensor, ...]) -> Fixed:
+def fix(problem: AttentionProblem, work: KernelPass, operands: tuple[Tensor, ...]) -> Fixed:
     near, far = reaches(problem, work.keys)
     build = build_of(problem, work, near, far)
     a, _, x = operands[:3]
@@ -123,6 +119,12 @@ def fix(problem: AttentionProblem, work: Pass, operands: tuple[Tensor, ...]) -> 
     )
 
 
+def fix_all(
+    problem: AttentionProblem, tile: Tile, by_keys: tuple[Tensor, ...], by_queries: tuple[Tensor, ...]
+) -> tuple[Fixed, ...]:
+    return tuple(fix(problem, work, by_keys if work.keys else by_queries) for work in passes(problem, tile))
+
+
 def section_of(problem: AttentionProblem, x: Tensor, entries: int) -> int:
     """How many of the heads that stay have what streams for them in the L2 cache together."""
     streaming = x.shape[2] * (problem.D + problem.Dv) * problem.dtype.itemsize
@@ -134,23 +136,19 @@ def section_of(problem: AttentionProblem, x: Tensor, entries: int) -> int:
 def backward_launches(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> tuple[Gradients, list[Launch]] | None:
-    """Gradients to be filled, and the launches that fill them; None where the bulk copy engine cannot read a tensor."""
+    """Gradients to be filled, and the launches that fill them; None where TMA cannot read a tensor. `results` and
+    `upstream` are readable (see `plain.readable_rows`)."""
     q, k, v = inputs[:3]
-    out, grad_out = (t if t.stride(3) == 1 else t.contiguous() for t in (results.out, upstream.out))
+    out, grad_out = results.out, upstream.out
     read = (q, k, v, grad_out)
     if any(t.data_ptr() % DESCRIPTOR_ALIGNMENT or not describable(t) for t in read):
         return None
     grads = [empty_as(t, t.shape[3]) for t in (q, k, v)]
-    lse, delta, first = plain.row_launch(out, grad_out, results.lse.contiguous(), upstream.lse, ROW_ALIGNMENT)
+    lse, delta, first = plain.row_launch(out, grad_out, results.lse, upstream.lse, ROW_ALIGNMENT)
     by_keys = (k, v, q, grad_out, grads[1], grads[2], lse, delta)
     by_queries = (q, grad_out, k, v, grads[0], grads[0], lse, delta)
-    works = passes(problem, tile)
-    key = (problem, tile, target_of(problem.device), *(t.stride() for t in (*read, *grads)))
-    prepared = FIXED.get(key)
-    if prepared is None:
-        if len(FIXED) >= MAX_FIXED:
-            FIXED.clear()
-        prepared = FIXED[key] = tuple(fix(problem, work, by_keys if work.keys else by_queries) for work in works)
+    key = ("hopper backward", problem, tile, target_of(problem.device), *(t.stride() for t in (*read, *grads)))
+    prepared = PREPARED.get(key, fix_all, problem, tile, by_keys, by_queries)
     scale = inputs.scale
     launches = [first]
     for fixed in prepared:
@@ -161,26 +159,27 @@ def backward_launches(
     return Gradients(*grads), launches
 
 
+def backward_pass(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
+) -> Pass:
+    """Tensors that TMA cannot read go to the plain Triton loops: slower, but with no copy."""
+    given = with_memory(plain.tensors_of(inputs, results, upstream))
+    row, upstream_row = plain.readable_rows(results), plain.readable_rows(upstream)
+    made = backward_launches(inputs, row, upstream_row, problem, tile)
+    if made is None:
+        return plain.backward_pass(inputs, results, upstream, problem, plain_tiles(problem)[0])
+    grads, launches = made
+    scratch = (launches[0].args[plain.BASE2], launches[0].args[plain.DELTA])
+    read = plain.tensors_of(inputs, row, upstream_row)
+    return Pass(launches, given, read, (*grads[:3], *scratch), lambda read, made: Gradients(*made[:3]))
+
+
 def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Gradients:
-    """Tensors that the bulk copy engine cannot read go to the plain Triton loops: slower, but with no copy."""
-    made = backward_launches(inputs, results, upstream, problem, tile)
-    if made is None:
-        return plain.backward(inputs, results, upstream, problem, plain_tiles(problem)[0])
-    grads, launches = made
-    run(launches, problem)
-    return grads
+    return run_pass(backward_pass(inputs, results, upstream, problem, tile), problem)
 
 
-def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradients, Replay | None]:
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Gradients, RecordedCall | None]:
     """Like `backward`, and what does it again for tensors of the same form."""
-    inputs, results, upstream = tensors
-    made = backward_launches(inputs, results, upstream, problem, tile)
-    if made is None:
-        return plain.record(tensors, problem, plain_tiles(problem)[0])
-    grads, launches = made
-    rows = (launches[0].args[plain.BASE2], launches[0].args[plain.DELTA])
-    given = (*inputs[:3], *results, upstream.out)
-    again = run_recording(launches, problem, given, (*grads[:3], *rows), lambda made: Gradients(*made[:3]))
-    return grads, again
+    return record_pass(backward_pass(*tensors, problem, tile), problem)

@@ -1,12 +1,14 @@
-"""A kernel launch as data, so that it can be run here, or compiled ahead for a device that is not here."""
+"""A kernel launch as data, so that it can be run here, compiled ahead for a device that is not here, or recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
@@ -48,6 +50,38 @@ class Launch(NamedTuple):
         path = assembler_for(self.kernel, target.backend, target.arch)
         with assembling(path):
             return self.kernel.warmup(*self.args, grid=self.grid, **self.options, **(MARK if path else {}))
+
+
+class Pass(NamedTuple):
+    """The launches of a forward, a backward or weights, the tensors they read and make, and what becomes of these."""
+
+    launches: list[Launch]
+    given: tuple[Tensor, ...]  # as a call has them: `read_of` its inputs, and what follows them
+    read: tuple[Tensor, ...]  # the same as kernels read them: some are contiguous copies
+    made: tuple[Tensor, ...]
+    finish: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]  # (read, made) -> what the caller gets
+    # Numbers of tensors made, and what they hold before the first launch; None where that takes more than a number.
+    fills: tuple[tuple[int, float], ...] | None = ()
+
+
+def with_memory(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors. Raises RuntimeError where the storage of one was freed: a kernel would end the process with it."""
+    if not all(map(has_memory, tensors)):
+        raise freed(tensors)
+    return tensors
+
+
+def has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
+
+
+def freed(tensors: Sequence[Tensor]) -> RuntimeError:
+    """The error for tensors of which one has no memory."""
+    shapes = [tuple(tensor.shape) for tensor in tensors if not has_memory(tensor)]
+    return RuntimeError(
+        f"expected tensors with memory behind them; got one of shape {shapes[0] if shapes else ()} whose storage holds "
+        "0 bytes: it was freed (untyped_storage().resize_(0)) before attention was called"
+    )
 
 
 def run(launches: list[Launch], problem: AttentionProblem) -> list:

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import prepare
+from sdpa.kernels.triton.arguments import prepare, readable
 from sdpa.kernels.triton.backward import weights_of
-from sdpa.kernels.triton.launch import Launch, run
+from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import Spot, key_span, place_of, visible
 from sdpa.kernels.triton.nouns import Side
 from sdpa.kernels.triton.primitives import Operands, Stretch, dead_as_inf, keep_tile, load_rows
-from sdpa.problem import AttentionInputs, AttentionProblem, Tile
+from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
+from sdpa.problem import AttentionInputs, AttentionProblem, Tile, read_of
 
 
 @triton.jit
@@ -89,13 +90,23 @@ def weights_launch(
     weights = inputs.q.new_empty((B, M, N) if average else (B, heads, M, N))
     given, _ = prepare(inputs, problem, tile, Side.HEADS)
     columns, apart = -(-N // tile.BLOCK_N), inputs.allowed is not None and inputs.allowed.shape[1] > 1
-    args = (given.q, given.k, given.bias, given.allowed, weights, lse.contiguous(), given.strides, given.sizes)
+    args = (given.q, given.k, given.bias, given.allowed, weights, lse, given.strides, given.sizes)
     args = (*args, given.mask, given.dropout, columns, heads, inputs.scale, apart, given.build)
     return weights, Launch(weights_kernel, (columns * given.sizes.blocks * B * heads,), args, tile)
 
 
+def weights_pass(inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile) -> Pass:
+    given = with_memory((*read_of(inputs), lse))
+    read, own_lse = readable(inputs), lse.contiguous()  # another kernel's may be a slice of a padded one
+    result, launch = weights_launch(read, own_lse, problem, tile)
+    return Pass([launch], given, (*read_of(read), own_lse), (result,), lambda read, made: made[0])
+
+
 def weights(inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile) -> Tensor:
     """(B, H, M, N) after dropout in the query's dtype, or (B, M, N), their mean over heads, where that is asked for."""
-    result, launch = weights_launch(inputs, lse, problem, tile)
-    run([launch], problem)
-    return result
+    return run_pass(weights_pass(inputs, lse, problem, tile), problem)
+
+
+def record(tensors: tuple, problem: AttentionProblem, tile: Tile) -> tuple[Tensor, RecordedCall | None]:
+    """Like `weights`, and what does it again for tensors of the same form."""
+    return record_pass(weights_pass(*tensors, problem, tile), problem)

@@ -57,6 +57,11 @@ def settle(inputs: AttentionInputs, out: Tensor, lse: Tensor | None) -> tuple[Te
     return out.masked_fill(dead.unsqueeze(-1), 0.0), None if lse is None else lse.masked_fill(dead, -torch.inf)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the numbers of its rows are apart, as an upstream gradient's of a sum."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
 def lse_for_backward(inputs: AttentionInputs, lse: Tensor) -> Tensor:
     """+inf for dead rows, which only a dense mask makes here: exp(score - lse) is then 0, and so is every gradient."""
     if inputs.bias is None and inputs.allowed is None:

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, scale_option, settle
+from sdpa.kernels.vendor.common import (
+    dense,
+    expanded_mask,
+    is_causal,
+    lse_for_backward,
+    no_cuda,
+    no_rng,
+    scale_option,
+    settle,
+)
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -39,11 +48,11 @@ def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
 ) -> Gradients:
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        upstream.out,
+        dense(upstream.out),
         inputs.q,
         inputs.k,
         inputs.v,
-        results.out,
+        dense(results.out),
         lse_for_backward(inputs, results.lse).unsqueeze(-1),
         *no_rng(inputs.q),
         expanded_mask(inputs),

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sdpa.kernels.vendor.common import expanded_mask, is_causal, lse_for_backward, no_cuda, no_rng, scale_option, settle
+from sdpa.kernels.vendor.common import (
+    dense,
+    expanded_mask,
+    is_causal,
+    lse_for_backward,
+    no_cuda,
+    no_rng,
+    scale_option,
+    settle,
+)
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -43,7 +52,7 @@ def backward(
 ) -> Gradients:
     wanted = "bias_grad" in problem.features
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
-        upstream.out,
+        dense(upstream.out),
         inputs.q,
         inputs.k,
         inputs.v,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sdpa.kernels.vendor.common import is_causal, no_cuda, no_rng, scale_option
+from sdpa.kernels.vendor.common import dense, is_causal, no_cuda, no_rng, scale_option
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -48,7 +48,7 @@ def backward(
 ) -> Gradients:
     D = inputs.q.shape[-1]
     wide = padded(inputs)
-    out, grad_out = (padded(inputs._replace(q=t)).q for t in (results.out, upstream.out))
+    out, grad_out = (padded(inputs._replace(q=dense(t))).q for t in (results.out, upstream.out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         grad_out,
         wide.q,

@@ -21,10 +21,10 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 
 from ahead import H200, compiling_for  # noqa: E402
 
-from sdpa.kernels.triton import decode, direct, forward, hopper  # noqa: E402
-from sdpa.kernels.triton.replay import DIRECT, VERSION  # noqa: E402
+from sdpa.kernels.triton import decode, driver_launch, forward, hopper  # noqa: E402
 from sdpa.kernels.triton.target import Target  # noqa: E402
 from sdpa.kernels.triton.tiles import tiles  # noqa: E402
+from sdpa.kernels.triton.triton_private import LAID_OUT, VERSION  # noqa: E402
 
 AMPERE = Target("cuda", 80, 163 << 10, 108, 40 << 20)
 FUNCTION = 0x7777777700
@@ -85,7 +85,7 @@ CASES = {
     "flash with maps": (H200, flash_case),
     "hopper": (H200, hopper_case),
 }
-ours = pytest.mark.skipif(VERSION != DIRECT, reason="only Triton 3.6's launcher is known well enough to be passed by")
+ours = pytest.mark.skipif(VERSION != LAID_OUT, reason="only Triton 3.6's launcher is known well enough to be passed by")
 
 
 @ours
@@ -104,14 +104,16 @@ def test_the_driver_is_told_what_triton_tells_it(tmp_path):
     for name, (wanted, got, answer) in found.items():
         assert got == wanted, name
         assert answer == 0, name
-    assert found["decode chained 1"][0]["config"][7:] == [1, direct.MAY_BEGIN_EARLY, 1]
+    assert found["decode chained 1"][0]["config"][7:] == [1, driver_launch.PROGRAMMATIC_SERIALIZATION, 1]
     assert found["decode 1"][0]["config"][7:] == [0, 0, 0]
 
 
 def made(monkeypatch, tmp_path, case, **changes):
-    """The Direct of a case's first launch, and what a driver that is not here is called with."""
+    """The DriverLaunch of a case's first launch, and what a driver that is not here is called with."""
     told = []
-    monkeypatch.setattr(direct, "driver", lambda: direct.Driver(lambda *args: told.append(args) or 0, None))
+    monkeypatch.setattr(
+        driver_launch, "driver", lambda: driver_launch.Driver(lambda *args: told.append(args) or 0, None)
+    )
     target, make = case
     with compiling_for(target, tmp_path):
         launches, tensors = make()
@@ -121,7 +123,7 @@ def made(monkeypatch, tmp_path, case, **changes):
     numbers = {t.data_ptr(): n for n, t in enumerate(tensors)}
     args = launches[0].args
     number_of = lambda arg: numbers[arg.data_ptr()] if isinstance(arg, torch.Tensor) else None  # noqa: E731
-    return direct.direct(compiled, (3, 1, 1), args, number_of), told
+    return driver_launch.driver_launch(compiled, (3, 1, 1), args, number_of), told
 
 
 @ours
@@ -134,7 +136,7 @@ def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path):
         time.sleep(0)  # another thread may go on here
         places = (ctypes.c_void_p * number).from_address(places_at)
         words = [ctypes.c_uint64.from_address(place).value for place in places]
-        stream = direct.Config.from_address(config_at).stream
+        stream = driver_launch.Config.from_address(config_at).stream
         mixed.extend([] if words == [stream + n for n in range(number)] else [(words, stream)])
         return 0
 
@@ -157,6 +159,64 @@ def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path):
     assert not mixed
 
 
+class Interrupted(list):
+    """Addresses, in the middle of whose reading something else runs."""
+
+    def __init__(self, addresses, at, then):
+        super().__init__(addresses)
+        self.at, self.then = at, then
+
+    def __getitem__(self, number):
+        if number == self.at and self.then is not None:
+            then, self.then = self.then, None
+            then()
+        return super().__getitem__(number)
+
+
+@ours
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_launch_inside_of_itself_changes_nothing(depth, monkeypatch, tmp_path):
+    """A signal handler or a finaliser that calls attention again between the writing of two addresses."""
+    launch, _ = made(monkeypatch, tmp_path, CASES["decode in one part"])
+    seen, number = [], len(launch.pointers)
+    order = [which for _, which in launch.pointers]
+
+    def read(config_at, function, places_at, extra):
+        places = (ctypes.c_void_p * number).from_address(places_at)
+        words = [ctypes.c_uint64.from_address(place).value for place in places]
+        seen.append((driver_launch.Config.from_address(config_at).stream, words))
+        return 0
+
+    def call(level):
+        addresses = [0] * (1 + max(order))
+        for place, which in enumerate(order):
+            addresses[which] = 1000 * level + place
+        inner = (lambda: call(level + 1)) if level <= depth else None
+        launch(Interrupted(addresses, order[1], inner), level)
+
+    launch.launch = read
+    call(1)
+    assert seen == [(n, [1000 * n + place for place in range(number)]) for n in range(depth + 1, 0, -1)]
+    call(1)
+    assert len(launch.free) == depth + 1  # and no more are made
+
+
+@ours
+def test_a_launch_that_is_cut_off_leaves_the_next_one_right(monkeypatch, tmp_path):
+    """An exception of a signal handler, as Ctrl-C raises one, between two addresses."""
+    launch, told = made(monkeypatch, tmp_path, CASES["decode in one part"])
+    order = [which for _, which in launch.pointers]
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(Interrupted([0] * (1 + max(order)), order[1], interrupt), 5)
+    assert not told
+    assert launch([16] * (1 + max(order)), 5) == 0
+    assert len(told) == 1 and len(launch.free) == 1
+
+
 @ours
 @pytest.mark.parametrize(
     "change", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"launch_cooperative_grid": True}], ids=str
@@ -168,7 +228,7 @@ def test_what_is_left_to_triton(change, monkeypatch, tmp_path):
 
 @ours
 def test_without_a_driver(monkeypatch, tmp_path):
-    monkeypatch.setattr(direct, "driver", lambda: None)
+    monkeypatch.setattr(driver_launch, "driver", lambda: None)
     with compiling_for(AMPERE, tmp_path):
         compiled = compiled_for(CASES["decode in one part"][1]()[0][0])
-    assert direct.direct(compiled, (1, 1, 1), (), lambda arg: None) is None
+    assert driver_launch.driver_launch(compiled, (1, 1, 1), (), lambda arg: None) is None

@@ -1,4 +1,4 @@
-"""Launches run again past Triton's look-up: the same arguments but for addresses, and only where nothing else differs.
+"""Recorded calls, run again past Triton's look-up: the same arguments but for addresses, where nothing else differs.
 
 No GPU: what a launcher is called with is recorded, and Triton's own binder says what it would have told apart.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from recorded_calls import DECODED, KINDS, M, given_of, problem_of, tensors_in
+from recorded_calls import backward_of as backward_tensors
+from recorded_calls import inputs_of as call_of
 
-from sdpa.dispatch import select
-from sdpa.dispatch.catalog import by_name
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, read_of
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
@@ -17,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 
-from sdpa.kernels.triton import decode, flash, hopper, replay, tiles  # noqa: E402
+from sdpa.kernels.triton import backward, decode, flash, hopper, recorded, tiles, triton_private  # noqa: E402
 from sdpa.kernels.triton.launch import Launch  # noqa: E402
 from sdpa.kernels.triton.target import Target, assume  # noqa: E402
 
@@ -53,9 +54,9 @@ def device(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(Launch, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(replay, "current_device", lambda: 0)
-    monkeypatch.setattr(replay, "current_stream", lambda index: STREAM)
-    monkeypatch.setattr(replay, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(recorded, "current_device", lambda: 0)
+    monkeypatch.setattr(recorded, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(recorded, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
     with assume(TARGET):
         yield ordinary, called
 
@@ -120,58 +121,6 @@ def test_forward_again(name, device):
         assert all(g == w for g, w in zip(got, want, strict=True) if w not in made)
         assert given & set(got) == given & set(want)
     assert {r.data_ptr() for r in found} <= seen
-
-
-class Launcher:
-    """What Triton 3.6 has around its function in C."""
-
-    launch_cooperative_grid, launch_pdl, global_scratch_size, profile_scratch_size = False, True, 0, 0
-
-    def __init__(self, called, **sizes):
-        self.called, self.launch = called, lambda *args: called.append(("direct", args))
-        for name, size in sizes.items():
-            setattr(self, name, size)
-
-    def __call__(self, *args):
-        self.called.append(("launcher", args))
-
-
-@pytest.mark.parametrize("version,sizes,way", [
-    ((3, 6), {}, "direct"),
-    ((3, 6), {"global_scratch_size": 128}, "launcher"),
-    ((3, 6), {"profile_scratch_size": 128}, "launcher"),
-    ((3, 5), {}, "launcher"),
-])  # fmt: skip
-def test_the_function_in_c_is_called_where_nothing_is_put_before_it(version, sizes, way, monkeypatch):
-    """With the arguments that Triton 3.6's launcher calls it with."""
-    called = []
-    compiled = CompiledKernel.__new__(CompiledKernel)
-    compiled.function, compiled.packed_metadata, compiled._run = FUNCTION, (4, 1, 0), Launcher(called, **sizes)
-    monkeypatch.setattr(replay, "VERSION", version)
-    run, call = replay.entrance(compiled, (5, 1, 1))
-    call[replay.STREAM] = STREAM
-    run(*call, "args")
-    told = ((4, 1, 0), None, None, None, "args")
-    wanted = (5, 1, 1, STREAM, FUNCTION, *((False, True, None, None) if way == "direct" else ()), *told)
-    assert called == [(way, wanted)]
-
-
-@pytest.mark.skipif(triton.__version__.rpartition(".")[0] != "3.6", reason="told of Triton 3.6")
-def test_the_function_in_c_has_the_arguments_of_tritons_own_launcher():
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    called = []
-    launcher = CudaLauncher.__new__(CudaLauncher)
-    launcher.__dict__.update(vars(Launcher(called)), num_ctas=1, launch_cooperative_grid=False, launch_pdl=True)
-    launcher.__dict__.update(dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0))
-    launcher.__dict__.update(dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1))
-    compiled = CompiledKernel.__new__(CompiledKernel)
-    compiled.function, compiled.packed_metadata, compiled._run = FUNCTION, (4, 1, 0), launcher
-    run, call = replay.entrance(compiled, (5, 1, 1))
-    call[replay.STREAM] = STREAM
-    run(*call, "args")
-    launcher(5, 1, 1, STREAM, FUNCTION, (4, 1, 0), None, None, None, "args")
-    assert called[0] == called[1]
 
 
 def test_no_log_sum_exp_is_made_where_nobody_asked(device):
@@ -307,13 +256,30 @@ def test_another_alignment_is_not_run_again(dtype, device):
     shifted, _, _ = forward_of("triton_flash", dtype=dtype, offset=1)
     assert again(*shifted[:3]) is None
     assert not called
-    assert flash.record((shifted,), problem, tile)[1] is None
+    shifted_again = flash.record((shifted,), problem, tile)[1]
     assert specialised(ordinary[0]) != specialised(ordinary[-1])
+    assert shifted_again(*inputs[:3]) is None
+    assert shifted_again(*shifted[:2], inputs.v) is None
+    assert not called
+    assert shifted_again(*shifted[:3]) is not None
+    assert called
 
 
-def test_one_tensor_twice_is_not_remembered(device):
+def test_a_tensor_in_two_fields_is_given_once(device):
+    ordinary, called = device
     inputs, problem, tile = forward_of("triton_flash")
-    assert flash.record((inputs._replace(v=inputs.k),), problem, tile)[1] is None
+    again = flash.record((inputs._replace(v=inputs.k),), problem, tile)[1]
+    others = inputs._replace(q=inputs.q.clone(), k=inputs.k.clone())
+    others = others._replace(v=others.k)
+    assert len(read_of(others)) == 2
+    found = again(*read_of(others))
+    flash.record((others,), problem, tile)
+    same_launches(called, ordinary[1:], read_of(others), found)
+
+
+def test_two_tensors_at_one_address_are_not_recorded(device):
+    inputs, problem, tile = forward_of("triton_flash")
+    assert flash.record((inputs._replace(v=inputs.k.view_as(inputs.k)),), problem, tile)[1] is None
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook", "pre_run"])
@@ -337,7 +303,7 @@ def test_hooks_see_every_launch(hook, device, monkeypatch):
 def test_another_current_device_is_not_run_again(device, monkeypatch):
     inputs, problem, tile = forward_of("triton_flash")
     again = flash.record((inputs,), problem, tile)[1]
-    monkeypatch.setattr(replay, "current_device", lambda: 1)
+    monkeypatch.setattr(recorded, "current_device", lambda: 1)
     assert again(*inputs[:3]) is None
 
 
@@ -345,7 +311,7 @@ def test_another_current_device_is_not_run_again(device, monkeypatch):
 def test_where_nothing_is_remembered(change, device, monkeypatch):
     inputs, problem, tile = forward_of("triton_flash")
     if change == "release":
-        monkeypatch.setattr(replay, "VERSION", (99, 0))
+        monkeypatch.setattr(triton_private, "VERSION", (99, 0))
     if change == "cpu":
         problem = problem._replace(device="cpu")
     target = TARGET._replace(backend="hip", arch="gfx942", shared_memory=64 << 10) if change == "hip" else TARGET
@@ -353,40 +319,140 @@ def test_where_nothing_is_remembered(change, device, monkeypatch):
         assert flash.record((inputs,), problem, tile)[1] is None
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_choice_runs_its_launches_again(direction, device):
-    """As torch.compile's graphs call it; other strides, another scale and what is no plain call go the ordinary way."""
+def record_both(module, tensors, others, problem, device):
+    """Record a call and repeat it with other tensors: (what the repeat returns, whether launchers were told what an
+    ordinary call of the others tells them)."""
     ordinary, called = device
-    if direction == "forward":
-        inputs, problem, tile = forward_of("triton_flash")
-        tensors = (inputs,)
-    else:
-        tensors, problem, tile = backward_of()
-    choice = select.Choice(by_name()["triton_flash"], tile, problem, "the test's")
-    choice.run(*tensors)
+    ordinary.clear(), called.clear()
+    tile = module.tiles(problem)[0]
+    first, again = module.record(tensors, problem, tile)
     launches = len(ordinary)
-    assert launches and not called
-    found = choice.run(*tensors)
-    assert len(ordinary) == launches == len(called)
-    assert type(found) is (Results if direction == "forward" else Gradients)
-    turned = tensors[0].v.mT.contiguous().mT
-    for changes in ({"scale": 2.0}, {"v": turned}):
-        choice.run(tensors[0]._replace(**changes), *tensors[1:])
-    assert len(ordinary) == 3 * launches
-    assert len(called) == launches
-    masked = problem._replace(features=problem.features | {"allowed"})
-    choice = select.Choice(by_name()["triton_efficient"], tile, masked, "the test's")
-    for heads, again in ((1, False), (4, False), (1, True)):
-        allowed = torch.ones(1, heads, 32, 64, dtype=torch.bool)
-        before = len(ordinary), len(called)
-        choice.run(tensors[0]._replace(allowed=allowed), *tensors[1:])
-        grown = len(ordinary) - before[0], len(called) - before[1]
-        assert grown == ((0, launches) if again else (launches, 0))
-    launched = len(called)
-    capped = tensors[0]._replace(softcap=3.0)
-    more = problem._replace(features=problem.features | {"softcap"})
-    other = select.Choice(by_name()["triton_flash"], tile, more, "the test's")
-    for _ in range(2):
-        other.run(capped, *tensors[1:])
-    assert not other.memory
-    assert len(called) == launched
+    given = given_of(others)
+    found = again(*given)
+    assert [(t.shape, t.stride(), t.dtype) for t in tensors_in(found)] == [
+        (t.shape, t.stride(), t.dtype) for t in tensors_in(first)
+    ]
+    module.record(others, problem, tile)
+    filled = found[:3] if isinstance(found, Gradients) else tensors_in(found)  # torch makes those of bias and sinks
+    same_launches(called, ordinary[launches:], given, [t for t in filled if t is not None])
+    return found
+
+
+FORWARDS = [
+    *((flash, kind, M) for kind in KINDS),
+    (decode, "paged", M),
+    *((decode, kind, 1) for kind in sorted(DECODED)),
+]
+
+
+@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no lse"])
+@pytest.mark.parametrize("module,kind,rows", FORWARDS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_every_kind_of_forward_again(module, kind, rows, lse, device):
+    tensors, others = ((call_of(kind, seed, rows=rows),) for seed in (1, 2))
+    problem = problem_of(tensors, "forward", {"lse"} if lse else (), "cuda:0")
+    found = record_both(module, tensors, others, problem, device)
+    assert type(found) is Results and (found.lse is not None) == lse
+
+
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_backward_again(kind, lse_grad, device):
+    tensors, others = (backward_tensors(call_of(kind, seed), seed, lse_grad) for seed in (1, 2))
+    biased = tensors[0].bias is not None
+    problem = problem_of(tensors, "backward", {"bias_grad"} if biased else (), "cuda:0")
+    found = record_both(flash, tensors, others, problem, device)
+    assert type(found) is Gradients
+    assert (found.bias is not None) == biased and (found.sinks is not None) == (tensors[0].sinks is not None)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("packed") and "sinks" not in kind])
+def test_every_kind_of_weights_again(kind, averaged, device):
+    lse = torch.zeros(2, 4, 64 if kind in ("segments of one tensor", "strided segments") else 32)
+    tensors, others = ((call_of(kind, seed), lse + seed) for seed in (1, 2))
+    problem = problem_of(tensors, "weights", {"averaged"} if averaged else (), "cuda:0")
+    record_both(flash, tensors, others, problem, device)
+
+
+def test_gradients_that_arrive_expanded_or_padded_are_copied_again(device):
+    """As `out.sum().backward()` hands them down, and as another kernel's log-sum-exp lies in memory."""
+    both = []
+    for seed in (1, 2):
+        inputs, results, upstream = backward_tensors(call_of("plain", seed), seed)
+        padded = torch.nn.functional.pad(results.lse, (0, 7))[..., :-7]
+        both.append(
+            (inputs, Results(results.out, padded), Results(upstream.out[:1, :1, :1, :1].expand_as(results.out), None))
+        )
+    tensors, others = both
+    problem = problem_of(tensors, "backward", (), "cuda:0")
+    _, called = device
+    _, again = flash.record(tensors, problem, flash.tiles(problem)[0])
+    assert again.copied == [4, 5]
+    assert again(*given_of(others)) is not None
+    assert len(called) == 3
+    assert again(*given_of(others)[:4], others[1].lse.contiguous(), others[2].out) is None
+
+
+def test_the_gradients_of_sinks_and_bias_are_made_again(device, monkeypatch):
+    """By operations of torch behind the launches: of this call's tensors, and of what was made for it."""
+    monkeypatch.setattr(recorded, "empty", lambda size, stride, dtype: torch.ones(size, dtype=dtype))
+    tensors, others = (backward_tensors(call_of("everything", seed), seed) for seed in (1, 2))
+    problem = problem_of(tensors, "backward", {"bias_grad"}, "cuda:0")
+    _, again = flash.record(tensors, problem, flash.tiles(problem)[0])
+    found = again(*given_of(others))
+    inputs, results, _ = others
+    delta = torch.ones(inputs.q.shape[:3])
+    assert torch.equal(found.sinks, backward.sinks_grad(inputs.sinks, results.lse, delta))
+    parts = again.made[-1].size[0]
+    assert torch.equal(found.bias, torch.full(inputs.bias.shape, parts, dtype=inputs.bias.dtype))
+
+
+def test_what_no_launch_writes_is_cleared_again(device, monkeypatch):
+    """Rows of packed sequences behind the sequences' own lengths."""
+    monkeypatch.setattr(recorded, "empty", lambda size, stride, dtype: torch.ones(size, dtype=dtype))
+    tensors, others = (backward_tensors(call_of("packed with lengths", seed), seed) for seed in (1, 2))
+    for direction, wanted in (("forward", (0.0, -torch.inf)), ("backward", (0.0, 0.0, 0.0))):
+        part = slice(0, 1) if direction == "forward" else slice(None)
+        problem = problem_of(tensors, direction, {"lse"}, "cuda:0")
+        _, again = flash.record(tensors[part], problem, flash.tiles(problem)[0])
+        found = tensors_in(again(*given_of(others[part])))
+        assert [t.unique().tolist() for t in found] == [[value] for value in wanted]
+
+
+def test_what_takes_more_than_a_number_to_clear_is_not_recorded(device):
+    inputs = call_of("packed with lengths", 1)._replace(sinks=torch.zeros(4))
+    problem = problem_of((inputs,), "forward", {"lse"}, "cuda:0")
+    assert flash.record((inputs,), problem, flash.tiles(problem)[0])[1] is None
+
+
+@pytest.mark.parametrize("freed", ["q", "v", "bias"])
+def test_freed_tensors_are_refused_in_a_sentence(freed, device):
+    """As torch refuses them; the kernel would end the process. Recorded, before that, and at an offset."""
+    ordinary, called = device
+    sound = call_of("bias", 1)
+    problem = problem_of((sound,), "forward", {"lse"}, "cuda:0")
+    tile = flash.tiles(problem)[0]
+    _, again = flash.record((sound,), problem, tile)
+    launches = len(ordinary)
+    for offset in (0, 64):
+        buffer = torch.zeros(offset + getattr(sound, freed).numel(), dtype=torch.float16)
+        broken = sound._replace(**{freed: buffer[offset:].view_as(getattr(sound, freed))})
+        buffer.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=r"memory behind them; got one of shape \(.*0 bytes"):
+            again(*read_of(broken))
+        with pytest.raises(RuntimeError, match=r"memory behind them; got one of shape \(.*0 bytes"):
+            flash.forward(broken, problem, tile)
+    assert len(ordinary) == launches and not called
+
+
+def test_a_freed_tensor_that_would_be_copied_is_refused_too(device):
+    tensors = backward_tensors(call_of("plain", 1), 1)
+    strided = torch.stack([tensors[2].out] * 2, -1)[..., 0]
+    tensors = (*tensors[:2], Results(strided, None))
+    problem = problem_of(tensors, "backward", (), "cuda:0")
+    _, again = flash.record(tensors, problem, flash.tiles(problem)[0])
+    assert again(*given_of(tensors)) is not None
+    strided.untyped_storage().resize_(0)
+    for call in (lambda: again(*given_of(tensors)), lambda: flash.record(tensors, problem, flash.tiles(problem)[0])):
+        with pytest.raises(RuntimeError, match="0 bytes"):
+            call()

@@ -1,5 +1,5 @@
 """Launches by the driver itself, of arguments laid out once as a kernel reads them: only addresses and the stream
-change.
+change from one to the next.
 
 Triton's launcher reads every number of every tuple again at each call: 3.2 us for fifty of them on a Zen 4 core, where
 0.4 us call the driver; and encodes each tensor descriptor again, of which the driver can replace the address.
@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 
+from sdpa.kernels.triton.triton_private import descriptor_kinds, encode, plain_launch, signature_of
+
 WORD = 8
 # Triton's names of what kernels take by value, as `struct` packs it.
 FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 FORMATS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 CONSTANT, DESCRIPTOR = "constexpr", "tensordesc"
-# A CUtensorMap, and where it lies in Triton's object around it.
-MAP_SIZE, MAP_ALIGNMENT, MAP_OFFSET = 128, 64, 128
+MAP_ALIGNMENT = 64  # bytes, of a CUtensorMap
 SCRATCH = 2  # pointers to memory behind a kernel's own arguments, null where it wants none
-MAY_BEGIN_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 THREADS_PER_WARP = 32
 
 
@@ -95,54 +95,75 @@ class Arguments(NamedTuple):
         self.maps.extend(encoded)
 
 
-class Layout(threading.local):
-    """Arguments in memory and what points to them; each thread has its own, which no other changes before a launch."""
+class Layout:
+    """Arguments in memory and what points to them, for one launch at a time."""
 
-    def __init__(self, arguments: Arguments, config: Sequence[Any], chained: bool) -> None:
+    def __init__(self, arguments: Arguments, config: Sequence[Any], dependent: bool) -> None:
         self.words = (ctypes.c_uint64 * (len(arguments.words) // WORD)).from_buffer_copy(arguments.words)
         self.maps = (ctypes.c_ubyte * (len(arguments.maps) + MAP_ALIGNMENT))()
         words, maps = ctypes.addressof(self.words), -(-ctypes.addressof(self.maps) // MAP_ALIGNMENT) * MAP_ALIGNMENT
         ctypes.memmove(maps, bytes(arguments.maps), len(arguments.maps))
         places = [(maps if is_map else words) + offset for is_map, offset in arguments.order]
         self.places = (ctypes.c_void_p * len(places))(*places)
-        self.attribute = Attribute(MAY_BEGIN_EARLY, 0, (ctypes.c_ubyte * 64)(1))
-        self.config = Config(*config, None, ctypes.pointer(self.attribute), int(chained))
+        self.attribute = Attribute(PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_ubyte * 64)(1))
+        self.config = Config(*config, None, ctypes.pointer(self.attribute), int(dependent))
         bases = [(maps + offset, number) for offset, number in arguments.bases]
-        self.told = self.words, bases, self.config, ctypes.addressof(self.config), ctypes.addressof(self.places)
+        self.parts = self.words, bases, self.config, ctypes.addressof(self.config), ctypes.addressof(self.places)
 
 
-class Direct:
+class DriverLaunch:
     """One kernel's launch; called with the addresses of tensors and the stream it returns the driver's answer, 0 where
-    it went well."""
+    it went well.
 
-    def __init__(self, cuda: Driver, function: int, layout: Layout, pointers: Sequence[tuple[int, int]]) -> None:
+    A call takes a layout out of `free` and puts it back behind the launch. Whoever comes in between (another thread, or
+    a signal handler or finaliser of the same) finds none and makes its own, so nobody changes what another wrote.
+    """
+
+    def __init__(self, cuda: Driver, function: int, arguments: Arguments, *config: Any) -> None:
         self.launch, self.readdress, self.function = *cuda, function
-        self.layout, self.pointers = layout, tuple(pointers)
+        self.pointers, self.blueprint = tuple(arguments.pointers), (arguments, *config)
+        self.free = [Layout(*self.blueprint)]
 
     def __call__(self, addresses: Sequence[int], stream: int) -> int:
-        words, bases, config, config_at, places_at = self.layout.told
+        try:
+            layout = self.free.pop()
+        except IndexError:
+            layout = Layout(*self.blueprint)
+        words, bases, config, config_at, places_at = layout.parts
         for word, number in self.pointers:
             words[word] = addresses[number]
+        answer = 0
         for place, number in bases:
-            if answer := self.readdress(place, addresses[number]):
-                return answer
+            answer = answer or self.readdress(place, addresses[number])
         config.stream = stream
-        return self.launch(config_at, self.function, places_at, None)
+        answer = answer or self.launch(config_at, self.function, places_at, None)
+        self.free.append(layout)
+        return answer
 
 
-def direct(
+def driver_launch(
     compiled: CompiledKernel, grid: tuple[int, int, int], args: Sequence[Any], number_of: Callable[[Any], int | None]
-) -> Direct | None:
+) -> DriverLaunch | None:
     """The launch of a compiled kernel with `args`, where `number_of` a tensor or descriptor is the place of its address
-    among those given; None where Triton's launcher does more than launch: scratch memory, clusters."""
-    cuda, launcher = driver(), compiled.run
-    warps, clusters, shared = compiled.packed_metadata
-    wants = [getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size")]
-    if cuda is None or any(wants) or clusters != 1 or getattr(launcher, "launch_cooperative_grid", True):
+    among those given; None where Triton's launcher does more than launch, or is not known."""
+    cuda, known = driver(), plain_launch(compiled)
+    if cuda is None or known is None:
         return None
-    maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    warps, shared, dependent = known
+    arguments = arguments_of(compiled, args, number_of)
+    if arguments is None:
+        return None
+    config = (grid, (warps * THREADS_PER_WARP, 1, 1), shared)
+    return DriverLaunch(cuda, compiled.function, arguments, config, dependent)
+
+
+def arguments_of(
+    compiled: CompiledKernel, args: Sequence[Any], number_of: Callable[[Any], int | None]
+) -> Arguments | None:
+    """`args` as the kernel takes them; None where one is of a kind that is not known."""
+    kinds = iter(descriptor_kinds(compiled))
     arguments = Arguments.none()
-    for kind, arg in leaves(tuple(compiled.src.signature.values()), tuple(args)):
+    for kind, arg in leaves(signature_of(compiled), tuple(args)):
         if kind == CONSTANT:
             continue
         number = number_of(arg)
@@ -152,29 +173,24 @@ def direct(
             return None
         elif kind.startswith("*"):
             arguments.add_pointer(number)
-        elif not add_descriptor(arguments, arg, number, next(maps, None)):
+        elif not add_descriptor(arguments, arg, number, next(kinds, None)):
             return None
     for _ in range(SCRATCH):
         arguments.add(b"")
-    config = (grid, (warps * THREADS_PER_WARP, 1, 1), shared)
-    layout = Layout(arguments, config, bool(launcher.launch_pdl))
-    return Direct(cuda, compiled.function, layout, arguments.pointers)
+    return arguments
 
 
-def add_descriptor(arguments: Arguments, descriptor: Any, number: int, about: dict | None) -> bool:
-    """A tensor map, and the sizes and strides behind it; False where it is no map or not as Triton 3.6 has it."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    if about is None:
+def add_descriptor(arguments: Arguments, descriptor: Any, number: int, kind: dict | None) -> bool:
+    """Add a tensor map, and the sizes and strides behind it; False where it cannot be told."""
+    encoded = encode(descriptor, kind)
+    if encoded is None:
         return False
-    encoded, *numbers = make_tensordesc_arg(descriptor, about)
-    if type(encoded).__basicsize__ != MAP_OFFSET + MAP_SIZE:
-        return False
-    arguments.add_map(ctypes.string_at(id(encoded) + MAP_OFFSET, MAP_SIZE), number)
+    tensor_map, numbers = encoded
+    arguments.add_map(tensor_map, number)
     rank = len(numbers) // 2
-    for kind, values in (("i32", numbers[:rank]), ("i64", numbers[rank:])):
+    for size_kind, values in (("i32", numbers[:rank]), ("i64", numbers[rank:])):
         for value in values:
-            arguments.add(struct.pack(FORMATS[kind], value))
+            arguments.add(struct.pack(FORMATS[size_kind], value))
     return True
 
 

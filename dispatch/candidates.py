@@ -1,0 +1,117 @@
+"""can -> should: every kernel's answer to a problem, reasons or a time, and the order among those that are able."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from sdpa.dispatch import cost, failure, tuning
+from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.context import ALL_TOGGLES, Setting, enabled_families, torch_toggles
+from sdpa.dispatch.kernel import ROWS, Kernel
+from sdpa.problem import AttentionProblem, Tile
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel's answer to a problem: what keeps it from running, and how long it should take."""
+
+    kernel: Kernel
+    reasons: tuple[str, ...]
+    seconds: float | None
+    source: str  # where `seconds` comes from
+    tile: Tile | None = None
+    measured: bool = False
+    copies: tuple[str, ...] = ()  # the tensors (of sdpa.problem.PLACED) that it would be given copies of
+
+    @property
+    def able(self) -> bool:
+        return not self.reasons
+
+
+def consider(problem: AttentionProblem) -> list[Candidate]:
+    """Every kernel of the catalog with its reasons, or its time where it is able."""
+    table = tuning.measured(problem)
+    return [candidate_of(kernel, problem, table) for kernel in KERNELS]
+
+
+def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
+    """A kernel reads tensors where they lie or copies of them, whichever is faster; copies alone where it has to."""
+    direct = weigh(kernel, problem, table)
+    if not problem.unaligned:
+        return direct
+    if direct.able:
+        direct = replace(direct, seconds=direct.seconds * cost.slowing(kernel, problem))
+    moved = on_copies(kernel, problem, table)
+    if moved is None or not moved.able:
+        return direct
+    return moved if not direct.able or moved.seconds < direct.seconds else direct
+
+
+def on_copies(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate | None:
+    """The answer where what a kernel reads by vectors is copied first. Pages are not: they are of many sequences."""
+    names = tuple(name for name, _ in problem.unaligned if name in kernel.aligned)
+    if not kernel.alignment or not names or ("paged" in problem.features and ROWS & set(names)):
+        return None
+    moved = weigh(kernel, problem.placed(names), table)
+    return replace(moved, seconds=moved.seconds + cost.copying(problem, names), copies=names) if moved.able else moved
+
+
+def weigh(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
+    """The answer of a kernel that reads all tensors where they lie."""
+    reasons = tuple(kernel.why_not(problem))
+    if reasons:
+        return Candidate(kernel, reasons, None, "")
+    tile = tile_of(kernel, problem, table.tile.get(kernel.name) if table else None)
+    reasons = failure.reasons(kernel, tile, problem)
+    if reasons:
+        return Candidate(kernel, reasons, None, "")
+    if table is not None and kernel.name in table.seconds:
+        return Candidate(kernel, (), table.seconds[kernel.name], table.source, tile, measured=True)
+    return Candidate(kernel, (), cost.estimate(kernel, problem, tile), "estimated", tile)
+
+
+def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
+    """The tiles a kernel offers for a problem, its best guess first."""
+    module = kernel.load()
+    offered = getattr(module, "tiles", None)
+    return tuple(offered(problem) if offered else getattr(module, "TILES", ()))
+
+
+def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = None) -> Tile | None:
+    """The measured tile if the kernel still offers it (as the object it offers), else the kernel's first; of those
+    that the device did not refuse, unless it refused all."""
+    offered = tiles_of(kernel, problem)
+    offered = [tile for tile in offered if not failure.reasons(kernel, tile, problem)] or offered
+    if measured in offered:
+        return offered[offered.index(measured)]
+    return offered[0] if offered else None
+
+
+def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
+    """The order among candidates: by time, but those without a figure after those with one.
+
+    An estimate is an optimist beside a measurement: with a bucket near, a kernel it lacks could not run or is newer
+    than the table. Only where nothing was measured but kernels that write out the scores may an estimate come first.
+    """
+    decided = any(c.measured and not c.kernel.materialises for c in able)
+    return lambda c: (decided and not c.measured, c.seconds)
+
+
+def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
+    """Whether our setting names the kernel or its family, and torch's own switches leave the family on.
+
+    A kernel asked for by its own name is not subject to torch's switches: the closer word holds.
+    """
+    if kernel.name in setting.allowed:
+        return True
+    if setting.forced and setting.allowed[0] in by_name():
+        return False  # "math" names a family and a kernel: kernel= means the kernel
+    if setting.allowed and kernel.family not in setting.allowed:
+        return False
+    return kernel.family in enabled_families(toggles)
+
+
+def toggles_for(direction: str) -> int:
+    """torch's switches, which say nothing of the weights: its modules make those whatever is off."""
+    return ALL_TOGGLES if direction == "weights" else torch_toggles()

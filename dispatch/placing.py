@@ -1,0 +1,87 @@
+"""Copies of tensors that a kernel cannot read where they lie, or reads faster elsewhere: at multiples of 16 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from sdpa.layout import empty_as
+from sdpa.problem import (
+    BULK_BYTES,
+    AttentionInputs,
+    AttentionProblem,
+    Gradients,
+    Results,
+    Tile,
+    alignment_of,
+    stride_alignment,
+)
+
+REPEATING = 3  # dimensions that may go on repeating by stride 0: all but the last
+
+
+def call_on_copies(function: Callable, names: Collection[str], *arguments: object) -> Results | Gradients | Tensor:
+    """`function` of (*tensors, problem, tile) on copies of those tensors, of `names`, that need one."""
+    *tensors, problem, tile = arguments
+    assert isinstance(problem, AttentionProblem) and (tile is None or isinstance(tile, Tile))
+    return function(*placed(names, *tensors), problem.placed(names), tile)
+
+
+def placed(names: Collection[str], inputs: AttentionInputs, *rest: Results | Tensor) -> tuple:
+    """The tensors of a call, those of `names` at multiples of 16 bytes."""
+    moved = {name: at_home(getattr(inputs, name)) for name in ("q", "k", "v") if name in names}
+    if inputs.bias is not None and "bias" in names:
+        moved["bias"] = home_of_bias(inputs.bias, "bias_rows" in names)
+    inputs = inputs._replace(**moved)
+    if len(rest) != 2:  # a forward, or weights by a log-sum-exp, which is read number by number
+        return inputs, *rest
+    results, upstream = rest
+    out = at_home(results.out) if "out" in names else results.out
+    lse = results.lse.clone() if "lse" in names and alignment_of(results.lse, False) < BULK_BYTES else results.lse
+    grad_out = at_home(upstream.out) if "grad_out" in names else upstream.out
+    return inputs, Results(out, lse), upstream._replace(out=grad_out)
+
+
+def at_home(tensor: Tensor) -> Tensor:
+    """The tensor itself where its rows can be read by vectors, else a copy."""
+    return tensor if tensor.stride(3) == 1 and alignment_of(tensor) == BULK_BYTES else aligned_copy(tensor)
+
+
+def home_of_bias(bias: Tensor, rows: bool) -> Tensor:
+    """The same of a bias, of which `rows` says whether its strides are asked for beside its address."""
+    at_vectors = alignment_of(bias, strides=False) == BULK_BYTES
+    dense = (bias.stride(3) == 1 or bias.shape[3] == 1) and stride_alignment(bias) == BULK_BYTES
+    return bias if at_vectors and (dense or not rows) else aligned_copy(bias)
+
+
+def aligned_copy(tensor: Tensor) -> Tensor:
+    """A copy (B, H, M, D) whose address and strides are multiples of 16 bytes and whose last stride is 1, in the memory
+    order of `tensor`; what repeats by stride 0 along other dimensions goes on repeating."""
+    whole = tensor.shape
+    for dimension in range(REPEATING):
+        if tensor.stride(dimension) == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    unit = BULK_BYTES // tensor.element_size()
+    width = -(-tensor.shape[3] // unit) * unit
+    with torch.no_grad():
+        copy = empty_as(tensor, width)[..., : tensor.shape[3]].copy_(tensor)
+    return copy.expand(whole)
+
+
+def told(problem: AttentionProblem, names: tuple[str, ...]) -> str:
+    """The copies of these tensors as a clause."""
+    apart = tuple(name for name in names if not problem.unaligned_at(name))
+    others = tuple(name for name in names if name not in apart)
+    why = f"which {'do' if len(listed(others)) > 1 else 'does'} not lie at multiples of {BULK_BYTES} bytes"
+    clauses = [(apart, "whose last stride is not 1"), (others, why)]
+    return "on copies " + ", and ".join(f"of {joined(listed(some))}, {clause}" for some, clause in clauses if some)
+
+
+def listed(names: tuple[str, ...]) -> list[str]:
+    return list(dict.fromkeys("the bias" if name.startswith("bias") else name for name in names))
+
+
+def joined(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

@@ -1,0 +1,84 @@
+"""Who answers where a chosen kernel cannot be started: its next tile, or the next able kernel, and never in silence."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sdpa.dispatch import failure
+from sdpa.dispatch.caches import LAST, forget_choices
+from sdpa.dispatch.candidates import Candidate, allows, consider, ranking, toggles_for
+from sdpa.dispatch.context import Setting
+from sdpa.dispatch.refusal import describe
+from sdpa.problem import AttentionInputs, Gradients, Results
+
+if TYPE_CHECKING:
+    from sdpa.dispatch.choice import Choice
+
+
+def recover(
+    choice: Choice, error: Exception, *tensors: AttentionInputs | Results | Tensor
+) -> Results | Gradients | Tensor:
+    """What the next able choice makes of `tensors` after `choice` failed with `error`; called while handling it.
+
+    Errors that are not the device's are raised as they are: those are faults, and hiding them would be worse. Where a
+    tile was refused, the kernel's next one answers; else the next kernel, but none in place of one asked for by name.
+    Out of memory falls only to kernels that do not write out the scores. Warns with the text; a launch that failed is
+    not tried again.
+    """
+    exhausted: set[str] = set()  # kernels whose failure says nothing of the next call
+    while True:
+        kind = failure.kind_of(error)
+        if kind is None:
+            raise error
+        told = failure.sentence(kind, choice.kernel.name, what_failed(choice, kind), error)
+        if kind in failure.PASSING:
+            exhausted.add(choice.kernel.name)
+        else:
+            failure.remember(kind, choice.kernel, choice.tile, choice.problem, error)
+            forget_choices()
+        heir = successor(choice, kind, exhausted)
+        if heir is None:
+            raise failure.as_error(kind, told) from error
+        who = heir.kernel.name if heir.kernel is not choice.kernel else f"its {heir.tile}"
+        warnings.warn(f"{told}; {who} answers instead", stacklevel=3)
+        # The frames of the failed call hold its temporaries: the next one needs that memory.
+        traceback.clear_frames(error.__traceback__)
+        choice = LAST.choice = heir
+        try:
+            return heir.call(*tensors)
+        except Exception as following:
+            error = following
+
+
+def what_failed(choice: Choice, kind: str) -> str:
+    """The problem in a line, and the tile where it is to blame."""
+    told = describe(choice.problem)
+    return f"{told} with {choice.tile}" if kind == failure.TILE and choice.tile else told
+
+
+def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
+    """Who may answer in place of `choice`, or None: its kernel, if that has another tile, before all others."""
+    setting, problem = Setting.decode(choice.setting), choice.problem
+    toggles = toggles_for(problem.direction)
+    candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
+    able = [c for c in candidates if c.able and c.kernel.name not in exhausted]
+    own = [c for c in able if c.kernel is choice.kernel]
+    if own:
+        return in_place_of(choice, own[0], "in place of a tile that failed")
+    if setting.forced:
+        return None
+    if kind == failure.MEMORY or setting.strict:
+        able = [c for c in able if not c.kernel.materialises]
+    if not able:
+        return None
+    best = min(able, key=ranking(able))
+    return in_place_of(choice, best, f"in place of {choice.kernel.name}, which failed")
+
+
+def in_place_of(choice: Choice, heir: Candidate, reason: str) -> Choice:
+    return replace(choice, kernel=heir.kernel, tile=heir.tile, reason=reason, copies=heir.copies)

@@ -1,0 +1,245 @@
+"""Calls recorded as their launches, all but the addresses, and run again past Triton's look-up of what it compiled.
+
+Triton finds a compiled kernel by the type, the alignment and often the value of each argument, at every call: 30 to
+80 us for nested tuples and descriptors. Where tensors have the sizes, strides and dtypes of a call before, only the
+alignment of their addresses can differ, so that alone is asked here; what differs takes the ordinary way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import ne, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from sdpa.kernels.triton.driver_launch import DriverLaunch, driver_launch
+from sdpa.kernels.triton.launch import Launch, Pass, device_index, freed, run
+from sdpa.kernels.triton.target import target_of
+from sdpa.kernels.triton.triton_private import ALIGNMENT, STREAM, can_record, hooked, launcher_of, pre_run_hooks
+from sdpa.problem import AttentionProblem
+
+# No address is below it: Linux maps nothing there. What is has no memory but an offset into it.
+LOWEST_ADDRESS = 1 << 16
+
+stride_of = Tensor.stride
+current_device = getattr(torch._C, "_cuda_getDevice", None)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+try:  # (size, stride, dtype) on the current device, as torch.compile's own code has it: a third of the time
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty
+except ImportError:
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+class Slot(NamedTuple):
+    """An argument that is another at each call, or a place for one inside of nested tuples."""
+
+    tensor: int  # its number among those read, followed by those made
+    rest: tuple | None  # of a descriptor: all but the tensor; None for a pointer
+
+
+class Described(NamedTuple):
+    """What a launcher reads of a tensor descriptor."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str
+
+
+class Step(NamedTuple):
+    """A compiled kernel's launcher and its arguments."""
+
+    launch: Callable[..., None]
+    call: list  # with Slots, and without the stream
+    pointers: tuple[tuple[int, int], ...]  # positions of plain Slots, and their tensors
+    nested: tuple[int, ...]  # positions of what else holds Slots
+    by_driver: DriverLaunch | None  # the same, where it needs nothing of Triton's
+
+
+class Form(NamedTuple):
+    """A tensor to be made: an uninitialised one like that of the call before."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """The launches of one call, for tensors of the same sizes, strides, dtypes and device, and the same of them twice.
+
+    It is called with the tensors of the inputs (`read_of`), followed in a backward by out, lse, the gradient of out
+    and, where there is one, that of lse; for weights by lse.
+    """
+
+    steps: list[Step]
+    hooks: list[list]  # of each kernel: what wants to be called before a launch
+    device: int
+    strides: list[tuple[int, ...]]  # of the tensors given, where they are asked for
+    copied: list[int]  # of the tensors given: those that kernels read from a contiguous copy
+    made: list[Form]
+    fills: tuple[tuple[int, float], ...]  # numbers of tensors made, and what they hold before the first launch
+    unaligned: list[bool] | None  # of the tensors read and made; None where all are aligned
+    finish: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+
+    def __call__(self, *given: Tensor) -> Any:
+        """What the call returns; None where the ordinary way must be taken."""
+        if hooked() or any(self.hooks) or current_device() != self.device:
+            return None
+        if self.strides and any(map(ne, map(stride_of, given), self.strides)):
+            return None
+        read = contiguous_at(given, self.copied) if self.copied else given
+        made = [empty(size, stride, dtype) for size, stride, dtype in self.made]
+        for number, value in self.fills:
+            made[number].fill_(value)
+        tensors = (*read, *made)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if min(addresses) < LOWEST_ADDRESS:
+            raise freed(tensors)
+        if self.unaligned is not None:
+            if alignments(addresses) != self.unaligned:
+                return None
+        elif reduce(or_, addresses) % ALIGNMENT:
+            return None
+        stream = current_stream(self.device)
+        for launch, call, pointers, nested, by_driver in self.steps:
+            if by_driver is not None and by_driver(addresses, stream) == 0:
+                continue  # else Triton's launcher says what is wrong, or makes the context that this thread lacks
+            call = call.copy()
+            call[STREAM] = stream
+            for position, number in pointers:
+                call[position] = addresses[number]
+            for position in nested:
+                call[position] = filled(call[position], tensors, addresses)
+            launch(*call)
+        return self.finish(read, made)
+
+
+def run_pass(work: Pass, problem: AttentionProblem) -> Any:
+    """Run the launches of a pass; what its caller gets."""
+    run(work.launches, problem)
+    return work.finish(work.read, work.made)
+
+
+def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCall | None]:
+    """The same, and what does it again for tensors of the same form; None where that would not do."""
+    compiled = run(work.launches, problem)
+    return work.finish(work.read, work.made), recorded(work, compiled, problem)
+
+
+def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedCall | None:
+    """A pass that has run, as what does it again. None where there is no CUDA device, or not the current one; where
+    Triton or torch lack what this relies on; and where two tensors begin at one address, so that it cannot be told
+    which of the two an argument is."""
+    index = device_index(problem.device)
+    if index is None or target_of(problem.device).backend != "cuda" or not can_record():
+        return None
+    if None in (current_device, current_stream, work.fills) or current_device() != index:
+        return None
+    hooks = [pre_run_hooks(launch.kernel) for launch in work.launches]
+    if None in hooks or not all(isinstance(kernel, CompiledKernel) for kernel in compiled):
+        return None
+    tensors = (*work.read, *work.made)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if len(work.read) != len(work.given) or min(addresses) < LOWEST_ADDRESS or len(set(addresses)) < len(tensors):
+        return None
+    steps = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
+    if None in steps:
+        return None
+    return RecordedCall(
+        steps,
+        hooks,
+        index,
+        # A forward is asked for by strides; a backward comes with what its forward, others and saving made of them.
+        [] if problem.direction == "forward" else [tensor.stride() for tensor in work.given],
+        [n for n, (given, read) in enumerate(zip(work.given, work.read, strict=True)) if given is not read],
+        [Form(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in work.made],
+        work.fills,
+        alignments(addresses) if any(alignments(addresses)) else None,
+        work.finish,
+    )
+
+
+def contiguous_at(given: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    """The tensors given, with contiguous copies of those that `numbers` names."""
+    read = list(given)
+    for number in numbers:
+        if read[number].data_ptr() < LOWEST_ADDRESS:
+            raise freed(given)
+        read[number] = read[number].contiguous()
+    return read
+
+
+def alignments(addresses: Sequence[int]) -> list[bool]:
+    """Whether each address is one that Triton compiles another kernel for."""
+    return [address % ALIGNMENT != 0 for address in addresses]
+
+
+def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor]) -> Step | None:
+    """The launch with places for `tensors`; None where it knows another tensor, or has no launcher that is known."""
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+    grid = (*launch.grid, 1, 1)[:3]
+    try:
+        slotted = [with_slots(arg, numbers) for arg in launch.args]
+    except KeyError:
+        return None
+    entrance = launcher_of(compiled, grid)
+    if entrance is None:
+        return None
+    launcher, call = entrance
+    pointers, nested = [], []
+    for own, arg in zip(slotted, launch.args, strict=True):
+        if isinstance(own, Slot) and own.rest is None:
+            pointers.append((len(call), own.tensor))
+        elif holds_slot(own):
+            nested.append(len(call))
+        call.append(own if holds_slot(own) else arg)
+
+    def number_of(arg: Any) -> int | None:
+        """Which tensor an argument is or describes; None where it is a number."""
+        tensor = getattr(arg, "base", arg)
+        return numbers[tensor.data_ptr()] if isinstance(tensor, Tensor) else None
+
+    by_driver = driver_launch(compiled, grid, launch.args, number_of)
+    return Step(launcher, call, tuple(pointers), tuple(nested), by_driver)
+
+
+def with_slots(arg: Any, numbers: dict[int, int]) -> Any:
+    """An argument with Slots for its tensors, which are known by their addresses. Raises KeyError for another one."""
+    if isinstance(arg, Tensor):
+        return Slot(numbers[arg.data_ptr()], None)
+    if is_descriptor(arg):
+        return Slot(numbers[arg.base.data_ptr()], (arg.shape, arg.strides, getattr(arg, "padding", "zero")))
+    if isinstance(arg, tuple):
+        return remade(arg, [with_slots(part, numbers) for part in arg])
+    return arg
+
+
+def filled(arg: Any, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Any:
+    """An argument with what stands in its Slots this time."""
+    if isinstance(arg, Slot):
+        number, rest = arg
+        return addresses[number] if rest is None else Described(tensors[number], *rest)
+    if isinstance(arg, tuple):
+        return remade(arg, [filled(part, tensors, addresses) for part in arg])
+    return arg
+
+
+def remade(like: tuple, parts: list) -> tuple:
+    """A tuple of other parts, named where `like` is."""
+    return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+
+
+def holds_slot(arg: Any) -> bool:
+    return isinstance(arg, Slot) or (isinstance(arg, tuple) and any(map(holds_slot, arg)))
+
+
+def is_descriptor(arg: object) -> bool:
+    return type(arg).__name__ == "TensorDescriptor"  # Triton has one and Gluon another

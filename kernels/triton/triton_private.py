@@ -1,0 +1,102 @@
+"""Triton's private parts that repeated launches rely on, each with what is done where it is absent.
+
+Seen in Triton 3.4, 3.5 and 3.6. Where a part is absent, a call is not recorded or a launch goes through Triton's own
+launcher: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from triton import knobs
+
+# Releases whose JITFunction.run ends in `compiled.run` with the arguments of `launcher_of`.
+KNOWN = ((3, 4), (3, 5), (3, 6))
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# The release whose launchers only put scratch memory, where a kernel wants some, before a function in C; and whose
+# objects around a tensor map are known.
+LAID_OUT = (3, 6)
+STREAM = 3  # the place of the stream among a launcher's arguments, behind the grid
+ALIGNMENT = 16  # bytes by which Triton tells addresses apart
+# A CUtensorMap, and where it lies in Triton 3.6's object around it.
+MAP_SIZE, MAP_OFFSET = 128, 128
+SCRATCH_SIZES = ("global_scratch_size", "profile_scratch_size")
+HOOKS = ("launch_enter_hook", "launch_exit_hook")
+
+
+def can_record() -> bool:
+    """Whether launches may be run past Triton's look-up: a release that is known, whose hooks can be seen. Where not,
+    every call takes the ordinary way."""
+    return VERSION in KNOWN and all(hasattr(knobs.runtime, name) for name in HOOKS)
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to see launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def pre_run_hooks(kernel: Any) -> list | None:
+    """What a kernel calls before each launch, as the list that grows; None where it cannot be seen."""
+    return getattr(kernel, "pre_run_hooks", None)
+
+
+def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[..., None], list] | None:
+    """What launches a compiled kernel, and its arguments before the kernel's own: the function in C where it can be.
+    None where there is no launcher of a known form."""
+    try:
+        launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    except AttributeError:
+        return None
+    no_stream, no_scratch = None, (None, None)
+    rest = (metadata, None, None, None)  # no metadata for hooks, and no hooks
+    if VERSION != LAID_OUT or has_scratch(launcher) or not hasattr(launcher, "launch"):
+        return launcher, [*grid, no_stream, function, *rest]
+    kinds = launcher.launch_cooperative_grid, launcher.launch_pdl, *no_scratch
+    return launcher.launch, [*grid, no_stream, function, *kinds, *rest]
+
+
+def has_scratch(launcher: Any) -> bool:
+    """Whether a launcher does more than launch: it puts scratch memory before the kernel, or may."""
+    return any(getattr(launcher, name, 1) for name in SCRATCH_SIZES)
+
+
+def plain_launch(compiled: Any) -> tuple[int, int, bool] | None:
+    """(warps, bytes of shared memory, whether it is a programmatic dependent launch) of a kernel whose launcher only
+    launches; None where it does more (scratch memory, clusters, a cooperative grid) or is not known."""
+    if VERSION != LAID_OUT:
+        return None
+    try:
+        launcher, (warps, clusters, shared) = compiled.run, compiled.packed_metadata
+        cooperative, dependent = launcher.launch_cooperative_grid, bool(launcher.launch_pdl)
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return None if has_scratch(launcher) or cooperative or clusters != 1 else (warps, shared, dependent)
+
+
+def signature_of(compiled: Any) -> tuple:
+    """The kinds of a kernel's arguments in Triton's words."""
+    return tuple(compiled.src.signature.values())
+
+
+def descriptor_kinds(compiled: Any) -> tuple:
+    """What Triton keeps of each tensor descriptor that a kernel takes: how it is encoded."""
+    return tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+
+
+def encode(descriptor: Any, kind: dict | None) -> tuple[bytes, list[int]] | None:
+    """(the tensor map, the sizes and strides behind it) of a tensor descriptor; None where it is no map, or Triton has
+    no such function or another object around the map."""
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+    except ImportError:
+        return None
+    if kind is None:
+        return None
+    encoded, *numbers = make_tensordesc_arg(descriptor, kind)
+    if type(encoded).__basicsize__ != MAP_OFFSET + MAP_SIZE:
+        return None
+    return ctypes.string_at(id(encoded) + MAP_OFFSET, MAP_SIZE), numbers

@@ -1,0 +1,142 @@
+"""The one memory of calls: what a call like one before came to, least recently used out first.
+
+A call is known by its state, every argument and switch that is no tensor, and by its tensors' types, dispatch keys,
+dtypes, devices, sizes, strides, requires_grad and, on a GPU, the alignment of their addresses. The last few calls of a
+state are compared with the tensors at hand by the guards of torch.compile, in one call into torch. Behind them all are
+found by a key of the tensors, which takes three times as long to build.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from sdpa.dispatch.caches import CACHES
+from sdpa.dispatch.context import CURRENT
+from sdpa.torch_private import (
+    TensorGuards,
+    autocast_is_on,
+    cudnn_enabled,
+    deterministic,
+    efficient_enabled,
+    flash_enabled,
+    float32_precision,
+    math_enabled,
+)
+
+MAX_CALLS = 4096  # a server with more shapes works out those again that it has not seen for longest
+MAX_STATES = 1024
+LATEST = 4  # calls of a state that are compared before a key is built
+ALIGNMENT_BITS = 15  # of addresses: what they are beyond multiples of 16 bytes
+PLAIN_TYPES = frozenset({Tensor, Parameter})
+
+Check = Callable[..., bool]
+Key = tuple[Hashable, ...]
+
+
+def switches() -> tuple:
+    """What else than its arguments decides who answers a call."""
+    return (
+        CURRENT.get(),
+        flash_enabled(),
+        efficient_enabled(),
+        math_enabled(),
+        cudnn_enabled(),
+        deterministic(),
+        float32_precision(),
+        autocast_is_on(),
+    )
+
+
+def form_of(tensors: Sequence[Tensor]) -> int:
+    """How far addresses on a GPU are from multiples of 16 bytes; guards and keys do not tell."""
+    if not tensors[0].is_cuda:
+        return 0
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    return address & ALIGNMENT_BITS
+
+
+class Calls:
+    """What calls came to, whatever that is: a function of their tensors, or a pass of theirs."""
+
+    def __init__(self) -> None:
+        self.recent: dict[Hashable, tuple[tuple[Check, Any, Key], ...]] = {}
+        self.known: OrderedDict[Key, Any] = OrderedDict()
+
+    def look_up(self, state: Hashable, tensors: Sequence[Tensor]) -> Any:
+        """What is known of a call like this; None where there was none, or its tensors are not torch's plain ones."""
+        for is_alike, found, _ in self.recent.get(state, ()):
+            if is_alike(*tensors):
+                return found
+        key = key_of(state, tensors)
+        found = None if key is None else self.known.get(key)
+        if found is not None:
+            self.remember(state, tensors, found, key)
+        return found
+
+    def keep(self, state: Hashable, tensors: Sequence[Tensor], found: Any) -> Any:
+        """`found`, which the next call like this is answered with."""
+        key = key_of(state, tensors)
+        if key is not None:
+            self.known[key] = found
+            self.remember(state, tensors, found, key)
+            while len(self.known) > MAX_CALLS:
+                self.known.popitem(last=False)
+        return found
+
+    def remember(self, state: Hashable, tensors: Sequence[Tensor], found: Any, key: Key) -> None:
+        """Put a call first among the latest of its state. One that leaves these was in use until now, as far as the
+        order of all calls is concerned."""
+        self.touch(key)
+        check = check_of(tensors)
+        if check is None:
+            return
+        latest = [entry for entry in self.recent.pop(state, ()) if entry[2] != key]
+        self.recent[state] = ((check, found, key), *latest[: LATEST - 1])
+        for _, _, left in latest[LATEST - 1 :]:
+            self.touch(left)
+        while len(self.recent) > MAX_STATES:
+            self.recent.pop(next(iter(self.recent)), None)
+
+    def touch(self, key: Key) -> None:
+        try:
+            self.known.move_to_end(key)
+        except KeyError:  # another thread's call took its place
+            pass
+
+    def clear(self) -> None:
+        self.recent.clear()
+        self.known.clear()
+
+
+def check_of(tensors: Sequence[Tensor]) -> Check | None:
+    """Recognises tensors like these; None where torch has no guards, or they refuse what they were made of: one tensor
+    twice."""
+    if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+        return None
+    sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
+    check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check if check(*tensors) else None
+
+
+def key_of(state: Hashable, tensors: Sequence[Tensor]) -> Key | None:
+    """The same as a key; None for what is remembered by none: subclasses, and tensors without strides."""
+    try:
+        forms = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t)) for t in tensors]
+    except (RuntimeError, AttributeError):
+        return None
+    if any(form[-1] not in PLAIN_TYPES for form in forms):
+        return None
+    first: dict[int, int] = {}
+    twice = tuple([first.setdefault(id(t), place) for place, t in enumerate(tensors)])
+    return (state, twice, *forms)
+
+
+CALLS = Calls()
+CACHES.append(CALLS.clear)

@@ -1,0 +1,378 @@
+"""Who differentiates a call: the one answer, for eager calls, graphs, torch.func, forward mode and vmap.
+
+A call that `calls` recognises, or that can be prepared so, has a node of ours, `Attention`, in autograd's graph, or
+torch's own where `prepared` says so. Every other call is that of an operator (`operators`), which has an autograd key
+and a rule for vmap here. Both compute the first derivative by a fused kernel. What is asked beyond it is a composition
+of torch operations: derivatives of the backward, and forward mode, whose tangents pass through M x N scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sdpa import flops
+from sdpa.batching import map_backward, map_forward
+from sdpa.dispatch.context import effective, torch_toggles
+from sdpa.dispatch.select import choose
+from sdpa.kernels.math.composite import backward_terms, forward_terms
+from sdpa.kernels.math.weights import composite_weights, weights_gradients
+from sdpa.layout import like_layout
+from sdpa.operators import (
+    FIELDS,
+    LIBRARY,
+    NO_DIMENSIONS,
+    call_backward,
+    call_forward,
+    call_weights,
+    no_tensor,
+    of_forward,
+    of_weights,
+)
+from sdpa.passes import WITH_LSE, Form
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.torch_private import (
+    SingleLevelFunction,
+    TransformType,
+    below_autograd,
+    dispatch_modes,
+    enable_single_level_autograd_function,
+    forward_level,
+    functorch_is_on,
+    peek_interpreter_stack,
+    single_level,
+    unwrap_dead_wrappers,
+)
+
+# Positions of the inputs that have gradients: q, k, v, bias, sinks.
+DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
+BIAS = AttentionInputs._fields.index("bias")
+
+
+# -- the node --------------------------------------------------------------------------------------------------------
+
+
+class Attention(SingleLevelFunction):
+    """The output, and the log-sum-exp where it is asked for, of a form's tensors.
+
+    `call` knows the rest: `prepared.Prepared` of an eager call, `OperatorCall` of an operator's.
+    """
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        out, lse = call.run(*tensors)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, out, lse)
+        if not call.returns_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse=None):
+        call = ctx.call
+        if grad_out is None and grad_lse is None:
+            return (None,) * (1 + len(call.form.places))
+        *tensors, out, lse = ctx.saved_tensors  # checkpointing lets them be read only once
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        bias_grad = False
+        for name, place in call.learned:
+            bias_grad = bias_grad or (name == "bias" and ctx.needs_input_grad[1 + place])
+        gradients = call.differentiable if torch.is_grad_enabled() or dispatch_modes() > 0 else call.gradients
+        found = gradients(tensors, (out, lse), (grad_out, grad_lse), bias_grad)
+        if not call.learned:
+            return (None, *found[:3], *(None,) * (len(tensors) - 3))
+        return (None, *found[:3], *beside(ctx, call, found))
+
+
+def beside(ctx, call, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the tensors behind q, k and v, of which a bias and sinks may have one."""
+    placed: list[Tensor | None] = [None] * (len(call.form.places) - 3)
+    for name, place in call.learned:
+        if ctx.needs_input_grad[1 + place]:
+            placed[place - 3] = found[3 if name == "bias" else 4]
+    return placed
+
+
+class OperatorCall:
+    """What `Attention` does where an operator is differentiated: another operator, below autograd."""
+
+    __slots__ = ("form", "learned", "setting")
+    returns_lse = True
+
+    def __init__(self, inputs: AttentionInputs, setting: str) -> None:
+        self.form, self.setting = Form(inputs), setting
+        self.learned = tuple(
+            (name, self.form.places.index(AttentionInputs._fields.index(name)))
+            for name in ("bias", "sinks")
+            if getattr(inputs, name) is not None
+        )
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = self.form.inputs(tensors)
+        if peek_interpreter_stack() is None:
+            with below_autograd():
+                return call_forward(inputs, True, self.setting)
+        # In a Function's forward derivatives are off: of its own level of functorch's, not of those around it.
+        with below_autograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return call_forward(inputs, True, self.setting)
+
+    def differentiable(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> tuple[Tensor, ...]:
+        inputs = self.form.inputs(tensors)
+        return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
+
+    gradients = differentiable
+
+
+def differentiable_backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, setting: str
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, bias and sinks by a node that has derivatives of its own."""
+    return apply(AttentionBackward, *upstream, *results, *inputs, bias_grad, setting)
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The gradients of Attention, themselves differentiable through math."""
+
+    @staticmethod
+    def forward(grad_out, grad_lse, out, lse, *rest):
+        flops.announce()
+        inputs, (bias_grad, setting) = AttentionInputs(*rest[:FIELDS]), rest[FIELDS:]
+        return call_backward(inputs, Results(out, lse), Results(grad_out, grad_lse), bias_grad, setting)
+
+    @staticmethod
+    def setup_context(ctx, args, results) -> None:
+        grad_out, grad_lse, _, _, *rest = args
+        ctx.bias_grad = rest[FIELDS]
+        tensors = [grad_out, grad_lse, *rest[:FIELDS]]
+        ctx.constants = [None if isinstance(t, Tensor) else t for t in tensors]
+        ctx.is_tensor = [isinstance(t, Tensor) for t in tensors]
+        ctx.save_for_backward(*(t for t in tensors if isinstance(t, Tensor)))
+        ctx.save_for_forward(*(t for t in tensors if isinstance(t, Tensor)))
+        ctx.set_materialize_grads(True)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        function, primals, _ = recompute(ctx)
+        _, pull_back = torch.func.vjp(function, *primals)
+        pulled = iter(pull_back(tuple(grads)))
+        grad_out, grad_lse, *inputs = (next(pulled) if p else None for p in presence(ctx))
+        placed = [None] * (FIELDS + 2)
+        for position, grad in zip(DIFFERENTIABLE, inputs, strict=True):
+            placed[position] = grad
+        return (grad_out, grad_lse, None, None, *placed)  # out and lse are functions of the rest
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        function, primals, inputs = recompute(ctx)
+        chosen = [tangents[0], tangents[1], *(tangents[4 + i] for i in DIFFERENTIABLE)]
+        chosen = [t for t, present in zip(chosen, presence(ctx), strict=True) if present]
+        moved = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, chosen, strict=True))
+        *moved, bias, sinks = directional(function, primals, moved)
+        # A tangent has to lie in memory as its primal does.
+        return (*(like_layout(t, source) for t, source in zip(moved, inputs[:3], strict=True)), bias, sinks)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        results = map_backward(AttentionBackward.apply, info, in_dims, args)
+        return results, (0,) * len(results)
+
+
+class Weights(torch.autograd.Function):
+    """The weights of AttentionInputs given flat, the kernel setting, lse and whether heads are averaged.
+
+    Nothing of their size is saved: where a gradient arrives, which is seldom, it is made of the scores computed again,
+    by plain operations that are differentiable again. Where none arrives, lse gets none and not zeros.
+    """
+
+    @staticmethod
+    def forward(*args):
+        setting, lse, average = args[FIELDS:]
+        with below_autograd():
+            return call_weights(AttentionInputs(*args[:FIELDS]), lse, average, setting)
+
+    @staticmethod
+    def setup_context(ctx, args, weights) -> None:
+        inputs, (_, lse, ctx.average) = args[:FIELDS], args[FIELDS:]
+        ctx.constants = [None if isinstance(t, Tensor) else t for t in inputs]
+        ctx.is_tensor = [isinstance(t, Tensor) for t in inputs]
+        ctx.save_for_backward(*(t for t in inputs if isinstance(t, Tensor)), lse)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return (None,) * (FIELDS + 3)
+        *tensors, lse = ctx.saved_tensors
+        present = iter(tensors)
+        inputs = [next(present) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
+        grads = weights_gradients(AttentionInputs(*inputs), lse, grad, ctx.average, bool(ctx.needs_input_grad[BIAS]))
+        placed = [None] * FIELDS
+        for position, gradient in zip(DIFFERENTIABLE, (grads.q, grads.k, None, grads.bias, None), strict=True):
+            if ctx.needs_input_grad[position]:
+                placed[position] = gradient
+        return (*placed, None, grads.lse, None)
+
+
+ONE_LEVEL = {function: single_level(function) for function in (AttentionBackward, Weights)}
+
+
+def apply(function: type[torch.autograd.Function], *args):
+    """`function.apply`, past its questions where no transform is on: it would bind 27 arguments to its signature."""
+    if functorch_is_on():
+        return function.apply(*args)
+    return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
+
+
+def apply_single(function: type, *args):
+    """The same at one level of functorch's."""
+    with enable_single_level_autograd_function():
+        return ONE_LEVEL.get(function, function).apply(*unwrap_dead_wrappers(args))
+
+
+def weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: str) -> Tensor:
+    """exp(score - lse) in the query's dtype; a row that sees no key has weights of 0."""
+    if torch.is_grad_enabled() and lse.requires_grad:
+        return apply(Weights, *inputs, setting, lse, average)
+    with below_autograd():
+        return call_weights(inputs, lse, average, setting)
+
+
+# -- derivatives of the backward -------------------------------------------------------------------------------------
+
+
+def with_differentiable(inputs: AttentionInputs, tensors) -> AttentionInputs:
+    """`inputs` with its present differentiable tensors replaced in order."""
+    values, replacements = list(inputs), iter(tensors)
+    for position in DIFFERENTIABLE:
+        if values[position] is not None:
+            values[position] = next(replacements)
+    return AttentionInputs(*values)
+
+
+def directional(function, primals, tangents):
+    """Jacobian times tangents by two reverse passes: torch cannot nest forward mode inside a jvp rule."""
+    results, pull_back = torch.func.vjp(function, *primals)
+    zeros = tuple(torch.zeros_like(r) for r in results)
+    _, push = torch.func.vjp(lambda *cotangents: pull_back(cotangents), *zeros)
+    return push(tuple(tangents))
+
+
+def presence(ctx) -> list[bool]:
+    """Which of grad_out, grad_lse and the differentiable inputs there are."""
+    return [ctx.is_tensor[0], ctx.is_tensor[1], *(ctx.is_tensor[2 + i] for i in DIFFERENTIABLE)]
+
+
+def recompute(ctx):
+    """The closed formula of the backward as a function of what it depends on, and that."""
+    tensors = iter(ctx.saved_tensors)
+    grad_out, grad_lse, *rest = (next(tensors) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True))
+    inputs, bias_grad = AttentionInputs(*rest), ctx.bias_grad
+
+    def function(grad_out, *others):
+        upstream, others = (others[0], others[1:]) if grad_lse is not None else (None, others)
+        given = with_differentiable(inputs, others)
+        grads = backward_terms(given, Results(grad_out, upstream), bias_grad)
+        return tuple(no_tensor(given.q) if g is None else g for g in grads)
+
+    present = [grad_out, grad_lse, *(inputs[i] for i in DIFFERENTIABLE)]
+    return function, tuple(t for t in present if t is not None), inputs
+
+
+# -- the operators' autograd keys and rules for vmap ------------------------------------------------------------------
+
+
+def needs_grad(inputs: AttentionInputs) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(inputs[i] is not None and inputs[i].requires_grad for i in DIFFERENTIABLE)
+
+
+def is_transformed() -> bool:
+    """Whether functorch (vmap, grad, jvp) or forward-mode differentiation is on."""
+    return peek_interpreter_stack() is not None or forward_level() >= 0
+
+
+def goes_forward(inputs: AttentionInputs) -> bool:
+    """Whether the innermost derivative is of forward mode."""
+    innermost = peek_interpreter_stack()
+    if innermost is not None:
+        return innermost.key() == TransformType.Jvp
+    given = (inputs[position] for position in DIFFERENTIABLE if forward_level() >= 0)
+    return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+
+
+def forward_mode(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) by operations of torch's, M x N numbers, which carry tangents. Who asked for a kernel that cannot run
+    the call hears it."""
+    setting = effective(setting)
+    if setting:
+        asked = AttentionProblem.of(inputs, extra=WITH_LSE)._asdict()
+        sizes = {name: int(value) for name, value in asked.items() if isinstance(value, torch.SymInt)}
+        choose(AttentionProblem(**(asked | sizes)), setting, torch_toggles())
+    terms = forward_terms(inputs)
+    return like_layout(terms.out.to(inputs.q.dtype), inputs.q), terms.lse
+
+
+def differentiable_forward(*args):
+    """attention_forward's autograd key. Inside of it no Function of functorch's can be called, and none is wanted:
+    functorch comes once for each of its levels."""
+    inputs, needs_lse, setting = of_forward(args)
+    forward = goes_forward(inputs)
+    if forward or needs_grad(inputs):
+        out, lse = forward_mode(inputs, setting) if forward else differentiated(inputs, setting)
+        return out, lse if needs_lse else no_tensor(inputs.q)
+    with below_autograd():
+        return call_forward(inputs, needs_lse, setting)
+
+
+def differentiated(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]:
+    call = OperatorCall(inputs, setting)
+    return apply_single(Attention, call, *call.form.tensors(inputs))
+
+
+def differentiable_weights(*args) -> Tensor:
+    """The same of attention_weights, for which any transform of functorch's is met by operations of torch's."""
+    inputs, lse, average, setting = of_weights(args)
+    if is_transformed():
+        return composite_weights(inputs, lse, average)
+    if torch.is_grad_enabled() and lse.requires_grad:
+        return apply_single(Weights, *inputs, setting, lse, average)
+    with below_autograd():
+        return call_weights(inputs, lse, average, setting)
+
+
+def batched_forward(info, in_dims, *args):
+    """attention_forward's rule for vmap; an empty log-sum-exp would have no batch entries to tell apart."""
+    inputs, needs_lse, setting = of_forward(args)
+    dims, _, _ = of_forward(in_dims, NO_DIMENSIONS)
+
+    def forward(*given):
+        return call_forward(AttentionInputs(*given), True, setting)
+
+    out, lse = map_forward(forward, info, dims, inputs)
+    return (out, lse if needs_lse else no_tensor(out)), (0, 0 if needs_lse else None)
+
+
+def batched_weights(info, in_dims, *args):
+    """The same of attention_weights."""
+    inputs, lse, average, setting = of_weights(args)
+    dims, lse_dim, _, _ = of_weights(in_dims, NO_DIMENSIONS)
+
+    def mapped(lse, *given):
+        return (call_weights(AttentionInputs(*given), lse, average, setting),)
+
+    names = ("lse", *AttentionInputs._fields)
+    (found,) = map_forward(mapped, info, (lse_dim, *dims), (lse, *inputs), names)
+    return found, 0
+
+
+LIBRARY.impl("attention_forward", differentiable_forward, "Autograd")
+LIBRARY.impl("attention_weights", differentiable_weights, "Autograd")
+torch.library.register_vmap("sdpa::attention_forward", batched_forward, lib=LIBRARY)
+torch.library.register_vmap("sdpa::attention_weights", batched_weights, lib=LIBRARY)

@@ -1,0 +1,329 @@
+"""From a public function to what answers its call: what a call like it before came to, or the ordinary way.
+
+The ordinary way asks, in this order: __torch_function__, nested tensors, autocast; then the call is checked and
+normalised. A plain eager call is then prepared, remembered by `calls`, and from now on recognised there. A call under a
+compiler, functorch, forward mode or a mode, or of a subclass of Tensor, is that of the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from sdpa import flops
+from sdpa.calls import CALLS, PLAIN_TYPES, form_of
+from sdpa.dispatch.context import CURRENT, effective, request_text
+from sdpa.inputs import drops, with_dropout
+from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_cast, is_nested, nested_attention
+from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
+from sdpa.mask import Mask
+from sdpa.operators import call_forward, call_weights
+from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
+from sdpa.problem import AttentionInputs, Results, is_empty
+from sdpa.sequences import results_of, served_form
+from sdpa.torch_private import (
+    autocast_is_on,
+    cudnn_enabled,
+    deterministic,
+    dispatch_modes,
+    efficient_enabled,
+    flash_enabled,
+    float32_precision,
+    forward_ad,
+    function_modes,
+    is_gradtrackingtensor,
+    math_enabled,
+    peek_interpreter_stack,
+    without_autocast,
+)
+from sdpa.validate import Options, check_flag
+
+NOTHING: tuple = (None, (), ())  # of a call with neither a mask, nor sinks, nor places
+band_of = attrgetter("causal", "align", "window")
+fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
+NO_FIELDS = tuple(map(type, fields_of(Mask())))
+NUMBERS = (NoneType, float)
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+grad_enabled = torch.is_grad_enabled
+
+
+class Request(NamedTuple):
+    """A call as it was made."""
+
+    kind: Kind
+    call: Call
+    returns_lse: bool
+    kernel: str | None
+
+
+def request_of(
+    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any
+) -> Request:
+    return Request(kind, Call(*tensors, Options(*options), places), returns_lse, kernel)
+
+
+PUBLIC: dict[str, Callable] = {}  # by the name of a kind its function, which a __torch_function__ is handed
+
+
+def public(kind: Kind) -> Callable[[Callable], Callable]:
+    """Marks the function that calls of `kind` are made by."""
+
+    def mark(function: Callable) -> Callable:
+        PUBLIC[kind.name] = function
+        return function
+
+    return mark
+
+
+def answer(
+    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any = None
+) -> Any:
+    """The result of a call by what a call like it before came to, else by the ordinary way; nothing is checked yet."""
+    query, key, value = tensors
+    mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = options
+    if (
+        is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
+        or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
+        or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
+    ):  # fmt: skip
+        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
+    parts = NOTHING if mask is None and sinks is None and places is None else parts_of(mask, sinks, places)
+    if parts is None:
+        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
+    form, others, given = parts
+    try:
+        # fmt: off
+        state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel, CURRENT.get(),
+                 flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
+                 float32_precision(), grad_enabled(), autocast_is_on() and autocast_dtype(query),
+                 query.is_cuda and form_of((query, key, value, *others)))
+        # fmt: on
+        recent = CALLS.recent.get(state, ())
+    except (TypeError, AttributeError):  # no hash, or no tensor: the ordinary way says what it thinks of it
+        recent = None
+    if recent is None:
+        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
+    for is_alike, run, _ in recent:
+        if is_alike(query, key, value, *others):
+            found = run(query, key, value, *given)
+            return found if returns_lse else found[0]
+    return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
+
+
+def look_up(request: Request, parts: tuple, state: Hashable) -> Any:
+    """The same where the latest calls of its state were others; the call is prepared where there was none like it."""
+    _, others, given = parts
+    tensors = (*request.call[:3], *others)
+    if is_transformed() or any(type(t) not in PLAIN_TYPES or is_wrapped(t) for t in tensors):
+        return ordinary(request)
+    run = CALLS.look_up(state, tensors)
+    if run is None:
+        run = prepare(request)
+        if run is None:
+            return ordinary(request)
+        CALLS.keep(state, tensors, run)
+    found = run(*tensors[:3], *given)
+    return found if request.returns_lse else found[0]
+
+
+def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequence[Tensor], tuple] | None:
+    """What a call's mask, sinks and places say beside their tensors, those tensors, and what a prepared call is given
+    to fit; None where one is not of a kind that is remembered."""
+    tensors: list[Tensor] = []
+    form: Hashable = None
+    kind = type(mask)
+    if kind is Mask:
+        fields = fields_of(mask)
+        kinds = tuple(map(type, fields))
+        form = band_of(mask)
+        if kinds == NO_FIELDS:
+            mask = None  # all that it says is in the form
+        else:
+            form = form, kinds
+            for kind, field in zip(kinds, fields, strict=True):
+                if kind in PLAIN_TYPES:
+                    tensors.append(field)
+                elif kind is tuple:
+                    tensors += field
+                elif kind is not NoneType and kind is not int:
+                    return None
+    elif kind in PLAIN_TYPES:
+        form = Tensor
+        tensors.append(mask)
+    elif mask is not None:
+        return None
+    if sinks is not None:
+        form = form, "sinks"
+        tensors.append(sinks)
+    if mask is None and sinks is None and places is None:
+        return form, (), ()
+    if places is not None:
+        if len(places) == 4:  # Documents
+            cu_q, cu_k, max_q, max_k = places
+            alike = cu_k is cu_q
+            form = form, alike, max_q, max_k, type(max_q) is type(max_k) is int
+            tensors += (cu_q,) if alike else (cu_q, cu_k)
+        else:
+            tensors += places
+    return form, tensors, (mask, sinks, places)
+
+
+def is_transformed() -> bool:
+    """Whether a compiler, functorch, forward mode or a mode stands between this call and the kernels."""
+    return (
+        torch.compiler.is_compiling()
+        or dispatch_modes() > 0
+        or function_modes() > 0
+        or forward_ad._current_level >= 0
+        or peek_interpreter_stack() is not None
+    )
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """What functorch leaves behind when a transform ends looks like a tensor and is none; and in memory, a tensor whose
+    sign torch has still to change is another."""
+    return is_gradtrackingtensor(tensor) or tensor.is_neg() or tensor.is_nested
+
+
+# -- a call that is prepared ------------------------------------------------------------------------------------------
+
+
+def prepare(request: Request) -> Callable[..., Sequence[Tensor]] | None:
+    """What answers calls like this one, given query, key, value and what `parts_of` says; None for a call without
+    anything to compute."""
+    kind, call, returns_lse = request.kind, request.call, request.returns_lse
+    dtype = autocast_dtype(call.query)
+    if dtype is not None:
+        return prepare_under_autocast(request, dtype)
+    setting = effective(request_text(request.kernel))
+    kind.check(*call)
+    with torch.no_grad():  # saved tensors' hooks are to see those of the call itself alone
+        inputs = kind.normalise(*call)
+        form = with_placeholder(served_form(inputs), call.options)
+    if is_empty(form):
+        return None
+    gather, restore, rows = steps(kind, call, inputs, form, returns_lse)
+    learns = grad_enabled() and any(t.requires_grad for t in learned(call))
+    if kind.average is not None:
+        attend = PreparedWeights(form, learns, kind.average, setting).attend
+    else:
+        attend = (PreparedRows if rows else Prepared)(form, learns, returns_lse, setting).attend
+    if gather is None and restore is None:
+        return attend if not returns_lse else lambda *given: attend(*given[:3])
+    if gather is None:
+        return lambda *given: restore(attend(*given[:3]), *given)
+    if restore is None:
+        return lambda *given: attend(*gather(*given))
+    return lambda *given: restore(attend(*gather(*given)), *given)
+
+
+def with_placeholder(inputs: AttentionInputs, options: Options) -> AttentionInputs:
+    """Dropout whose seed is not drawn: that is for the call itself."""
+    if not drops(options):
+        return inputs
+    seed = torch.empty(2, dtype=torch.int64, device=inputs.q.device)
+    return inputs._replace(dropout_p=float(options.dropout_p), rng=seed)
+
+
+def learned(call: Call) -> list[Tensor]:
+    """The tensors of a call that may have a gradient."""
+    mask = call.options.attn_mask
+    bias = mask.bias if isinstance(mask, Mask) else mask
+    return [t for t in (call.query, call.key, call.value, bias, call.options.sinks) if t is not None]
+
+
+def cast_call(call: Call, dtype: torch.dtype) -> Call:
+    """A call's tensors as autocast makes them."""
+    query, key, value = (cast(t, dtype) for t in call[:3])
+    return Call(query, key, value, cast_options(call.options, dtype), call.places)
+
+
+def prepare_under_autocast(request: Request, dtype: torch.dtype) -> Callable[..., Sequence[Tensor]] | None:
+    """The same of tensors in autocast's dtype, which each call makes first."""
+    with without_autocast():
+        run = prepare(request._replace(call=cast_call(request.call, dtype)))
+    if run is None:
+        return None
+    call = request.call
+    casts = [is_cast(t) for t in (call.query, call.key, call.value)]
+
+    def under_autocast(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Sequence[Tensor]:
+        tensors = [t.to(dtype) if cast else t for t, cast in zip((query, key, value), casts, strict=True)]
+        if given:
+            mask, *rest = given
+            sinks = rest[0] if rest else None
+            options = cast_options(Options(mask, sinks=sinks), dtype)
+            given = (options.attn_mask, options.sinks, *rest[1:])
+        with without_autocast():
+            return run(*tensors, *given)
+
+    return under_autocast
+
+
+# -- the ordinary way -------------------------------------------------------------------------------------------------
+
+
+def ordinary(request: Request) -> Any:
+    """A call as its operator."""
+    kind, call, returns_lse, kernel = request.kind, request.call, request.returns_lse, request.kernel
+    check_flag("return_lse", returns_lse, kind.name)
+    tensors = tensors_among(call)
+    if kind.name in PUBLIC and has_torch_function(tensors):
+        mask = as_mask(call.options.attn_mask)
+        if mask is call.options.attn_mask:
+            return overridden(request, tensors)
+        if call.options.is_causal:
+            raise ValueError("CausalBias should not be used with causal=True")
+        call = call._replace(options=call.options._replace(attn_mask=mask))
+    setting = request_text(kernel)
+    if kind is DENSE and is_nested(*call[:3]):
+
+        def attend(*given):
+            return operator_results(request._replace(call=Call(*given, None), returns_lse=False), setting)[0]
+
+        return nested_attention(*call[:4], returns_lse, attend)
+    results = operator_results(request._replace(call=call), setting)
+    return (results[0], results[1]) if returns_lse else results[0]
+
+
+def overridden(request: Request, tensors: tuple) -> Any:
+    """The answer of a __torch_function__, which is handed the call."""
+    mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = request.call.options
+    beside = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "sinks": sinks}
+    beside |= {"return_lse": request.returns_lse, "kernel": request.kernel}
+    given = (*request.call[:3], *(request.call.places or ()), mask, dropout_p, is_causal)
+    function = PUBLIC[request.kind.name]
+    return handle_torch_function(function, tensors, *given, **beside)
+
+
+def operator_results(request: Request, setting: str) -> Sequence[Tensor]:
+    """The output, the log-sum-exp where it is asked for, and the weights where those are."""
+    kind, call = request.kind, request.call
+    dtype = autocast_dtype(call.query)
+    if dtype is not None:
+        with torch.autocast(call.query.device.type, enabled=False):
+            return operator_results(request._replace(call=cast_call(call, dtype)), setting)
+    kind.check(*call)
+    inputs = with_dropout(kind.normalise(*call), call.options)
+    form = served_form(inputs)
+    if not torch.compiler.is_compiling():
+        flops.announce()
+    if kind.average is not None:
+        out, lse = call_forward(form, True, setting)
+        return without_weights((out, call_weights(form, lse, kind.average, setting)), call.options)
+    out, lse = call_forward(form, request.returns_lse, setting)
+    results = results_of(Results(out, lse if request.returns_lse else None), form, inputs)
+    return dropped(kind.restore(results, *call[:3]), call.options)
+
+
+def tensors_among(call: Call) -> tuple:
+    """The arguments that may have a __torch_function__; a Mask's is for `&` alone."""
+    mask, places = call.options.attn_mask, call.places or ()
+    return (*call[:3], None if isinstance(mask, Mask) else mask, call.options.sinks, *places)

@@ -1,0 +1,305 @@
+"""The kinds of calls there are: batches, packed documents, pages; how each is checked, normalised and restored.
+
+`steps` says the same of a prepared call, for which everything is known but the numbers in its tensors: what is done
+before the form's tensors are there, and what of its results is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdpa import packing, philox
+from sdpa.inputs import (
+    Fit,
+    drops,
+    fit_dense,
+    fits_of,
+    four_dimensions,
+    mask_of,
+    normalise,
+    restore_rank,
+    with_dropout,
+)
+from sdpa.layout import unexpanded
+from sdpa.mask import Mask
+from sdpa.problem import AttentionInputs, Results, lengths_of
+from sdpa.sequences import normalise_packed, normalise_paged, served_form
+from sdpa.validate import Options, Sizes, check_dense, leading_shape
+from sdpa.validate_sequences import check_packed, check_paged
+
+FAR = -64.0  # from here on float32's rounding of a log-sum-exp passes 1e-5
+
+# (query, key, value, mask, sinks, places) -> the form's tensors; None where query, key and value are these.
+Gather = Callable[..., Sequence[Tensor]] | None
+# (results, query, key, value, ...) -> (out, lse) as they are returned; None where they are these.
+Restore = Callable[..., Sequence[Tensor | None]] | None
+
+
+class Kind(NamedTuple):
+    """One public function's way from arguments to AttentionInputs and back."""
+
+    name: str
+    check: Callable[..., None]  # (query, key, value, options, places)
+    normalise: Callable[..., AttentionInputs]  # of the same
+    restore: Callable[..., Results]  # (results, query, key, value)
+    average: bool | None = None  # of the weights over heads, where those are asked for beside the output
+
+
+class Call(NamedTuple):
+    """A call's arguments, as they are normalised."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: Options
+    places: Any  # Documents, Pages or None
+
+
+def restore_packed(results: Results, *_: Tensor) -> Results:
+    out, lse = results
+    return Results(out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0))
+
+
+def restore_paged(results: Results, *_: Tensor) -> Results:
+    return Results(results.out.transpose(1, 2), results.lse)
+
+
+DENSE = Kind(
+    "scaled_dot_product_attention",
+    lambda query, key, value, options, _: check_dense(query, key, value, options),
+    lambda query, key, value, options, _: normalise(query, key, value, options),
+    restore_rank,
+)
+PACKED = Kind("varlen_attention", check_packed, normalise_packed, restore_packed)
+PAGED = Kind("paged_attention", check_paged, normalise_paged, restore_paged)
+
+
+def normalise_lifted(query: Tensor, key: Tensor, value: Tensor, options: Options, _: None) -> AttentionInputs:
+    inputs = normalise(query, key, value, options)
+    if inputs.bias is None:
+        return inputs
+    return inputs._replace(bias=lifted(inputs.bias, mask_of(options).bias.requires_grad))
+
+
+def lifted(bias: Tensor, learns: bool) -> Tensor:
+    """The bias with its far negative rows, as of padding by -1e9, brought to 0: a row's offset changes no weight, but
+    in the log-sum-exp it would drown the logarithm of the sum. One more tensor of the size that the bias has in memory,
+    since looking first whether there is such a row would wait for the device."""
+    bias = bias if learns else unexpanded(bias)
+    top = bias.detach().amax(-1, keepdim=True)
+    return bias - top.masked_fill((top > FAR) | ~torch.isfinite(top), 0.0)
+
+
+# Attention beside its weights, each head's or their mean over heads.
+WEIGHTS = {
+    average: DENSE._replace(name=f"attention with weights, {average}", normalise=normalise_lifted, average=average)
+    for average in (False, True)
+}
+
+
+def dropped(results: Results, options: Options) -> Results:
+    """Nothing is left where every weight is dropped; kernels only know probabilities below 1."""
+    if options.dropout_p != 1.0:
+        return results
+    return Results(torch.nn.functional.dropout(results.out, 1.0), results.lse)
+
+
+def without_weights(results: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
+    """The same of an output beside its weights."""
+    out, weights = results
+    if options.dropout_p != 1.0:
+        return out, weights
+    return torch.nn.functional.dropout(out, 1.0), torch.zeros_like(weights)
+
+
+def steps(
+    kind: Kind, call: Call, inputs: AttentionInputs, form: AttentionInputs, returns_lse: bool
+) -> tuple[Gather, Restore, bool]:
+    """What stands before and behind a prepared call whose `form` kernels take `inputs` in, and whether its tensors
+    begin with rows (T, H, D)."""
+    if kind.average is not None:
+        plain = inputs.bias is None
+        gather = gather_dense(call, inputs) if plain else gather_any(kind, call, form)
+        all_dropped = call.options.dropout_p == 1.0
+        return gather, (lambda results, *_: without_weights(results, call.options)) if all_dropped else None, False
+    if kind is DENSE:
+        return gather_dense(call, inputs), restore_dense(call), False
+    mask = call.options.attn_mask
+    if mask is not None and (mask.prefix is not None or mask.device() is not None):
+        gather, rows = gather_any(kind, call, form), False  # lengths of documents and of their masks meet
+    elif kind is PAGED:
+        gather, rows = gather_paged(call, inputs, form), False
+    else:
+        gather, rows = gather_packed(call, inputs, form)
+    restore = restore_rows(call, returns_lse) if rows else restore_sequences(call, inputs, form, returns_lse)
+    return gather, restore, rows
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def gather_dense(call: Call, inputs: AttentionInputs) -> Gather:
+    query, key, value, options, _ = call
+    enable_gqa, device = options.enable_gqa, query.device
+    as_given = inputs.q is query and inputs.k is key and inputs.v is value
+    fits = fits_of_call(call, inputs)
+    dropping = drops(options)
+    if as_given and not fits and options.sinks is None and not dropping:
+        return None
+
+    def gather(query, key, value, mask=None, sinks=None, places=None):
+        tensors = [query, key, value] if as_given else [*four_dimensions(query, key, value, enable_gqa)]
+        for _, of in fits:
+            tensors += of(mask)
+        if sinks is not None:
+            tensors.append(sinks)
+        if dropping:
+            tensors.append(philox.draw_seed(device))
+        return tensors
+
+    return gather
+
+
+def fits_of_call(call: Call, inputs: AttentionInputs) -> tuple[Fit, ...]:
+    """How the mask that is given becomes fields, whether it is a Mask or a tensor."""
+    mask, q = call.options.attn_mask, inputs.q
+    if mask is None:
+        return ()
+    B, M, N = lengths_of(inputs)
+    lead = leading_shape(call.query, call.key, call.value)
+    fits = tuple(fits_of(mask_of(call.options), Sizes(B, q.shape[1], M, N, lead), q.device))
+    if isinstance(mask, Mask):
+        return fits
+    field = fits[0].fields[0]
+    return (Fit((field,), lambda tensor: (fit_tensor(tensor, lead),)),)
+
+
+def fit_tensor(mask: Tensor, lead: torch.Size) -> Tensor:
+    return mask if mask.dim() == 4 and len(lead) == 1 else fit_dense(mask, lead)
+
+
+def restore_dense(call: Call) -> Restore:
+    query, key, value, options, _ = call
+    all_dropped = options.dropout_p == 1.0
+    if query.dim() == key.dim() == value.dim() == 4 and not all_dropped:
+        return None
+
+    def restore(results, query, key, value, *_):
+        return dropped(restore_rank(as_results(results), query, key, value), options)
+
+    return restore
+
+
+def as_results(results: Sequence[Tensor | None]) -> Results:
+    return Results(results[0], results[1] if len(results) > 1 else None)
+
+
+# -- packed documents and pages ---------------------------------------------------------------------------------------
+
+
+def gather_any(kind: Kind, call: Call, form: AttentionInputs) -> Gather:
+    """By the ordinary way, past its checks."""
+    options = call.options
+    places_of = [place for place, value in enumerate(form) if isinstance(value, Tensor)]
+    alike = form.cu_q is not None and form.cu_q is form.cu_k
+
+    def gather(query, key, value, mask=None, sinks=None, places=None):
+        given = kind.normalise(query, key, value, options._replace(attn_mask=mask, sinks=sinks), places)
+        found = with_dropout(served_form(given), options)
+        if alike:
+            found = found._replace(cu_k=None)
+        return [found[place] for place in places_of if found[place] is not None]
+
+    return gather
+
+
+def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> tuple[Gather, bool]:
+    """As rows where kernels take them so, else as batches, segments or documents apart."""
+    query, key, value, options, documents = call
+    own = all(t.shape[1] == rows.shape[1] for t, rows in zip(inputs[:3], (query, key, value), strict=True))
+    if not own or options.sinks is not None:
+        return gather_any(PACKED, call, form), False
+    contiguous = documents.cu_q.is_contiguous() and documents.cu_k.is_contiguous()
+    device, dropping, alike = query.device, drops(options), documents.cu_k is documents.cu_q
+    T_q, T_k, size_q, size_k = query.shape[0], key.shape[0], *packing.sizes(inputs)
+    served = form is inputs
+
+    def rows(query, key, value, mask=None, sinks=None, places=None):
+        seed = (philox.draw_seed(device),) if dropping else ()
+        return (query, key, value, *seed, places[0]) if alike else (query, key, value, *seed, *places[:2])
+
+    def segments(query, key, value, mask=None, sinks=None, places=None):
+        q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        ids = packing.segment_ids(places[0], T_q, T_k)
+        return (q, k, v, *ids, philox.draw_seed(device)) if dropping else (q, k, v, *ids)
+
+    def apart(query, key, value, mask=None, sinks=None, places=None):
+        q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        found = packing.batch_entries((q, k, v), places[0], places[1], size_q, size_k)
+        return (*found, philox.draw_seed(device)) if dropping else found
+
+    if served:
+        return (rows, True) if contiguous else (gather_any(PACKED, call, form), False)
+    return (segments if form.q_segments is not None else apart), False
+
+
+def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> Gather:
+    """The views that kernels with pages take, or the pages one after the other."""
+    query, _, _, options, pages = call
+    own = inputs.q.shape[1] == query.shape[2] and inputs.k.shape[1] == inputs.v.shape[1] == call.key.shape[2]
+    if not own or options.sinks is not None or call.value.shape[2] != call.key.shape[2]:
+        return gather_any(PAGED, call, form)
+    limit, served = pages.block_table.shape[1] * call.key.shape[1], form is inputs
+    device, dropping = query.device, drops(options)
+
+    def gather(query, key, value, mask=None, sinks=None, places=None):
+        table, lengths = places
+        lengths = lengths.clamp(0, limit).to(torch.int32).contiguous()
+        seed = (philox.draw_seed(device),) if dropping else ()
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if served:
+            return (q, k, v, lengths, *seed, table.contiguous())
+        k, v = packing.page_rows(k, table), packing.page_rows(v, table)
+        return (q, k, v, lengths.clamp(max=k.shape[2]), *seed)
+
+    return gather
+
+
+def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs, returns_lse: bool) -> Restore:
+    """Of results of the form, those of the call; rows are restored by what is prepared for them."""
+    options, T, packed = call.options, inputs.q.shape[2], inputs.cu_q is not None
+    apart = packed and form.cu_q is None and form.q_segments is None
+    unseen = packed and form.q_segments is not None and inputs.sinks is not None and returns_lse
+    all_dropped = options.dropout_p == 1.0
+
+    def restore(results, query, key, value, mask=None, sinks=None, places=None):
+        out, lse = results[0], results[1] if returns_lse else None
+        if apart:
+            out = packing.together(out, places[0], T)
+            lse = packing.together(lse, places[0], T, -torch.inf).contiguous() if returns_lse else None
+        elif unseen:
+            lse = packing.unseen_outside(lse, places[0])
+        if all_dropped:
+            out = torch.nn.functional.dropout(out, 1.0)
+        if packed:
+            return out.squeeze(0).transpose(0, 1), lse.squeeze(0) if returns_lse else None
+        return out.transpose(1, 2), lse
+
+    return restore
+
+
+def restore_rows(call: Call, returns_lse: bool) -> Restore:
+    """The same where the output is rows already."""
+    options = call.options
+    if not returns_lse and options.dropout_p != 1.0:
+        return None
+
+    def restore(results, *_):
+        out = torch.nn.functional.dropout(results[0], 1.0) if options.dropout_p == 1.0 else results[0]
+        return out, results[1].squeeze(0) if returns_lse else None
+
+    return restore

@@ -1,0 +1,296 @@
+"""The operators sdpa::attention_forward, _backward and _weights: selection is inside, so that a graph sees one node.
+
+One schema for each direction. Arguments with defaults stand last, those that a plain call has before those of masks, so
+that a plain call names few. Registered by define/impl (a Python custom_op costs three times as much a call). The
+log-sum-exp is (B, H, M) where it is asked for, else an empty tensor; a gradient that nobody asked for is one, too.
+
+Code that Inductor generates calls the functions themselves: tensors are neither differentiated nor batched nor traced
+there, and the dispatcher's way into Python takes longer than the choice of a kernel. A profiler then sees kernels and
+not the operators. The hook is Inductor's, for operators that want code of their own (torch 2.11 and later); without it
+generated code calls the operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdpa.calls import CALLS, form_of, switches
+from sdpa.dispatch.context import effective
+from sdpa.dispatch.select import backward_setting, select, weights_setting
+from sdpa.layout import empty_as, like_layout
+from sdpa.passes import AVERAGED, CU_K, NO_EXTRA, WITH_LSE, Form, Pass
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, is_empty
+from sdpa.torch_private import inductor_hooks
+
+# Fields of AttentionInputs that a plain call has, behind q, k and v; and what masks add.
+BAND_SCHEMA = "float scale, SymInt left=-1, SymInt right=-1, bool bottom_right=False"
+MASK_SCHEMA = (
+    "Tensor? bias=None, Tensor? allowed=None, Tensor? q_lengths=None, Tensor? k_lengths=None, "
+    "Tensor? q_segments=None, Tensor? k_segments=None, Tensor? prefix=None, Tensor? alibi=None, Tensor? sinks=None, "
+    "float softcap=0.0, float dropout_p=0.0, Tensor? rng=None, Tensor? cu_q=None, Tensor? cu_k=None, "
+    "Tensor? block_table=None, SymInt max_q=0, SymInt max_k=0"
+)
+SCHEMAS = {
+    "attention_forward": (
+        f'(Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, bool needs_lse=False, str kernel="", {MASK_SCHEMA}) '
+        "-> (Tensor, Tensor)"
+    ),
+    "attention_backward": (
+        f"(Tensor grad_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, "
+        f'Tensor? grad_lse=None, bool bias_grad=False, str kernel="", {MASK_SCHEMA}) '
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "attention_weights": (
+        f'(Tensor lse, Tensor q, Tensor k, Tensor v, {BAND_SCHEMA}, bool average=False, str kernel="", {MASK_SCHEMA}) '
+        "-> Tensor"
+    ),
+}
+LIBRARY = torch.library.Library("sdpa", "DEF")
+for _name, _schema in SCHEMAS.items():
+    LIBRARY.define(_name + _schema)
+
+FIELDS = len(AttentionInputs._fields)
+BAND_END = AttentionInputs._fields.index("bottom_right") + 1
+DEFAULTS = tuple(AttentionInputs._field_defaults.values())  # of the fields from `left` on
+BAND_DEFAULTS, MASK_DEFAULTS = DEFAULTS[: BAND_END - FIELDS], DEFAULTS[BAND_END - FIELDS :]
+NO_DIMENSIONS = (None,) * (len(DEFAULTS) + 2)  # where arguments are told by their mapped dimensions: of `of_forward`
+
+
+# -- from arguments to nouns, and back --------------------------------------------------------------------------------
+
+
+def of_forward(args: Sequence[Any], missing: tuple | None = None) -> tuple[AttentionInputs, bool, str]:
+    """(inputs, needs_lse, kernel); `missing` are the arguments, from the scale on, that stand where none is given."""
+    args = filled(args, 4, (*BAND_DEFAULTS, False, "", *MASK_DEFAULTS) if missing is None else missing)
+    return AttentionInputs(*args[:BAND_END], *args[BAND_END + 2 :]), args[BAND_END], args[BAND_END + 1]
+
+
+def of_backward(args: Sequence[Any]) -> tuple[AttentionInputs, Results, Results, bool, str]:
+    """(inputs, results, upstream, bias_grad, kernel)."""
+    grad_out, out, lse, *rest = filled(args, 7, (*BAND_DEFAULTS, None, False, "", *MASK_DEFAULTS))
+    grad_lse, bias_grad, kernel = rest[BAND_END : BAND_END + 3]
+    inputs = AttentionInputs(*rest[:BAND_END], *rest[BAND_END + 3 :])
+    return inputs, Results(out, lse), Results(grad_out, grad_lse), bias_grad, kernel
+
+
+def of_weights(args: Sequence[Any], missing: tuple | None = None) -> tuple[AttentionInputs, Any, bool, str]:
+    """(inputs, lse, average, kernel)."""
+    inputs, average, kernel = of_forward(args[1:], missing)
+    return inputs, args[0], average, kernel
+
+
+def filled(args: Sequence[Any], required: int, defaults: tuple) -> tuple:
+    """All arguments, of which the last ones may not be given."""
+    return (*args, *defaults[len(args) - required :])
+
+
+def trimmed(masks: Sequence[Any]) -> Sequence[Any]:
+    """Fields of masks without the defaults at their end."""
+    end = len(masks)
+    while end and (masks[end - 1] is None or (not isinstance(masks[end - 1], Tensor) and is_default(masks, end - 1))):
+        end -= 1
+    return masks[:end]
+
+
+def is_default(masks: Sequence[Any], place: int) -> bool:
+    """Whether a number is the default; one that a compiler keeps open is none."""
+    value = masks[place]
+    return isinstance(value, (int, float)) and value == MASK_DEFAULTS[place]
+
+
+def forward_arguments(inputs: AttentionInputs, needs_lse: bool, kernel: str) -> tuple:
+    return (*inputs[:BAND_END], needs_lse, kernel, *trimmed(inputs[BAND_END:]))
+
+
+def backward_arguments(
+    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, kernel: str
+) -> tuple:
+    band, masks = inputs[:BAND_END], trimmed(inputs[BAND_END:])
+    return (upstream.out, *results, *band, upstream.lse, bias_grad, kernel, *masks)
+
+
+def call_forward(inputs: AttentionInputs, needs_lse: bool, kernel: str) -> tuple[Tensor, Tensor]:
+    return FORWARD(*forward_arguments(inputs, needs_lse, kernel))
+
+
+def call_backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, kernel: str
+) -> tuple[Tensor, ...]:
+    return BACKWARD(*backward_arguments(inputs, results, upstream, bias_grad, kernel))
+
+
+def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, kernel: str) -> Tensor:
+    return WEIGHTS(lse, *inputs[:BAND_END], average, kernel, *trimmed(inputs[BAND_END:]))
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """A kernel's forward, in the layout that a graph counts on."""
+    tensors, state = state_of("forward", args)
+    found = CALLS.look_up(state, tensors)
+    if found is None:
+        inputs, needs_lse, kernel = of_forward(args)
+        if is_empty(inputs):
+            return empty_results(inputs, needs_lse)
+        problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
+        run = Pass(Form(inputs), select(problem, effective(kernel)))
+        found = CALLS.keep(state, tensors, (run, empty_as(inputs.q, inputs.v.shape[3]).stride(), needs_lse))
+    run, stride, needs_lse = found
+    out, lse = run(*run.form.distinct(tensors))
+    q = tensors[0]
+    return out if out.stride() == stride else like_layout(out, q), lse.contiguous() if needs_lse else no_tensor(q)
+
+
+def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """A kernel's backward, likewise; a tensor each for what is missing, because results may not alias."""
+    tensors, state = state_of("backward", args, out, lse, grad_out)
+    found = CALLS.look_up(state, tensors)
+    if found is None:
+        inputs, _, upstream, bias_grad, kernel = of_backward((grad_out, out, lse, *args))
+        if is_empty(inputs):
+            return zero_gradients(inputs, bias_grad)
+        asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
+        extra = frozenset(name for name, on in asked.items() if on)
+        problem = AttentionProblem.of(inputs, "backward", extra, (out, lse, grad_out))
+        run = Pass(Form(inputs), select(problem, backward_setting(effective(kernel))))
+        found = CALLS.keep(state, tensors, (run, [empty_as(t, t.shape[3]).stride() for t in inputs[:3]]))
+    run, strides = found
+    grad_lse = args[BAND_END] if len(args) > BAND_END else None
+    own = tensors if grad_lse is None else (*tensors[:3], *tensors[4:])
+    gradients = run(*run.form.distinct(own), out, lse, grad_out, *(() if grad_lse is None else (grad_lse,)))
+    dq, dk, dv, *others = gradients
+    bias, sinks = others or (None, None)
+    return (
+        *(
+            grad if grad.stride() == stride else like_layout(grad, source)
+            for grad, stride, source in zip((dq, dk, dv), strides, tensors, strict=False)
+        ),
+        no_tensor(out) if bias is None else bias,
+        no_tensor(out) if sinks is None else sinks,
+    )
+
+
+def attention_weights(lse: Tensor, *args: Any) -> Tensor:
+    """exp(score - lse) after dropout, in the query's dtype; the mean over heads where `average`."""
+    tensors, state = state_of("weights", args)
+    run = CALLS.look_up(state, tensors)
+    if run is None:
+        inputs, _, average, kernel = of_weights((lse, *args))
+        if is_empty(inputs):
+            return fake_weights(lse, *args).zero_()
+        problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
+        choice = select(problem, weights_setting(effective(kernel), problem.device_type))
+        run = CALLS.keep(state, tensors, Pass(Form(inputs), choice))
+    return run(*run.form.distinct(tensors), lse)
+
+
+def state_of(direction: str, args: tuple, *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple]:
+    """The tensors among an operator's arguments, and what `calls` knows a call by beside them. Those of `beside` only
+    count with how they lie in memory."""
+    if len(args) <= BAND_END + 2 and direction != "backward":  # a plain call
+        tensors, numbers = args[:3], args[3:]
+    else:
+        tensors = tuple([value for value in args if isinstance(value, Tensor)])
+        numbers = tuple([Tensor if isinstance(value, Tensor) else value for value in args[3:]])
+        place = CU_K + (3 if direction == "backward" else 2)
+        numbers = (*numbers, len(args) > place and args[place] is args[place - 1])
+    lies = tuple([tensor.stride() for tensor in beside])
+    return tensors, (direction, numbers, lies, switches(), form_of((*tensors, *beside)))
+
+
+def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:
+    """No query or no key: zeros, as torch has it."""
+    out, lse = allocate(inputs, needs_lse)
+    return out.zero_(), lse.fill_(-torch.inf)
+
+
+def zero_gradients(inputs: AttentionInputs, bias_grad: bool) -> tuple[Tensor, ...]:
+    bias = torch.zeros_like(inputs.bias) if bias_grad else no_tensor(inputs.q)
+    sinks = no_tensor(inputs.q) if inputs.sinks is None else torch.zeros_like(inputs.sinks)
+    return (*(empty_as(t, t.shape[3]).zero_() for t in inputs[:3]), bias, sinks)
+
+
+def allocate(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised results in the layout that operators return."""
+    q = inputs.q
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse_shape = q.shape[:3] if needs_lse else (0,)
+    return empty_as(q, inputs.v.shape[3]), torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
+
+
+def no_tensor(like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
+
+
+# -- under a compiler -------------------------------------------------------------------------------------------------
+
+
+def fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    inputs, needs_lse, _ = of_forward(args)
+    return allocate(inputs, needs_lse)
+
+
+def fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    inputs, results, _, bias_grad, _ = of_backward(args)
+    bias, sinks = no_tensor(inputs.q), no_tensor(inputs.q)
+    if bias_grad:
+        bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=results.lse.device)
+    if inputs.sinks is not None:
+        sinks = torch.empty_like(inputs.sinks)
+    return (*(empty_as(t, t.shape[3]) for t in inputs[:3]), bias, sinks)
+
+
+def fake_weights(*args: Any) -> Tensor:
+    """Uninitialised weights, (B, M, N) or (B, H, M, N)."""
+    inputs, _, average, _ = of_weights(args)
+    B, H, M, _ = inputs.q.shape
+    return inputs.q.new_empty((B, M, inputs.k.shape[2]) if average else (B, H, M, inputs.k.shape[2]))
+
+
+# By operator, what stands beside the operators for generated code, which knows torch alone. That may come from a cache
+# on disk that another version of ours wrote: whoever changes a function's arguments gives it another name.
+GENERATED = {
+    "attention_forward": "attention_forward_2",
+    "attention_backward": "attention_backward_2",
+    "attention_weights": "attention_weights_2",
+}
+
+
+def register(name: str, function: Callable, fake: Callable) -> Callable:
+    """An operator's function on every device, its fake, and the function for generated code."""
+
+    def with_offer(*args: Any) -> Any:
+        offer()  # who generates code asks here before
+        return fake(*args)
+
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sdpa::{name}", with_offer, lib=LIBRARY)
+    setattr(torch.ops.sdpa, GENERATED[name], function)
+    return getattr(torch.ops.sdpa, name).default
+
+
+def offer() -> None:
+    """Have code generated so, where Inductor has been imported: which takes a second that others should not spend."""
+    module = inductor_hooks()
+    hooks = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
+    if hooks is not None:
+        for name, function in GENERATED.items():
+            hooks.setdefault(f"torch.ops.sdpa.{name}.default", module.CustomCodegen(python=partial(write, function)))
+
+
+def write(name: str, node: Any, writeline: Callable[[str], None]) -> None:
+    """The line that calls the function, in place of Inductor's own for an operator."""
+    arguments = ", ".join((*node.codegen_args(), *node.codegen_kwargs()))
+    writeline(f"{node.get_name()} = torch.ops.sdpa.{name}({arguments})")
+
+
+FORWARD = register("attention_forward", attention_forward, fake_forward)
+BACKWARD = register("attention_backward", attention_backward, fake_backward)
+WEIGHTS = register("attention_weights", attention_weights, fake_weights)

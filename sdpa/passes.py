@@ -1,0 +1,138 @@
+"""One direction of calls of one form: its kernel is chosen, and its launches are recorded by the first call.
+
+The form of a call is what its kernel depends on beside the numbers in its tensors: which fields of AttentionInputs
+there are, their sizes, strides, dtypes and device, and every other number. `calls` recognises it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from sdpa.dispatch.caches import LAST
+from sdpa.dispatch.choice import Choice
+from sdpa.dispatch.recovery import recover
+from sdpa.problem import AttentionInputs, Gradients, Results
+
+WITH_LSE = frozenset({"lse"})
+AVERAGED = frozenset({"averaged"})
+NO_EXTRA: frozenset[str] = frozenset()
+PLAIN = (0, 1, 2)  # places of q, k and v
+FIRST_NUMBER, END_NUMBERS = 3, 7  # scale, left, right, bottom_right
+CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
+
+
+class Form:
+    """Which fields of AttentionInputs are tensors, and the numbers that the others are."""
+
+    __slots__ = ("alike", "firsts", "numbers", "places", "template")
+
+    def __init__(self, inputs: AttentionInputs) -> None:
+        self.alike = inputs.cu_k is not None and inputs.cu_k is inputs.cu_q  # given once, then
+        given = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
+        self.places = tuple(place for place in given if not (self.alike and place == CU_K))
+        first = {id(inputs[place]): number for number, place in reversed(list(enumerate(self.places)))}
+        # Of tensors that are one and the same, the numbers of the first; recorded launches are given each once.
+        self.firsts = tuple(sorted(first.values()))
+        self.template = [None if isinstance(value, Tensor) else value for value in inputs]
+        plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
+        self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
+
+    def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
+        """Those tensors, in the order of the fields, among the numbers."""
+        if self.numbers is not None:
+            return AttentionInputs(*tensors, *self.numbers)
+        values = self.template.copy()
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        if self.alike:
+            values[CU_K] = values[CU_Q]
+        return AttentionInputs(*values)
+
+    def distinct(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The form's tensors out of all that inputs have, in order."""
+        if not self.alike:
+            return tensors
+        place = self.places.index(CU_Q) + 1
+        return (*tensors[:place], *tensors[place + 1 :])
+
+    def tensors(self, inputs: AttentionInputs) -> list[Tensor]:
+        """The tensors of inputs of this form."""
+        return [inputs[place] for place in self.places]
+
+
+PLAIN_REST = AttentionInputs(*PLAIN, 1.0)[END_NUMBERS:]
+
+
+class RowsForm(Form):
+    """The form of packed calls whose q, k and v are given as rows (T, H, D), so that nothing is made of them before a
+    launch that reads addresses alone."""
+
+    __slots__ = ()
+
+    def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
+        return super().inputs((*map(as_batch, tensors[:3]), *tensors[3:]))
+
+
+def as_batch(rows: Tensor) -> Tensor:
+    """(1, H, T, D) of (T, H, D)."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def as_rows(batch: Tensor) -> Tensor:
+    """(T, H, D) of (1, H, T, D)."""
+    return batch.squeeze(0).transpose(0, 1)
+
+
+class Pass:
+    """One direction of the calls of one form.
+
+    It is called with the form's tensors. For a backward they are followed by out, lse, the gradient of out and, where
+    one arrives, that of lse; for weights by lse.
+    """
+
+    __slots__ = ("again", "choice", "form", "is_passing")
+
+    def __init__(self, form: Form, choice: Choice) -> None:
+        self.form, self.choice = form, choice
+        self.again: Callable | None = None  # its recorded launches
+        self.is_passing = False  # not expected to come again: launches are not recorded
+
+    def __call__(self, *tensors: Tensor) -> Results | Gradients | Tensor:
+        LAST.choice = self.choice
+        try:
+            if self.again is not None:
+                results = self.again(*tensors)
+                if results is not None:
+                    return results
+            return self.first(tensors)
+        except Exception as error:
+            return recover(self.choice, error, *self.nouns(tensors))
+
+    def first(self, tensors: Sequence[Tensor]) -> Results | Gradients | Tensor:
+        """The pass by its kernel, whose launches are recorded; or again so, where these tensors are an exception."""
+        nouns, choice = self.nouns(tensors), self.choice
+        record = None if self.is_passing else choice.record
+        if record is None:
+            return choice.call(*nouns)
+        results, again = record(nouns, choice.problem, choice.tile)
+        if again is not None:
+            self.again = again if len(self.form.firsts) == len(self.form.places) else self.once(again)
+        return results
+
+    def once(self, again: Callable) -> Callable:
+        """`again` of each tensor once."""
+        firsts, count = self.form.firsts, len(self.form.places)
+        return lambda *tensors: again(*[tensors[number] for number in firsts], *tensors[count:])
+
+    def nouns(self, tensors: Sequence[Tensor]) -> tuple:
+        """What the kernel's function of this direction takes."""
+        number, direction = len(self.form.places), self.choice.problem.direction
+        inputs, rest = self.form.inputs(tensors[:number]), tensors[number:]
+        if direction == "forward":
+            return (inputs,)
+        if direction == "weights":
+            return inputs, rest[0]
+        out, lse, grad_out, *grad_lse = rest
+        return inputs, Results(out, lse), Results(grad_out, grad_lse[0] if grad_lse else None)

@@ -1,0 +1,241 @@
+"""What front-door calls of one form come to: their forward, their backward, and whose node of the graph stands between.
+
+Made once for each form by `entry`, and found again by `calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sdpa.derivatives import Attention, differentiable_backward, weights
+from sdpa.dispatch import failure, learning, select
+from sdpa.dispatch.caches import LAST
+from sdpa.dispatch.choice import Choice
+from sdpa.dispatch.context import Setting, torch_toggles
+from sdpa.dispatch.recovery import recover
+from sdpa.dispatch.refusal import NoKernelError
+from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_batch, as_rows
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.torch_private import current_node, deterministic, saved_tensors_hooks
+
+LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
+MAX_BACKWARDS = 16  # of one form, by switches and by how the gradient that arrives lies in memory
+ADDRESS_BITS = 15  # of an address: what it is beyond a multiple of 16 bytes
+
+
+class Prepared:
+    """Calls of one form, forward and backward.
+
+    `attend` takes the form's tensors and returns a tuple that begins with the output, and goes on with the log-sum-exp
+    where that `returns_lse`.
+    """
+
+    __slots__ = (
+        "attend",
+        "backwards",
+        "batch_form",
+        "form",
+        "forward",
+        "learned",
+        "native",
+        "returns_lse",
+        "run",
+        "setting",
+        "watch",
+    )
+
+    def __init__(self, inputs: AttentionInputs, learns: bool, returns_lse: bool, setting: str) -> None:
+        self.form = self.batch_form = Form(inputs)
+        self.returns_lse, self.setting = returns_lse, setting
+        self.learned = tuple(
+            (name, self.form.places.index(AttentionInputs._fields.index(name)))
+            for name in LEARNED
+            if getattr(inputs, name) is not None
+        )
+        extra = WITH_LSE if learns or returns_lse else NO_EXTRA
+        problem = AttentionProblem.of(inputs, extra=extra)
+        plain = self.form.numbers is not None and not returns_lse
+        choice = select.choose(problem, setting, torch_toggles(), learns and plain)
+        self.forward = Pass(self.form, choice)
+        self.backwards: dict[tuple, Pass] = {}
+        self.watch: Tensor | None = None
+        self.native = self.native_of(inputs, learns) if plain and (not learns or self.stays(problem)) else None
+        if learns and self.native is not None:
+            self.watch = self.make_watch()
+        self.run: Callable[..., Sequence[Tensor]] = self.forward  # inside of the node
+        self.attend = self.entrance(learns)
+
+    def entrance(self, learns: bool) -> Callable[..., Sequence[Tensor]]:
+        if self.native is None:
+            return self.by_function if learns else self.forward
+        return self.by_differentiable_operator if learns else self.by_operator
+
+    @property
+    def choice(self) -> Choice:
+        return self.forward.choice
+
+    # -- torch's own operator, where the kernel is one ----------------------------------------------------------------
+
+    def native_of(self, inputs: AttentionInputs, learns: bool) -> Callable[..., Tensor] | None:
+        """torch's own operator of (query, key, value), where the chosen kernel is one."""
+        make = self.choice.native
+        return None if make is None else make(inputs, learns)
+
+    def stays(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel of a small forward is wanted for the backward, too, so that torch may differentiate it."""
+        if current_node is None or problem.flops() >= learning.SMALL_FLOPS:
+            return False
+        if Setting.decode(self.setting).priority:
+            try:
+                backward = select.choose(learning.backward_of(problem), self.setting, torch_toggles())
+            except NoKernelError:  # that is for the backward to say, if there is one
+                return False
+            return backward.kernel is self.choice.kernel
+        return learning.stays(self.choice.kernel, select.followers(problem, self.setting, torch_toggles()))
+
+    def by_operator(self, *tensors: Tensor) -> tuple[Tensor]:
+        LAST.choice = self.choice
+        try:
+            return (self.native(*tensors),)
+        except Exception as error:
+            return recover(self.choice, error, self.form.inputs(tensors))
+
+    def by_differentiable_operator(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if saved_tensors_hooks(False) is not None:  # checkpointing hands out what was saved once: see after_backward
+            return self.by_function(*tensors)
+        LAST.choice = self.choice
+        try:
+            out = self.native(*tensors)
+        except Exception as error:
+            if failure.kind_of(error) is None:  # checkpointing ends a forward so
+                raise
+            return self.by_function(*tensors)
+        out.grad_fn._register_hook_dict(self.watch)
+        return (out,)
+
+    def make_watch(self) -> Tensor:
+        """A tensor whose hooks nodes can share: `Tensor.register_hook` would make new ones for each call."""
+        watch = torch.empty(0)
+        watch._backward_hooks = {0: self.before_backward}
+        return watch
+
+    def before_backward(self, grad_out: Tensor) -> None:
+        """torch's own backward of the operator has no derivative: where one may be asked for, ours replaces it."""
+        if torch.is_grad_enabled():
+            node = current_node()
+            if "sdpa" not in node.metadata:  # a graph that is kept is gone through again
+                node.metadata["sdpa"] = node.register_hook(self.after_backward)
+
+    def after_backward(self, grads: tuple, upstream: tuple) -> tuple | None:
+        if not torch.is_grad_enabled() or upstream[0] is None:
+            return None
+        node = current_node()
+        inputs = self.form.inputs((node._saved_query, node._saved_key, node._saved_value))
+        lse = node._saved_log_sumexp if hasattr(node, "_saved_log_sumexp") else node._saved_logsumexp
+        lse = lse.detach().reshape(*inputs.q.shape[:2], -1)[:, :, : inputs.q.shape[2]]  # its rows may be padded
+        results = Results(node._saved_output.detach(), lse)
+        found = differentiable_backward(inputs, results, Results(upstream[0], None), False, self.setting)
+        return (*(None if g is None else f for g, f in zip(grads[:3], found, strict=False)), *grads[3:])
+
+    # -- our node of the graph ----------------------------------------------------------------------------------------
+
+    def by_function(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found = Attention.apply(self, *tensors)
+        return found if self.returns_lse else (found,)
+
+    def gradients(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of q, k, v, the bias and the sinks, None where there is none, of (out, lse) and the gradients
+        that arrive at these."""
+        out, grad_out = results[0], upstream[0]
+        given = (*tensors, *results, grad_out) if upstream[1] is None else (*tensors, *results, *upstream)
+        address = (grad_out.data_ptr() | out.data_ptr()) & ADDRESS_BITS if out.is_cuda else 0
+        state = torch_toggles(), deterministic(), upstream[1] is None, bias_grad, address, grad_out.stride()
+        found = self.backwards.get(state)
+        if found is None:
+            if len(self.backwards) >= MAX_BACKWARDS:
+                self.backwards.clear()
+            found = self.backwards[state] = self.backward(given, results, upstream, bias_grad)
+        return found(*given)
+
+    def differentiable(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        """The same by a node that has derivatives of its own."""
+        inputs = self.form.inputs(tensors)
+        return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
+
+    def backward(self, given: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool) -> Pass:
+        inputs = self.batch_form.inputs(given[: len(self.form.places)])
+        extra = {"bias_grad": bias_grad, "lse_grad": upstream[1] is not None}
+        others = (*results, upstream[0])
+        problem = AttentionProblem.of(inputs, "backward", frozenset(n for n, on in extra.items() if on), others)
+        found = Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
+        found.is_passing = self.forward.is_passing
+        return found
+
+
+class PreparedRows(Prepared):
+    """Calls of packed rows (T, H, D) that the device's kernels take as they are. A batch with as many rows may never
+    come again but for the layers of a stack, so launches are recorded when the second call does."""
+
+    __slots__ = ("came",)
+
+    def __init__(self, inputs: AttentionInputs, learns: bool, returns_lse: bool, setting: str) -> None:
+        super().__init__(inputs, learns, returns_lse, setting)
+        self.form = self.forward.form = RowsForm(inputs)
+        self.came = False
+        self.run = self.run_rows
+        if not learns:
+            self.attend = self.run_rows
+
+    def run_rows(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        self.forward.is_passing, self.came = not self.came, True
+        out, lse = self.forward(*tensors)
+        return as_rows(out).data, lse  # a tensor and no view, which nobody could change in place
+
+    def gradients(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        return self.as_batches(super().gradients, tensors, results, upstream, bias_grad)
+
+    def differentiable(
+        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        inputs = self.form.inputs(tensors)
+
+        def gradients(_, results, upstream, bias_grad):
+            return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
+
+        return self.as_batches(gradients, tensors, results, upstream, bias_grad)
+
+    def as_batches(
+        self, gradients: Callable, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+    ) -> Sequence[Tensor | None]:
+        batches = (*map(as_batch, tensors[:3]), *tensors[3:])
+        results, upstream = (as_batch(results[0]), results[1]), (as_batch(upstream[0]), upstream[1])
+        found = gradients(batches, results, upstream, bias_grad)
+        return (*map(as_rows, found[:3]), *found[3:])
+
+
+class PreparedWeights:
+    """Calls that want the weights beside the output: the forward, and the weights from its log-sum-exp."""
+
+    __slots__ = ("average", "forward", "learns", "setting", "weights")
+
+    def __init__(self, inputs: AttentionInputs, learns: bool, average: bool, setting: str) -> None:
+        self.forward = Prepared(inputs, learns, True, setting)
+        self.average, self.learns, self.setting = average, learns, setting
+        problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
+        choice = select.select(problem, select.weights_setting(setting, problem.device_type))
+        self.weights = Pass(self.forward.form, choice)
+
+    def attend(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = self.forward.attend(*tensors)
+        if self.learns:
+            return out, weights(self.forward.form.inputs(tensors), lse, self.average, self.setting)
+        return out, self.weights(*tensors, lse.contiguous())

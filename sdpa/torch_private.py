@@ -1,0 +1,135 @@
+"""Every private part of torch that this package uses: what it is for, and what is done in a torch that has it not.
+
+Nothing else imports names of torch that begin with an underscore. Seen in torch 2.10, 2.11, 2.13 and 2.15; `ABSENT`
+holds the names that the running torch lacks, which `sdpa info` lists: calls are then slower, and never wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch._functorch.utils as functorch_utils
+from torch.autograd import forward_ad
+
+ABSENT: list[str] = []
+
+
+def part(path: str, instead: Any) -> Any:
+    """The object at `path`, or `instead` where the running torch does not have it."""
+    module, _, name = path.rpartition(".")
+    while module:
+        try:
+            found = import_module(module)
+            break
+        except ImportError:
+            module, _, head = module.rpartition(".")
+            name = f"{head}.{name}"
+    try:
+        for attribute in name.split("."):
+            found = getattr(found, attribute)
+    except AttributeError:
+        ABSENT.append(path)
+        return instead
+    return found
+
+
+def zero() -> int:
+    return 0
+
+
+def never(*_: object) -> bool:
+    return False
+
+
+# Recognises tensors by type, dispatch keys, dtype, device, sizes, strides and requires_grad in one call. Absent: calls
+# are found by a key of these, which takes three times as long.
+TensorGuards = part("torch._C._dynamo.guards.TensorGuards", None)
+
+# torch's process-wide switches, of which some have a public getter that takes ten times as long. Absent: taken as on.
+flash_enabled = part("torch._C._get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled)
+efficient_enabled = part("torch._C._get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled)
+math_enabled = part("torch._C._get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled)
+cudnn_enabled = part("torch._C._get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled)
+deterministic = part("torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+
+
+def precision_by_name() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+# How float32 may be multiplied, by whichever of torch's switches it was said: torch.get_float32_matmul_precision
+# raises where one of the newer ones (`fp32_precision`) was used. Absent: the older switch alone.
+_precision = part("torch._C._get_fp32_precision_getter", None)
+float32_precision: Callable[[], str] = partial(_precision, "cuda", "matmul") if _precision else precision_by_name
+
+# How many modes stand between a call and the kernels. Absent: functions are asked of by has_torch_function alone, and a
+# dispatch mode sees what a kernel calls instead of the operator.
+function_modes: Callable[[], int] = part("torch._C._len_torch_function_stack", zero)
+dispatch_modes: Callable[[], int] = part("torch._C._len_torch_dispatch_stack", zero)
+dispatch_mode_stack = part("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
+get_dispatch_mode = part("torch._C._get_dispatch_mode", never)
+TRACERS = tuple(
+    key for name in ("FAKE", "PROXY") if (key := part(f"torch._C._TorchDispatchModeKey.{name}", None)) is not None
+)
+
+# functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
+# ImportError.
+TransformType = torch._C._functorch.TransformType
+get_interpreter_stack = torch._C._functorch.get_interpreter_stack
+is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+unwrap_dead_wrappers = functorch_utils.unwrap_dead_wrappers
+enable_single_level_autograd_function = functorch_utils.enable_single_level_autograd_function
+functorch_is_on: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def forward_level() -> int:
+    """The level of forward mode, -1 outside of it."""
+    return forward_ad._current_level
+
+
+# Guards of the dispatcher's state. Needed likewise.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+without_autocast = torch._C._DisableAutocast
+autocast_is_on: Callable[[], bool] = part("torch._C._is_any_autocast_enabled", torch.is_autocast_enabled)
+
+# The node that is being run, and hooks of saved tensors (activation checkpointing). Absent: torch's own operators are
+# not left to differentiate themselves, and a call under hooks is taken for one without.
+current_node = part("torch._C._current_autograd_node", None)
+saved_tensors_hooks = part("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: None)
+
+# What generated code writes for an operator. Inductor is imported by who compiles, never here. Absent (torch 2.10):
+# generated code calls the operators.
+CODEGEN = "torch._inductor.codegen.custom_extern_kernel_codegen"
+
+
+def inductor_hooks() -> Any:
+    """Inductor's module of such hooks where it is there and has been imported, else None."""
+    return sys.modules.get(CODEGEN)
+
+
+# (size, stride, dtype) on the current device, as code generated by Inductor has it: a third of the time.
+empty_strided_cuda = part(
+    "torch._C._dynamo.guards._empty_strided_cuda",
+    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
+)
+current_device = part("torch._C._cuda_getDevice", None)
+current_stream = part("torch._C._cuda_getCurrentRawStream", None)
+
+
+# A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's
+# autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++.
+# Absent: `Function`, whose `apply` is right outside of functorch.
+SingleLevelFunction = part("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
+
+
+def single_level(function: type[torch.autograd.Function]) -> type:
+    """The same derivative as a class of that base."""
+    names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")
+    methods = {name: staticmethod(getattr(function, name)) for name in names if hasattr(function, name)}
+    return type(function.__name__, (SingleLevelFunction,), methods)

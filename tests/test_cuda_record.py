@@ -1,0 +1,52 @@
+"""What cuda_flash's `record` gives to do a call again: the same operator, told the same of other tensors. No GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recorded_calls import KINDS, given_of, inputs_of, problem_of
+
+from sdpa.kernels.cuda import flash
+
+TAKEN = [
+    kind
+    for kind in KINDS
+    if not set("bias dropout alibi prefix allowed padding everything".split()) & set(kind.split())
+]
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """What the three operators are called with, in order."""
+    calls = []
+
+    def operator(name):
+        def run(q, *rest):
+            calls.append((name, q, *rest))
+            return torch.zeros(*q.shape[:3], 64), torch.zeros(q.shape[:3])
+
+        return run
+
+    monkeypatch.setattr(flash, "operators", lambda: tuple(map(operator, ("plain", "banded", "segments"))))
+    return calls
+
+
+def same(one, other):
+    """Whether two arguments are the same tensor in memory, equal copies, or equal numbers."""
+    if not isinstance(one, torch.Tensor):
+        return one == other
+    return one.shape == other.shape and one.stride() == other.stride() and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("kind", TAKEN)
+def test_every_kind_of_call_again(kind, rows, called):
+    packed = "packed" in kind or "segments" in kind or kind == "unaligned"
+    first, second = (inputs_of(kind, seed, rows=32 if packed else rows) for seed in (1, 2))
+    problem = problem_of((first,), "forward", {"lse"})
+    results, again = flash.record((first,), problem, None)
+    found = again(*given_of((second,)))
+    flash.forward(second, problem)
+    _, repeated, ordinary = called
+    assert [t.shape for t in found] == [t.shape for t in results]
+    assert len(repeated) == len(ordinary) and all(map(same, repeated, ordinary))
