@@ -56,6 +56,7 @@ fuzz: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 bench: $(READY)
@@ -74,6 +75,7 @@ wheel: $(READY)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info kernels/cpu/*.so
+	find sdpa -maxdepth 1 -type l -delete
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

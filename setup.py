@@ -69,9 +69,24 @@ STUB = 'extern "C" __attribute__((visibility("default"))) int aoti_torch_get_cur
 
 
 def packages() -> list[str]:
-    """Every mapped folder and what lies below it."""
+    """Every mapped folder and what lies below it, once: `link_mapped` shows some of them below `sdpa`, too."""
     below = {name: find_packages(str(ROOT / folder)) for name, folder in MAPPED.items()}
-    return [*below, *(f"{name}.{package}" for name, found in below.items() for package in found)]
+    return sorted({*below, *(f"{name}.{package}" for name, found in below.items() for package in found)})
+
+
+def link_mapped() -> None:
+    """Links below `sdpa/` to the folders that are mapped there: editors and type checkers follow folders only.
+
+    Git ignores them. Without them the code runs all the same, so a file system that has no links is no error.
+    """
+    for name, folder in MAPPED.items():
+        place = ROOT.joinpath(*name.split("."))
+        if place.exists():
+            continue
+        try:
+            place.symlink_to(os.path.relpath(ROOT / folder, place.parent), target_is_directory=True)
+        except OSError as error:
+            print(f"no link {place}, so editors will not find {name}: {error}")
 
 
 def torch_folder() -> Path:
@@ -237,7 +252,7 @@ def ninja_text(torch: Path) -> str:
 
 
 class BuildNative(build_ext):
-    """Brings the library up to date beside its loader; a wheel gets a copy."""
+    """Brings the library up to date beside its loader; a wheel gets a copy, a checkout the links of the mapping."""
 
     def run(self) -> None:
         script = ROOT / OBJECTS / "build.ninja"
@@ -246,7 +261,9 @@ class BuildNative(build_ext):
         if subprocess.run([ninja(), "-C", str(ROOT), "-f", str(script)], check=False).returncode:
             raise SystemExit("the native libraries did not build; the compiler's message is above")
         refuse_faults()
-        if not self.inplace:
+        if self.inplace:
+            link_mapped()
+        else:
             for library in filter(lambda name: (ROOT / name).exists(), (LIBRARY, CUDA_LIBRARY)):
                 shutil.copy2(ROOT / library, Path(self.build_lib, "sdpa", library))
 

@@ -35,10 +35,10 @@ SLOWING = {16: 1.0, 8: 1.3, 4: 1.6, 2: 3.0, 1: 3.0, 0: 1.0}
 
 
 class Grid(NamedTuple):
-    """How a GPU kernel hands out a problem: `count` programs, each with `rows` of its own, sweeping over `swept` rows
+    """How a GPU kernel hands out a problem: `programs`, each with `rows` of its own, sweeping over `swept` rows
     of the other side (forward: queries over keys; backward: keys over queries)."""
 
-    count: float
+    programs: float
     rows: int
     padded: float  # rows of all programs / rows there are
     swept: float
@@ -85,15 +85,16 @@ def grid_of(kernel: Kernel, problem: AttentionProblem, device: Device, tile: Til
         length, swept, rows = problem.N, problem.M, tile.BLOCK_N if tile else 0
     rows = rows or (SHORT_ROWS if length <= SHORT_ROWS else DEFAULT_ROWS)
     blocks = -(-length // rows)
-    whole = count = max(1, heads * blocks)
+    whole = max(1, heads * blocks)
+    programs: float = whole
     if splits and whole < device.cores:
-        count = min(device.cores, whole * max(1.0, swept / SPLIT_KEYS))
-    return Grid(count, rows, blocks * rows / max(1, length), swept * whole / count)
+        programs = min(device.cores, whole * max(1.0, swept / SPLIT_KEYS))
+    return Grid(programs, rows, blocks * rows / max(1, length), swept * whole / programs)
 
 
 def unevenness(grid: Grid, device: Device) -> float:
     """How much longer the busiest multiprocessor works than if the programs could be spread evenly."""
-    return math.ceil(grid.count / device.cores) * device.cores / grid.count
+    return math.ceil(grid.programs / device.cores) * device.cores / grid.programs
 
 
 def one_program(grid: Grid, problem: AttentionProblem, device: Device) -> float:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -131,7 +132,7 @@ X86_TABLES = {
 
 def cpu_table_name() -> str:
     info = cpu_info()
-    name, models = X86_TABLES.get((info.get("vendor_id"), info.get("cpu family")), ("", ()))
+    name, models = X86_TABLES.get((info.get("vendor_id", ""), info.get("cpu family", "")), ("", ()))
     return name if int(info.get("model") or -1) in models else f"cpu_{cpu_isa()}"
 
 
@@ -140,7 +141,20 @@ def cuda(index: int) -> Device:
     return gpu(torch.cuda.get_device_properties(index), bool(torch.version.hip))
 
 
-def gpu(properties: object, hip: bool) -> Device:
+class Properties(Protocol):
+    """What every release of torch tells of a GPU."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def multi_processor_count(self) -> int: ...
+    @property
+    def major(self) -> int: ...
+    @property
+    def minor(self) -> int: ...
+
+
+def gpu(properties: Properties, hip: bool) -> Device:
     """A GPU from what torch tells of it. Releases of torch differ in what they tell: what is missing is assumed."""
 
     def told(name: str, default: int) -> int:
@@ -170,7 +184,7 @@ def gpu(properties: object, hip: bool) -> Device:
     )
 
 
-def gpu_architecture(properties: object, hip: bool) -> str:
+def gpu_architecture(properties: Properties, hip: bool) -> str:
     """ "sm90" or "gfx942"."""
     if hip:
         return getattr(properties, "gcnArchName", "").partition(":")[0] or "gfx"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from sdpa.dispatch.candidates import Candidate, allows, consider, toggles_for
 from sdpa.dispatch.context import Setting
@@ -34,7 +35,7 @@ class Explanation:
     chosen: str | None
     reason: str
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         problem = self.problem._asdict() | {
             "dtype": str(self.problem.dtype).removeprefix("torch."),
             "features": sorted(self.problem.features),

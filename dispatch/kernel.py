@@ -6,15 +6,33 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from typing import Protocol, cast
 
 import torch
+from torch import Tensor
 
-from sdpa.problem import FEATURES, AttentionProblem
+from sdpa.problem import FEATURES, AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 Rule = Callable[[AttentionProblem], "str | None"]
 FAMILIES = ("flash", "efficient", "cudnn", "math")
 ROWS = frozenset({"q", "k", "v"})
+
+
+class KernelModule(Protocol):
+    """A kernel's file. It has those of the three directions that its row names.
+
+    `TILES`, `tiles`, `native` and `record` are not listed: whoever uses one of them asks first whether it is there.
+    """
+
+    def unavailable(self) -> str | None: ...
+
+    def forward(self, inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results: ...
+
+    def backward(
+        self, inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
+    ) -> Gradients: ...
+
+    def weights(self, inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,7 @@ class Kernel:
     pads_heads: int = 0  # copies q, k and v itself where their head size is no multiple of this
     rules: tuple[Rule, ...] = ()
 
-    def load(self) -> ModuleType:
+    def load(self) -> KernelModule:
         """The module with each direction, TILES and unavailable; imported when the kernel is first considered."""
         return load_module(self.module)
 
@@ -145,5 +163,5 @@ CHECKS = (
 
 
 @cache
-def load_module(name: str) -> ModuleType:
-    return importlib.import_module(name)
+def load_module(name: str) -> KernelModule:
+    return cast(KernelModule, importlib.import_module(name))

@@ -25,7 +25,7 @@ import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
@@ -36,6 +36,7 @@ from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
 HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
+TEXTS = ("direction", "dtype", "mask")
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 # A bucket further away than this factor in any size says nothing about a problem: the estimate is used instead.
 FARTHEST = math.log(8.0)
@@ -234,17 +235,20 @@ def parse(path: str, data: object) -> Table:
 def parse_entry(number: int, entry: object) -> Bucket:
     if not isinstance(entry, dict):
         raise ValueError(f"entry {number}: expected a mapping, got {entry!r}")
-    texts = [entry.get(key) for key in ("direction", "dtype", "mask")]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"entry {number}: expected direction, dtype and mask, got {texts!r}")
-    sizes = tuple(entry.get(name) for name in SIZES)
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ValueError(f"entry {number}: expected positive integers for {', '.join(SIZES)}, got {sizes!r}")
+    named = [entry.get(key) for key in TEXTS]
+    texts = [text for text in named if isinstance(text, str)]
+    if len(texts) < len(TEXTS):
+        raise ValueError(f"entry {number}: expected direction, dtype and mask, got {named!r}")
+    given = tuple(entry.get(name) for name in SIZES)
+    sizes = tuple(size for size in given if is_size(size))
+    if len(sizes) < len(SIZES):
+        raise ValueError(f"entry {number}: expected positive integers for {', '.join(SIZES)}, got {given!r}")
     ms = entry.get("ms")
     if not isinstance(ms, dict) or not ms or not all(is_time(name, value) for name, value in ms.items()):
         raise ValueError(f"entry {number}: expected ms to map kernels to positive milliseconds, got {ms!r}")
     times = {name: float(value) for name, value in ms.items()}
-    return Bucket(*texts, sizes, times, parse_tiles(number, entry.get("tile", {}), times))
+    direction, dtype, mask = texts
+    return Bucket(direction, dtype, mask, sizes, times, parse_tiles(number, entry.get("tile", {}), times))
 
 
 def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str, Tile]:
@@ -253,6 +257,10 @@ def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str
         fields = ", ".join(Tile._fields)
         raise ValueError(f"entry {number}: expected tile to map kernels of ms to [{fields}], got {tiles!r}")
     return {name: Tile(*value) for name, value in tiles.items()}
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def is_tile(value: object) -> bool:
@@ -264,18 +272,19 @@ def is_tile(value: object) -> bool:
 
 
 def is_time(name: object, value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(name, str) and number and math.isfinite(value) and value > 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return isinstance(name, str) and math.isfinite(value) and value > 0
 
 
-def write(path: Path, data: dict) -> None:
+def write(path: Path, data: dict[str, Any]) -> None:
     """Replace a table that has been checked, and forget what was read before."""
     parse(str(path), data)
     save(path, data)
     read.cache_clear()
 
 
-def save(path: Path, data: dict) -> None:
+def save(path: Path, data: dict[str, Any]) -> None:
     """Replace a file atomically: whoever reads sees the old one or the new one. The folder is created private."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")

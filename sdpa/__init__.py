@@ -15,7 +15,7 @@ from sdpa.varlen import paged_attention, varlen_attention
 
 if TYPE_CHECKING:
     from sdpa import integrations, nn  # noqa: F401
-    from sdpa.nn import accelerate, restore
+    from sdpa.nn.accelerate import accelerate, restore
 
 __version__ = "0.1.0"
 __all__ = [

@@ -39,7 +39,7 @@ def band(inputs: AttentionInputs) -> Tensor | None:
             distance <= inputs.right if inputs.right != UNLIMITED else None,
         ]
     )
-    if inputs.prefix is not None:
+    if inputs.prefix is not None and seen is not None:
         return seen | (columns(inputs) < per_batch(inputs.prefix))
     return seen
 

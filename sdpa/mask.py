@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from sdpa import dense
 from sdpa.problem import UNLIMITED, AttentionInputs
 
 ALIGNMENTS = ("top_left", "bottom_right")
-ANDS = (operator.and_, operator.iand, Tensor.__and__, Tensor.__rand__, Tensor.__iand__)
+ANDS: tuple[Callable[..., Any], ...] = (operator.and_, operator.iand)
+ANDS += (Tensor.__and__, Tensor.__rand__, Tensor.__iand__)
 ANDS += (Tensor.bitwise_and, Tensor.bitwise_and_)  # what torch and torch.compile may call `&`
 Window = tuple[int | None, int | None]
 
@@ -87,7 +90,13 @@ class Mask:
     __rand__ = __and__
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Mask:
         """`tensor & mask`, and under torch.compile `mask & tensor`, which it takes for torch's: it asks here first."""
         if function not in ANDS or len(args) != 2:
             return NotImplemented
@@ -142,15 +151,17 @@ class Mask:
     def to(self, device: torch.device | str) -> Mask:
         """The same with its tensors on `device`."""
 
-        def moved(value: object) -> object:
+        def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        pairs = {name: tuple(map(moved, v)) if isinstance(v, tuple) else moved(v) for name, v in given.items()}
+        pairs: dict[str, Any] = {
+            name: tuple(map(moved, v)) if isinstance(v, tuple) else moved(v) for name, v in given.items()
+        }
         return Mask(**pairs)
 
-    def replace(self, **changes: object) -> Mask:
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+    def replace(self, **changes: Any) -> Mask:
+        return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_tensor(cls, mask: Tensor, recognise: bool = False) -> Mask:

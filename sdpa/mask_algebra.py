@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def combine(a: Mask, b: Mask) -> Mask:
     )
 
 
-def both(x: Tensor | None, y: Tensor | None, join) -> Tensor | None:
+def both(x: Tensor | None, y: Tensor | None, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
     if x is None or y is None:
         return y if x is None else x
     return join(x, y)
@@ -48,7 +50,7 @@ def narrower(x: Window | None, y: Window | None) -> Window | None:
     return (min(left) if left else None, min(right) if right else None)
 
 
-def one_of(name: str, a: Mask, b: Mask):
+def one_of(name: str, a: Mask, b: Mask) -> Tensor | tuple[Tensor, Tensor] | None:
     x, y = getattr(a, name), getattr(b, name)
     other = {"segments": "cu_seqlens", "cu_seqlens": "segments"}[name]
     clash = (x is not None and (y is not None or getattr(b, other) is not None)) or (
@@ -59,7 +61,7 @@ def one_of(name: str, a: Mask, b: Mask):
     return y if x is None else x
 
 
-def common_prefix(a: Mask, b: Mask):
+def common_prefix(a: Mask, b: Mask) -> int | Tensor | None:
     """(band | p) & (band | q) is band | min(p, q); a prefix on one side only needs the other to have no band."""
     if a.prefix is None and b.prefix is None:
         return None

@@ -30,10 +30,16 @@ def restored(results: Results, inputs: AttentionInputs) -> Results:
     return Results(*rows_of(results, inputs.cu_q, inputs.q.shape[2]))
 
 
+def cumulative(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """`cu_q` and `cu_k` of packed inputs, which always have both."""
+    assert inputs.cu_q is not None and inputs.cu_k is not None
+    return inputs.cu_q, inputs.cu_k
+
+
 def apart(inputs: AttentionInputs) -> AttentionInputs:
     """Packed documents as batch entries."""
-    M, N = sizes(inputs)
-    q, k, v, q_lengths, k_lengths = batch_entries(inputs[:3], inputs.cu_q, inputs.cu_k, M, N)
+    (cu_q, cu_k), (M, N) = cumulative(inputs), sizes(inputs)
+    q, k, v, q_lengths, k_lengths = batch_entries(inputs[:3], cu_q, cu_k, M, N)
     if inputs.q_lengths is not None:
         q_lengths = torch.minimum(inputs.q_lengths, q_lengths)
     if inputs.k_lengths is not None:
@@ -75,7 +81,9 @@ def sizes(inputs: AttentionInputs) -> tuple[int, int]:
 
 def apart_upstream(upstream: Results, inputs: AttentionInputs) -> Results:
     """Gradients that arrive at packed results as those that arrive at the documents'."""
-    return Results(*(None if t is None else document_rows(t, inputs.cu_q, query_size(inputs)) for t in upstream))
+    (cu_q, _), M = cumulative(inputs), query_size(inputs)
+    lse = None if upstream.lse is None else document_rows(upstream.lse, cu_q, M)
+    return Results(document_rows(upstream.out, cu_q, M), lse)
 
 
 def query_size(inputs: AttentionInputs) -> int:
@@ -154,8 +162,10 @@ def unseen_lse(inputs: AttentionInputs) -> Tensor:
 
 def gathered(inputs: AttentionInputs) -> AttentionInputs:
     """Each sequence's pages one after the other; what the table says beyond the lengths is read and hidden by them."""
-    k, v = (page_rows(cache, inputs.block_table) for cache in (inputs.k, inputs.v))
-    return inputs._replace(k=k, v=v, k_lengths=inputs.k_lengths.clamp(max=k.shape[2]), block_table=None)
+    table, lengths = inputs.block_table, inputs.k_lengths
+    assert table is not None and lengths is not None  # paged keys have both
+    k, v = (page_rows(cache, table) for cache in (inputs.k, inputs.v))
+    return inputs._replace(k=k, v=v, k_lengths=lengths.clamp(max=k.shape[2]), block_table=None)
 
 
 def page_rows(cache: Tensor, block_table: Tensor) -> Tensor:

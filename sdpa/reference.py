@@ -25,7 +25,8 @@ def attention(inputs: AttentionInputs, dtype: torch.dtype = WIDE) -> Results:
     scores = masked_scores(inputs, q, k)  # [B, H, M, N]
     weights, lse = softmax(scores, inputs.sinks)
     if inputs.rng is not None:
-        keep = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(weights.shape))
+        B, H, M, N = weights.shape
+        keep = philox.keep_mask(inputs.rng, inputs.dropout_p, (B, H, M, N))
         weights = weights * keep / (1 - inputs.dropout_p)
     return Results(visible_values(inputs, weights, v), lse)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sdpa.dispatch.catalog import by_name
-from sdpa.dispatch.kernel import Kernel
+from sdpa.dispatch.kernel import Kernel, KernelModule
 from sdpa.inputs import Options, build_inputs
 from sdpa.mask import Mask
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
@@ -158,9 +157,13 @@ def problem_of(inputs: AttentionInputs, direction: str, bias_grad: bool = False)
     return AttentionProblem.of(inputs, direction, frozenset(extra))
 
 
-def run_kernel(name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias_grad: bool = False):
-    """(Results, Gradients | None) of one kernel of the catalog, forward and backward by itself; a kernel without a
-    forward gets the results of math."""
+def run_kernel(
+    name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias_grad: bool = False
+) -> tuple[Results, Gradients | None]:
+    """One kernel of the catalog, forward and backward by itself; a kernel without a forward gets the results of math.
+
+    The gradients are None where `grad_out` is.
+    """
     module = by_name()[name].load()
     first = problem_of(inputs, "forward") if grad_out is not None else AttentionProblem.of(inputs)
     if "forward" in by_name()[name].directions:
@@ -173,26 +176,38 @@ def run_kernel(name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias
     return results, module.backward(inputs, results, Results(grad_out, None), problem, default_tile(module, problem))
 
 
-def default_tile(module: ModuleType, problem: AttentionProblem) -> Tile | None:
+def default_tile(module: KernelModule, problem: AttentionProblem) -> Tile | None:
     """The tile a kernel takes where no table says otherwise."""
-    offered = module.tiles(problem) if hasattr(module, "tiles") else getattr(module, "TILES", ())
+    choose = getattr(module, "tiles", None)
+    offered = choose(problem) if choose else getattr(module, "TILES", ())
     return offered[0] if offered else None
 
 
 def differentiate(inputs: AttentionInputs, grad_out: Tensor, dtype: torch.dtype) -> tuple[Results, Gradients]:
     """Reference results and gradients by autograd, computed in `dtype`."""
-    learned = [t if t is None else t.detach().to(dtype).requires_grad_() for t in learnable(inputs)]
-    q, k, v, bias, sinks = learned
+    needed, optional = inputs[:3], learnable(inputs)[3:]
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in needed)
+    bias, sinks = (None if t is None else t.detach().to(dtype).requires_grad_() for t in optional)
     results = attention(inputs._replace(q=q, k=k, v=v, bias=bias, sinks=sinks), dtype)
-    present = [t for t in learned if t is not None]
-    found = iter(torch.autograd.grad(results.out, present, grad_out.to(dtype), allow_unused=True))
-    grads = [None if t is None else next(found) for t in learned]
-    grads = [torch.zeros_like(t) if g is None and t is not None else g for g, t in zip(grads, learned, strict=True)]
-    return Results(*(t.detach() for t in results)), Gradients(*grads)
+    present = [t for t in (q, k, v, bias, sinks) if t is not None]
+    found = torch.autograd.grad(results.out, present, grad_out.to(dtype), allow_unused=True)
+    grad_q, grad_k, grad_v, *others = (
+        torch.zeros_like(t) if g is None else g for g, t in zip(found, present, strict=True)
+    )
+    grad_bias, grad_sinks = (None if t is None else others.pop(0) for t in optional)
+    return Results(results.out.detach(), lse_of(results).detach()), Gradients(
+        grad_q, grad_k, grad_v, grad_bias, grad_sinks
+    )
 
 
-def learnable(inputs: AttentionInputs) -> list[Tensor | None]:
-    return [inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks]
+def learnable(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    return inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks
+
+
+def lse_of(results: Results) -> Tensor:
+    """The log-sum-exp of results that have one, as the reference's always do."""
+    assert results.lse is not None
+    return results.lse
 
 
 def compare(
@@ -245,7 +260,7 @@ def forward_band(inputs: AttentionInputs, wanted: Results) -> float:
     if dtype not in (torch.float32, torch.float64):
         return 0.0
     values = inputs.v[torch.isfinite(inputs.v)].abs()
-    size = exponent_size(inputs, wanted.lse) if dtype == torch.float64 else largest_score(inputs) / 2
+    size = exponent_size(inputs, lse_of(wanted)) if dtype == torch.float64 else largest_score(inputs) / 2
     return accumulator(dtype) * size * largest(values) / (1 - inputs.dropout_p)
 
 
@@ -266,8 +281,8 @@ def backward_bands(inputs: AttentionInputs, grad_out: Tensor, wanted: Results, g
     products = longest(grad_out) * longest(inputs.v.double()) / (1 - inputs.dropout_p)
     bands = from_scores(inputs, sum_eps * products + eps * longest(out * grad_out))
     if inputs.sinks is not None:
-        bands["sinks"] = cancelling_sinks(inputs, wanted, grad_out, sum_eps, eps)
-    exponent = exponent_size(inputs, wanted.lse)
+        bands["sinks"] = cancelling_sinks(inputs.sinks, wanted, grad_out, sum_eps, eps)
+    exponent = exponent_size(inputs, lse_of(wanted))
     sizes = {
         name: exponent * largest(g[torch.isfinite(g)].abs()) for name, g in grads._asdict().items() if g is not None
     }
@@ -285,13 +300,13 @@ def from_scores(inputs: AttentionInputs, error: float) -> dict[str, float]:
     return bands
 
 
-def cancelling_sinks(inputs: AttentionInputs, wanted: Results, grad_out: Tensor, sum_eps: float, eps: float) -> float:
+def cancelling_sinks(sinks: Tensor, wanted: Results, grad_out: Tensor, sum_eps: float, eps: float) -> float:
     """grad_sinks sums -P_sink * delta over rows with either sign: a random walk of the errors of its terms.
 
     A delta is off by a rounded sum and by the rounding of each `out` in it.
     """
-    lse = wanted.lse.double()
-    weight = torch.exp(inputs.sinks.double()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)  # [B, H, M]
+    lse = lse_of(wanted).double()
+    weight = torch.exp(sinks.double()[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)  # [B, H, M]
     out = wanted.out.double()
     sums = torch.linalg.vector_norm(out, dim=-1) * torch.linalg.vector_norm(grad_out, dim=-1)
     rounded = torch.linalg.vector_norm(out * grad_out, dim=-1)
@@ -332,17 +347,17 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
     if results.lse is not None or grads is not None:
         precise = torch.promote_types(q.dtype, torch.float32)
         half = precise != q.dtype
-        rough = attention(inputs, precise).lse if half else plain.lse  # scores are never rounded to half
+        rough = lse_of(attention(inputs, precise) if half else plain)  # scores are never rounded to half
         band = HALF_EXPONENTIAL if half else 0.0
-        found.append(compare("lse", results.lse, wanted.lse, rough, terms + q.shape[3], band, precise))
+        found.append(compare("lse", results.lse, lse_of(wanted), rough, terms + q.shape[3], band, precise))
     if grads is None:
         return found
     bands = backward_bands(inputs, grad_out, wanted, wanted_grads)
-    for field, got, want, rough in zip(Gradients._fields, grads, wanted_grads, plain_grads, strict=True):
-        asked = want is not None and (field != "bias" or bias_grad)
-        if asked and want.numel():
+    for field, got, want, near in zip(Gradients._fields, grads, wanted_grads, plain_grads, strict=True):
+        asked = field != "bias" or bias_grad
+        if asked and want is not None and near is not None and want.numel():
             expected = getattr(inputs, field).dtype
-            found.append(compare(f"grad_{field}", got, want, rough, terms, bands[field], expected))
+            found.append(compare(f"grad_{field}", got, want, near, terms, bands[field], expected))
     return found
 
 
@@ -358,7 +373,7 @@ def compare_weights(got: Tensor, inputs: AttentionInputs, average: bool) -> Comp
     wanted, plain = (reference_weights(inputs, average, dtype) for dtype in (torch.float64, inputs.q.dtype))
     terms = inputs.q.shape[3] + inputs.q.shape[1]
     # What made the log-sum-exp rounded the scores otherwise; `plain` has its own, where one error takes off the other.
-    band = accumulator(inputs.q.dtype) * exponent_size(inputs, attention(inputs).lse) / (1 - inputs.dropout_p)
+    band = accumulator(inputs.q.dtype) * exponent_size(inputs, lse_of(attention(inputs))) / (1 - inputs.dropout_p)
     return compare("weights", got, wanted, plain, terms, band, inputs.q.dtype)
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,80 @@ def test_every_package_has_an_init_file_and_tests_have_none():
         for path in (ROOT / folder).rglob("*.py"):
             assert (path.parent / "__init__.py").exists(), path
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The Python files of a fresh clone, without links."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "results", *MAPPED)
+    for folder in MAPPED:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy2(ROOT / "setup.py", tmp_path)
+    return tmp_path
+
+
+def link(checkout: Path) -> None:
+    """What a build does for editors."""
+    code = "import runpy, sys; sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py')['link_mapped']()"
+    python(code, cwd=checkout)
+
+
+def found(module: str, checkout: Path) -> Path | None:
+    """The file of a module for whoever looks into folders only and runs no import hook, as editors and checkers do."""
+    places, spec, parts = [str(checkout)], None, module.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:end]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+    return Path(spec.origin).resolve()
+
+
+def test_folders_alone_show_the_mapping(checkout):
+    assert found("sdpa.dispatch.select", checkout) is None
+    link(checkout)
+    for folder in MAPPED[1:]:
+        for path in (checkout / folder).rglob("*.py"):
+            parts = ("sdpa", *path.relative_to(checkout).with_suffix("").parts)
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            assert found(module, checkout) == path.resolve()
+
+
+def test_links_are_made_once_and_new_files_join_by_themselves(checkout):
+    link(checkout)
+    before = {name: (checkout / "sdpa" / name).readlink() for name in MAPPED[1:]}
+    (checkout / "dispatch" / "later.py").touch()
+    assert found("sdpa.dispatch.later", checkout) is not None
+    link(checkout)
+    assert before == {name: Path("..", name) for name in MAPPED[1:]}
+    assert before == {name: (checkout / "sdpa" / name).readlink() for name in MAPPED[1:]}
+
+
+def test_packages_are_the_same_with_links(checkout):
+    code = "import runpy, sys; sys.argv = ['setup.py', '--version']; print(runpy.run_path('setup.py')['packages']())"
+    without = python(code, cwd=checkout)
+    link(checkout)
+    assert python(code, cwd=checkout) == without
+
+
+def test_mypy_finds_what_is_mapped(checkout):
+    pytest.importorskip("mypy", reason="mypy is not installed; `make .venv/installed` installs it")
+    code = "import sdpa.dispatch.select, sdpa.kernels.math.composite, sdpa.tuning_tables, sdpa.bench.timing"
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=skip", "--cache-dir", os.devnull]
+    link(checkout)
+    done = subprocess.run([*command, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    for folder in MAPPED[1:]:
+        (checkout / "sdpa" / folder).unlink()
+    done = subprocess.run([*command, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "[import-not-found]" in done.stdout, done.stdout
+
+
+def test_checks_are_not_switched_off_as_a_whole():
+    # Per file single checks may be off, which pyproject.toml lists; mypy itself refuses an ignore without a code.
+    text = (ROOT / "pyproject.toml").read_text()
+    assert "ignore_errors" not in text and '"ignore-without-code"' in text
+    assert not [p for folder in MAPPED for p in (ROOT / folder).rglob("*.py") if "# mypy:" in p.read_text()]
 
 
 def test_backend_is_not_the_legacy_one():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -21,11 +23,18 @@ INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 class OneSentence(click.Group):
     """A group whose errors are one line, with click's exit codes: 2 for arguments that do not fit."""
 
-    def main(self, *args, standalone_mode: bool = True, **extra):
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.Abort:
             click.echo("sdpa: interrupted", err=True)
             sys.exit(INTERRUPTED)

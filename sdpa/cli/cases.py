@@ -5,15 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import TypedDict
 
 import torch
 
 from sdpa.testing import LAYOUTS, MASKS, Case
 
+
+class Sizes(TypedDict):
+    """A case's sizes, by the letters of the glossary."""
+
+    B: int
+    H: int
+    Hkv: int
+    M: int
+    N: int
+    D: int
+    Dv: int
+
+
+class Extra(TypedDict, total=False):
+    """What a case asks for beside its sizes and dtype."""
+
+    H: int
+    Hkv: int
+    mask: str
+    softcap: float
+    sinks: bool
+    dropout_p: float
+    scale: float
+    requires_bias_grad: bool
+
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Odd on purpose: primes, one query, one key, one element, just over a tile, value heads wider and narrower than keys'.
-SMALL = {"B": 2, "H": 4, "Hkv": 2, "M": 37, "N": 53, "D": 24, "Dv": 24}
-SIZES = (
+SMALL: Sizes = {"B": 2, "H": 4, "Hkv": 2, "M": 37, "N": 53, "D": 24, "Dv": 24}
+SIZES: tuple[Sizes, ...] = (
     {"B": 1, "H": 2, "Hkv": 2, "M": 67, "N": 67, "D": 64, "Dv": 64},
     {"B": 2, "H": 8, "Hkv": 2, "M": 1, "N": 131, "D": 64, "Dv": 64},
     {"B": 3, "H": 2, "Hkv": 1, "M": 43, "N": 1, "D": 8, "Dv": 8},
@@ -22,13 +49,13 @@ SIZES = (
     {"B": 1, "H": 2, "Hkv": 2, "M": 31, "N": 64, "D": 128, "Dv": 16},
     {"B": 1, "H": 1, "Hkv": 1, "M": 1, "N": 1, "D": 1, "Dv": 1},
 )
-LARGE = (
+LARGE: tuple[Sizes, ...] = (
     {"B": 1, "H": 2, "Hkv": 2, "M": 257, "N": 509, "D": 64, "Dv": 64},
     {"B": 1, "H": 4, "Hkv": 1, "M": 193, "N": 385, "D": 128, "Dv": 128},
     {"B": 1, "H": 1, "Hkv": 1, "M": 521, "N": 263, "D": 96, "Dv": 96},
 )
 # What a call can ask for beside its mask.
-EXTRAS = (
+EXTRAS: tuple[Extra, ...] = (
     {"softcap": 3.0},
     {"sinks": True},
     {"dropout_p": 0.3},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import click
 import torch
@@ -31,7 +32,7 @@ class Verdict:
     refused: int = 0
     worst: float = 0.0  # of error / budget
     worst_case: str = ""
-    failures: list[dict] = field(default_factory=list)
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
     def judge(self, case: Case, seed: int) -> None:
         """Run one case and remember the outcome; an exception is a failure like any other."""

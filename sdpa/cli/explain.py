@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 import torch
 from rich.markup import escape
@@ -41,7 +43,7 @@ class Sizes(click.ParamType):
     def __init__(self, names: str, lowest: int, optional: bool = False) -> None:
         self.names, self.lowest, self.optional = names, lowest, optional
 
-    def convert(self, value, param, ctx):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
         parts = [part.strip() for part in value.split(",")]
@@ -75,7 +77,7 @@ class Sizes(click.ParamType):
 @click.option("--kernel", help="As kernel=: a kernel or family that must run.")
 @device_option
 @as_json
-def explain(json_out: bool, kernel: str | None, **asked) -> None:
+def explain(json_out: bool, kernel: str | None, **asked: Any) -> None:
     """Which kernel would run for a problem given by its sizes alone, its time and where that figure comes from, and why
     not each of the others. Sizes: B batch, H query heads, M queries, N keys, D head size.
 
@@ -95,21 +97,21 @@ def explain(json_out: bool, kernel: str | None, **asked) -> None:
 
 def problem_of(
     *,
-    shape,
-    dv,
-    kv_heads,
-    dtype,
-    causal,
-    align,
-    window,
-    masks,
-    softcap,
-    sinks,
-    dropout,
-    backward,
-    weights,
-    training,
-    device,
+    shape: tuple[int, int, int, int, int],
+    dv: int | None,
+    kv_heads: int | None,
+    dtype: str,
+    causal: bool,
+    align: str,
+    window: tuple[int | None, int | None] | None,
+    masks: tuple[str, ...],
+    softcap: bool,
+    sinks: bool,
+    dropout: bool,
+    backward: bool,
+    weights: bool,
+    training: bool,
+    device: str,
 ) -> AttentionProblem:
     """What is asked, without a tensor."""
     B, H, M, N, D = shape

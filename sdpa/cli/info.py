@@ -6,7 +6,9 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -66,7 +68,7 @@ def gpus() -> Section:
     count = probe(torch.cuda.device_count)
     if not isinstance(count, int) or not count:
         return {"": count if isinstance(count, str) else "none"}
-    return {f"{index}": probe(lambda index=index: gpu(index)) for index in range(count)}
+    return {f"{index}": probe(partial(gpu, index)) for index in range(count)}
 
 
 def gpu(index: int) -> str:
@@ -102,17 +104,17 @@ def tables() -> Section:
     names = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     found: Section = {}
     for name in names:
-        facts = probe(lambda name=name: devices.device_of(name))
+        facts = probe(partial(devices.device_of, name))
         for table in getattr(facts, "names", ()):
             for folder in (environment.tuning_dir(), tuning.SHIPPED):
                 path = folder / f"{table}.yaml"
-                found[str(path)] = probe(lambda path=path: table_state(path))
+                found[str(path)] = probe(partial(table_state, path))
         if isinstance(facts, str):
             found[name] = facts
     return found
 
 
-def table_state(path) -> str:
+def table_state(path: Path) -> str:
     if not path.is_file():
         return "not there"
     table = tuning.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
@@ -123,7 +125,7 @@ def variables() -> Section:
     return {name: os.environ.get(name, "not set") for name in VARIABLES}
 
 
-def kernels() -> list[dict]:
+def kernels() -> list[dict[str, Any]]:
     rows = []
     for kernel in KERNELS:
         reason = probe(kernel.unavailable)
@@ -165,7 +167,7 @@ def pairs(name: str, section: object) -> Table:
     return table
 
 
-def kernel_table(rows: list[dict]) -> Table:
+def kernel_table(rows: list[dict[str, Any]]) -> Table:
     columns = ("kernel", "family", "devices", "available", "what it is, or why not")
     table = Table(*columns, title="kernels", title_justify="left", title_style="bold")
     for row in rows:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
@@ -53,8 +54,9 @@ def accelerate(model: torch.nn.Module) -> Report:
         if reason is not None:
             report.left[name] = reason
             continue
+        kind: type = type(processor)
         if not isinstance(processor, Routed):
-            processor.__class__ = routed(type(processor))
+            processor.__class__ = routed(kind)
         report.swapped.append(name)
     return report
 
@@ -68,7 +70,7 @@ def restore(model: torch.nn.Module) -> list[str]:
     return list(ours)
 
 
-def processors_of(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
+def processors_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "set_processor") and getattr(module, "processor", None) is not None:
             yield f"{name}.processor".removeprefix("."), module.processor
@@ -100,10 +102,10 @@ def call_of(kind: type) -> str:
 def routed(kind: type) -> type:
     """A class like `kind` whose call is routed here, with the signature that diffusers reads arguments' names from."""
     name = call_of(kind)
-    original: Callable = getattr(kind, name)
+    original: Callable[..., Any] = getattr(kind, name)
 
     @functools.wraps(original)
-    def call(self, *args, **kwargs):
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with ROUTING:
             return original(self, *args, **kwargs)
 
@@ -113,10 +115,11 @@ def routed(kind: type) -> type:
     return type(f"Routed{kind.__name__}", (kind, Routed), members)
 
 
-def reduced(processor: Routed) -> tuple:
+def reduced(processor: Routed) -> tuple[Any, ...]:
     """A pickle names diffusers' class: ours is made again where it is read."""
     return blank, (type(processor).__bases__[0],), processor.__dict__
 
 
 def blank(kind: type) -> Routed:
-    return routed(kind).__new__(routed(kind))
+    ours: Any = routed(kind)
+    return ours.__new__(ours)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ class FieldMask:
     For our attention it is `mask`; models that treat it as a tensor find one, bool (B, 1, M, N), made when they do.
     """
 
-    def __init__(self, mask: Mask, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    def __init__(self, mask: Mask, shape: Sequence[int], device: torch.device | str) -> None:
+        """The shape is (B, 1, M, N)."""
         self.mask, self.shape, self.device = mask, torch.Size(shape), torch.device(device)
 
     ndim, dtype = 4, torch.bool
@@ -52,7 +54,7 @@ class FieldMask:
         """What generation asks of every mask."""
         return self
 
-    def to(self, *target: object, **how: object) -> FieldMask | Tensor:
+    def to(self, *target: Any, **how: Any) -> FieldMask | Tensor:
         """On another device, where layers are spread over several; anything else makes it a tensor."""
         (device,) = target or (how.pop("device", None),) if len(target) < 2 else (None,)
         if how or not isinstance(device, str | torch.device):
@@ -60,12 +62,12 @@ class FieldMask:
             return self.tensor().to(*target, **(how if target else how | given))
         return FieldMask(self.mask.to(device), self.shape, device)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "mask":  # what copying looks for
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
-    def __getitem__(self, index: object) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         return self.tensor()[index]
 
     def __invert__(self) -> Tensor:
@@ -74,17 +76,23 @@ class FieldMask:
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, cls) else x, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
-def as_tensor(operator: str) -> Callable:
+def as_tensor(operator: str) -> Callable[..., Any]:
     """An operator, which Python looks up in the class and not by __getattr__, of the tensor that a FieldMask is."""
 
     def apply(self: FieldMask, *others: object) -> object:
-        others = [other.tensor() if isinstance(other, FieldMask) else other for other in others]
-        return getattr(self.tensor(), operator)(*others)
+        given = [other.tensor() if isinstance(other, FieldMask) else other for other in others]
+        return getattr(self.tensor(), operator)(*given)
 
     return apply
 
@@ -102,7 +110,7 @@ def attention_mask(
     mask_function: FunctionType = causal_mask_function,
     attention_mask: Tensor | FieldMask | None = None,
     device: torch.device | str = "cpu",
-    **options: object,
+    **options: Any,
 ) -> FieldMask | Tensor | None:
     """transformers' mask interface: what attends to what, or None where everything does. A causal mask is never None:
     not every model's attention knows by itself that it is causal.
@@ -132,10 +140,11 @@ def attention_mask(
 
 def require_interface(config: PreTrainedConfig | None) -> None:
     """transformers takes a name like ours for every model, also where attention is the model's own code."""
-    if config is None or torch.compiler.is_compiling() or calls_interface(type(config)):
+    kind: type = type(config)
+    if config is None or torch.compiler.is_compiling() or calls_interface(kind):
         return
     raise ValueError(
-        f"models of a {type(config).__name__} compute attention by their own code and not by transformers' attention "
+        f"models of a {kind.__name__} compute attention by their own code and not by transformers' attention "
         "interface; use attn_implementation='eager'"
     )
 
@@ -148,7 +157,7 @@ def calls_interface(config: type) -> bool:
     except ImportError:
         return True
     here = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    models = [value for value in here if isinstance(value, type) and issubclass(value, PreTrainedModel)]
+    models: list[Any] = [value for value in here if isinstance(value, type) and issubclass(value, PreTrainedModel)]
     return not models or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(model._supports_sdpa for model in models)
 
 
@@ -176,7 +185,7 @@ def without_padding(seen: Tensor, lengths: bool) -> Mask:
     return Mask(lengths=filled) if lengths and on_the_right else Mask(allowed=seen[:, None, None])
 
 
-def as_fields(function: FunctionType, options: dict, M: int, N: int, offset: int | Tensor) -> Mask | None:
+def as_fields(function: FunctionType, options: dict[str, Any], M: int, N: int, offset: int | Tensor) -> Mask | None:
     """A function of transformers' own as a Mask for M queries, the first at key `offset`; None for any other.
 
     Where the caller wants a tensor it gets one, as for the steps of a static cache. Packed documents come without the
@@ -198,7 +207,10 @@ def as_fields(function: FunctionType, options: dict, M: int, N: int, offset: int
 
 
 def known_functions(window: int | None) -> list[tuple[FunctionType, Sides]]:
-    known = [(causal_mask_function, (None, 0)), (bidirectional_mask_function, (None, None))]
+    known: list[tuple[FunctionType, Sides]] = [
+        (causal_mask_function, (None, 0)),
+        (bidirectional_mask_function, (None, None)),
+    ]
     if window is not None:
         known.append((sliding_window_causal_mask_function(window), (window - 1, 0)))
         known.append((sliding_window_bidirectional_mask_function(window), (window, window)))
@@ -218,7 +230,7 @@ def band(sides: Sides, M: int, N: int, offset: int) -> Mask | None:
     return Mask(causal=right == 0, window=window, align="top_left" if offset == 0 else "bottom_right")
 
 
-def held(found: object, pattern: object) -> list | None:
+def held(found: object, pattern: object) -> list[Any] | None:
     """What `found` has where `pattern` has a HOLE, if both are the same but for that; None if they are not.
 
     Functions are the same where their code is, and what they closed over, which torch.compile does not show.
@@ -231,5 +243,5 @@ def held(found: object, pattern: object) -> list | None:
         found, pattern = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (found, pattern))
     if isinstance(found, list | tuple) and isinstance(pattern, list | tuple) and len(found) == len(pattern):
         parts = [held(one, other) for one, other in zip(found, pattern, strict=True)]
-        return None if None in parts else [value for part in parts for value in part]
+        return None if None in parts else [value for part in parts if part is not None for value in part]
     return [] if found is pattern or (isinstance(found, int) and found == pattern) else None

@@ -7,6 +7,7 @@ stay the same objects, so optimizers, tied weights, state_dicts and whoever hold
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
@@ -17,7 +18,7 @@ from sdpa.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
 from sdpa.patch import ROUTING
 from sdpa.validate import check_flag
 
-OURS: dict[type, type] = {
+OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.MultiheadAttention: MultiheadAttention,
     torch.nn.TransformerEncoderLayer: TransformerEncoderLayer,
     torch.nn.TransformerDecoderLayer: TransformerDecoderLayer,
@@ -26,6 +27,8 @@ OURS: dict[type, type] = {
     torch.nn.Transformer: Transformer,
 }
 TORCHS = {ours: torchs for torchs, ours in OURS.items()}
+OF_TORCH: tuple[type[torch.nn.Module], ...] = tuple(OURS)
+OF_OURS: tuple[type[torch.nn.Module], ...] = tuple(TORCHS)
 LAYERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
 HANDLES = "_sdpa_routing_handles"  # attribute of a model whose functional calls are routed here
 
@@ -73,7 +76,7 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
     report = Report(functional=functional or hasattr(model, HANDLES))
     layers = {child: layer for layer in model.modules() if isinstance(layer, LAYERS) for child in layer.children()}
     for name, module in model.named_modules():
-        if not isinstance(module, tuple(OURS)) or isinstance(module, tuple(TORCHS)):
+        if not isinstance(module, OF_TORCH) or isinstance(module, OF_OURS):
             continue
         reason = why_not(module, layers.get(module))
         if reason is None:
@@ -114,12 +117,12 @@ def check_module(model: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def route_here(module: torch.nn.Module, inputs: tuple) -> None:
+def route_here(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
     """A hook that can be pickled and copied with its model."""
     ROUTING.__enter__()
 
 
-def route_back(module: torch.nn.Module, inputs: tuple, output: object) -> None:
+def route_back(module: torch.nn.Module, inputs: tuple[Any, ...], output: object) -> None:
     ROUTING.__exit__(None, None, None)
 
 
@@ -148,5 +151,6 @@ def quantised_part(module: torch.nn.Module) -> str | None:
         weight = held.get("weight")  # no attribute: to ask for one that is parametrized is to compute it
         is_integer = weight is not None and not (weight.is_floating_point() or weight.is_complex())
         if is_integer or kind.__module__.startswith("torch.ao.nn."):
-            return f"{name} is a {kind.__module__}.{kind.__qualname__}" + (f" of {weight.dtype}" if is_integer else "")
+            numbers = f" of {weight.dtype}" if weight is not None and is_integer else ""
+            return f"{name} is a {kind.__module__}.{kind.__qualname__}{numbers}"
     return None

@@ -65,7 +65,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         check_lengths(key_padding_mask, query)
         padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
-        is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)
+        is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)  # type: ignore[attr-defined]
         check_masks(padding, attn_mask, is_causal)
         self.check_sizes(query, key, value)
         q, k, v = self.project(query, key, value)
@@ -77,7 +77,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         N = k.shape[2]
         k, v, extra = self.extend(k, v)
         is_read = not is_causal or need_weights or key_padding_mask is not None or extra > 0
-        check_shapes(key_padding_mask, attn_mask if is_read else None, *q.shape[:3], N)
+        B, H, M, _ = q.shape
+        check_shapes(key_padding_mask, attn_mask if is_read else None, B, H, M, N)
         mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
         options = Options(mask, self.dropout if self.training else 0.0)
         weights = None
@@ -111,15 +112,18 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if self._qkv_same_embed_dim:
             weight, E = self.in_proj_weight, self.embed_dim
             if query is key and key is value:
-                return F.linear(query, weight, bias).chunk(3, -1)
+                q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+                return q, k, v
             if key is value:
                 own, other = (None, None) if bias is None else bias.split([E, 2 * E])
-                return F.linear(query, weight[:E], own), *F.linear(key, weight[E:], other).chunk(2, -1)
+                k, v = F.linear(key, weight[E:], other).chunk(2, -1)
+                return F.linear(query, weight[:E], own), k, v
             weights = weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return tuple(F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True))
+        return q, k, v
 
     def heads(self, rows: Tensor, batch_first: bool) -> Tensor:
         """(B, H, L, D), a view of projected (B, L, E) or (L, B, E)."""
@@ -135,7 +139,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Keys and values (B, H, S, D) with the learned and the zero one behind them, and how many those are."""
         extra = 0
         B, H, _, D = k.shape
-        if self.bias_k is not None:
+        if self.bias_k is not None and self.bias_v is not None:
             k, v = (
                 torch.cat([t, b.view(1, H, 1, D).to(t.dtype).expand(B, -1, -1, -1)], 2)
                 for t, b in ((k, self.bias_k), (v, self.bias_v))
@@ -173,7 +177,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Keys and values (B, H, S, D) of a memory, dense, for many steps."""
         bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
         rows = F.linear(memory, self.in_proj_weight[self.embed_dim :], bias).chunk(2, -1)
-        return tuple(self.heads(t, self.batch_first).contiguous() for t in rows)
+        keys, values = (self.heads(t, self.batch_first).contiguous() for t in rows)
+        return keys, values
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """What torch.jit.script asks first."""

@@ -6,7 +6,8 @@ layers that training runs. Nothing is read on the host: a step can be captured i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Stored(NamedTuple):
         """Write the keys and values (B, H, M, D) of a step behind those that are there."""
         B, _, M, _ = k.shape
         sequence = torch.arange(B, device=k.device)[:, None]
+        assert self.lengths is not None  # of self-attention they are counted
         position = self.lengths[:, None] + torch.arange(M, device=k.device)
         try:
             self.keys[sequence, :, position] = k.transpose(1, 2).to(self.keys.dtype)
@@ -40,7 +42,7 @@ class Stored(NamedTuple):
 
     def mask(self, M: int) -> Mask | None:
         """What M queries of a step see, of which the last stands at the last key."""
-        if self.grows:
+        if self.grows and self.lengths is not None:
             return Mask(causal=True, align="bottom_right", lengths=self.lengths + M)
         return None if self.seen is None else Mask(allowed=self.seen)
 
@@ -76,8 +78,27 @@ class DecoderCache(NamedTuple):
         self.lengths.copy_(self.lengths[order])
 
 
+class Attention(Protocol):
+    """What a cache asks of an attention: MultiheadAttention has it."""
+
+    num_heads: int
+    head_dim: int
+    batch_first: bool
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Layer(Protocol):
+    """A layer of a decoder, by its two attentions."""
+
+    @property
+    def self_attn(self) -> Attention: ...
+    @property
+    def multihead_attn(self) -> Attention: ...
+
+
 def new_cache(
-    layers: torch.nn.ModuleList, memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None
+    layers: Sequence[Layer], memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None
 ) -> DecoderCache:
     """Empty target stores and the projected memory of each layer."""
     B = memory.shape[0] if layers[0].self_attn.batch_first else memory.shape[1]
@@ -134,7 +155,8 @@ def check_batch(name: str, batch: Tensor, batch_first: bool) -> tuple[int, int]:
             f"{name} requires a gradient, which steps that store keys and values in place do not have: generate under "
             f"torch.no_grad() or torch.inference_mode(), or detach {name}."
         )
-    return tuple(batch.shape[:2] if batch_first else batch.shape[:2][::-1])
+    first, second = batch.shape[:2]
+    return (first, second) if batch_first else (second, first)
 
 
 def check_tensor(name: str, tensor: object) -> None:

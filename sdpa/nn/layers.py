@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from sdpa.nn.attention import MultiheadAttention
 from sdpa.nn.masks import check_kinds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def like(original: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """A decorator: the decorated function has the signature of torch's `original`, for editors and checkers, too."""
+    return wraps(original)
 
 
 def take_over(module: torch.nn.Module) -> None:
@@ -21,8 +31,10 @@ def take_over(module: torch.nn.Module) -> None:
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     """torch.nn.TransformerEncoderLayer; every call runs what torch keeps for its inference fast path's conditions."""
 
-    @wraps(torch.nn.TransformerEncoderLayer.__init__)
-    def __init__(self, *args, **kwargs) -> None:
+    self_attn: MultiheadAttention
+
+    @like(torch.nn.TransformerEncoderLayer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_over(self)
 
@@ -57,8 +69,11 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
     """torch.nn.TransformerDecoderLayer, whose forward needs no change but a check: its two attentions are ours."""
 
-    @wraps(torch.nn.TransformerDecoderLayer.__init__)
-    def __init__(self, *args, **kwargs) -> None:
+    self_attn: MultiheadAttention
+    multihead_attn: MultiheadAttention
+
+    @like(torch.nn.TransformerDecoderLayer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_over(self)
 
@@ -91,4 +106,13 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         }
         if isinstance(self.self_attn, MultiheadAttention) and isinstance(self.multihead_attn, MultiheadAttention):
             check_kinds(self, {"tgt": tgt, "memory": memory}, masks)
-        return super().forward(tgt, memory, *masks.values(), tgt_is_causal, memory_is_causal)
+        return super().forward(
+            tgt,
+            memory,
+            tgt_mask,
+            memory_mask,
+            tgt_key_padding_mask,
+            memory_key_padding_mask,
+            tgt_is_causal,
+            memory_is_causal,
+        )

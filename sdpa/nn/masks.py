@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,7 @@ NAMES = ("key_padding_mask", "attn_mask")  # what a caller knows them by
 KINDS = (Tensor, Packing, Between, Stored)  # of a padding mask: inside of a stack others stand in its place
 
 
-def check_kinds(module: torch.nn.Module, inputs: dict[str, object], masks: dict[str, object]) -> None:
+def check_kinds(module: torch.nn.Module, inputs: Mapping[str, object], masks: Mapping[str, object]) -> None:
     """Inputs are tensors, and masks are if they are given."""
     for name, given in inputs.items():
         if not isinstance(given, Tensor):

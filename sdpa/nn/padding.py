@@ -6,7 +6,7 @@ projections and dropout work on rows, and attention inside each sequence (`varle
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from sdpa.torch_private import TRACERS, get_dispatch_mode, peek_interpreter_stac
 class Packing(NamedTuple):
     """Which rows of a padded batch are there."""
 
-    index: Tensor  # (T,) places in the batch, flattened as it lies; sequence by sequence, in order
+    places: Tensor  # (T,) in the batch, flattened as it lies; sequence by sequence, in order
     cu: Tensor  # (B + 1,) int32, cumulative lengths
     longest: int
 
@@ -39,12 +39,12 @@ class Packing(NamedTuple):
 
     def pack(self, batch: Tensor) -> Tensor:
         """(T, E) of (B, L, E) or (L, B, E)."""
-        return batch.flatten(0, 1).index_select(0, self.index)
+        return batch.flatten(0, 1).index_select(0, self.places)
 
     def unpack(self, rows: Tensor, like: Tensor) -> Tensor:
         """A batch of the shape of `like` with `rows` in their places and 0 in the padding."""
         size = like.shape[0] * like.shape[1]
-        batch = rows.new_zeros(size, rows.shape[-1]).index_copy(0, self.index, rows)
+        batch = rows.new_zeros(size, rows.shape[-1]).index_copy(0, self.places, rows)
         # Not a view, on which fully_shard's hooks would be lost if it is changed in place.
         return torch.ops.aten._unsafe_view(batch, (*like.shape[:2], rows.shape[-1]))
 
@@ -71,7 +71,7 @@ def whole(batch: Tensor, batch_first: bool) -> Packing:
     return Packing(index, L * torch.arange(B + 1, dtype=torch.int32, device=batch.device), L)
 
 
-def is_lengths(mask: Tensor | None) -> bool:
+def is_lengths(mask: Tensor | None) -> TypeGuard[Tensor]:
     """Whether what was given as a padding mask is (B,) integer lengths instead: ours, and never read on the host."""
     if not isinstance(mask, Tensor) or mask.dim() != 1:
         return False

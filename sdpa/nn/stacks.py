@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdpa.nn.generation import DecoderCache, check_memory, check_step, new_cache
-from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
+from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, like, take_over
 from sdpa.nn.masks import check_kinds, check_masks
 from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, is_lengths, whole
 from sdpa.nn.rowwise import has_values, is_rowwise, takes_rows
@@ -24,8 +24,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
     (sdpa.nn.rowwise).
     """
 
-    @wraps(torch.nn.TransformerEncoder.__init__)
-    def __init__(self, *args, **kwargs) -> None:
+    @like(torch.nn.TransformerEncoder.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():  # about conditions of torch's fast path
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             super().__init__(*args, **kwargs)
@@ -69,8 +69,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 class TransformerDecoder(torch.nn.TransformerDecoder):
     """torch.nn.TransformerDecoder; padding of the target and of the memory costs nothing, and padded outputs are 0."""
 
-    @wraps(torch.nn.TransformerDecoder.__init__)
-    def __init__(self, *args, **kwargs) -> None:
+    @like(torch.nn.TransformerDecoder.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         become_ours(self.layers)
 
@@ -102,7 +102,16 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             "memory_key_padding_mask": memory_key_padding_mask,
         }
         if not are_ours(self.layers):
-            return super().forward(tgt, memory, *masks.values(), tgt_is_causal, memory_is_causal)
+            return super().forward(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
         check_kinds(self, {"tgt": tgt, "memory": memory}, masks)
         batch_first = is_batch_first(self)
         for side, x, hint in (("tgt", tgt, tgt_is_causal), ("memory", memory, memory_is_causal)):
@@ -114,7 +123,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         sides = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
         packings = packings_of(self, sides, batch_first) if structured else None
         if packings is None:
-            output = self.decode(tgt, memory, *masks.values(), causal, memory_is_causal)
+            paddings = tgt_key_padding_mask, memory_key_padding_mask
+            output = self.decode(tgt, memory, tgt_mask, memory_mask, *paddings, causal, memory_is_causal)
             return clear_padding(output, tgt_key_padding_mask, batch_first)
         queries, keys = packings
         rows = self.decode(queries.pack(tgt), keys.pack(memory), None, None, queries, Between(queries, keys), causal)
@@ -161,6 +171,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 a length that is no positive integer.
             RuntimeError: a memory that requires a gradient while gradients are recorded.
         """
+        layers = []
         for number, layer in enumerate(self.layers):
             if type(layer) is not TransformerDecoderLayer:
                 raise TypeError(
@@ -170,9 +181,10 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 raise ValueError(
                     f"step knows no keys beside those of positions, layer {number} has bias_k or a zero key"
                 )
+            layers.append(layer)
         check_memory(memory, max_length, memory_key_padding_mask, is_batch_first(self))
         with torch.no_grad():
-            return new_cache(self.layers, memory, max_length, memory_key_padding_mask)
+            return new_cache(layers, memory, max_length, memory_key_padding_mask)
 
     def step(self, tgt: Tensor, cache: DecoderCache) -> Tensor:
         """The outputs of the next positions of each sequence: what `forward` gives there under a causal mask.
@@ -204,8 +216,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 class Transformer(torch.nn.Transformer):
     """torch.nn.Transformer with our encoder and decoder; custom ones stay as they are."""
 
-    @wraps(torch.nn.Transformer.__init__)
-    def __init__(self, *args, **kwargs) -> None:
+    @like(torch.nn.Transformer.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             super().__init__(*args, **kwargs)
@@ -215,8 +227,8 @@ class Transformer(torch.nn.Transformer):
                 module.__class__ = ours
                 become_ours(module.layers)
 
-    @wraps(torch.nn.Transformer.forward)
-    def forward(self, src: Tensor, tgt: Tensor, *args, **kwargs) -> Tensor:
+    @like(torch.nn.Transformer.forward)
+    def forward(self, src: Tensor, tgt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         check_kinds(self, {"src": src, "tgt": tgt}, {})
         return super().forward(src, tgt, *args, **kwargs)
 
@@ -247,8 +259,9 @@ def through(
     return x
 
 
-def is_batch_first(stack: torch.nn.Module) -> bool:
-    return stack.layers[0].self_attn.batch_first
+def is_batch_first(stack: TransformerEncoder | TransformerDecoder) -> bool:
+    first: Any = stack.layers[0]  # of our classes
+    return first.self_attn.batch_first
 
 
 def looks_causal(mask: Tensor | None, is_causal: bool | None, x: Tensor, batch_first: bool) -> bool:
@@ -266,7 +279,9 @@ def looks_causal(mask: Tensor | None, is_causal: bool | None, x: Tensor, batch_f
 
 
 def packings_of(
-    stack: torch.nn.Module, sides: tuple[tuple[Tensor, Tensor | None], ...], batch_first: bool
+    stack: TransformerEncoder | TransformerDecoder,
+    sides: tuple[tuple[Tensor, Tensor | None], ...],
+    batch_first: bool,
 ) -> list[Packing] | None:
     """How to pack each batch with its padding mask; None where one cannot be packed or none has padding."""
     if not can_pack() or not all(is_packable(batch, padding, batch_first) for batch, padding in sides):

@@ -46,7 +46,6 @@ PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_
 # What the tree consists of, as far as building and testing for a CPU needs it.
 FOLDERS = ("sdpa", "dispatch", "kernels", "tuning_tables", "bench", "tests")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
-MAPPED = ("dispatch", "kernels", "tuning_tables", "bench")
 
 
 class Missing(Exception):
@@ -103,15 +102,14 @@ def download() -> None:
 
 
 def copy_tree() -> None:
-    """The files with their times, so that objects that are up to date stay; the mapped folders also below `sdpa`."""
+    """The files with their times, so that objects that are up to date stay; the build links the mapped folders."""
     TREE.mkdir(parents=True, exist_ok=True)
     for name in FOLDERS:
         shutil.rmtree(TREE / name, ignore_errors=True)
-        shutil.copytree(ROOT / name, TREE / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / name, TREE / name, symlinks=True, ignore=ignored)
     for name in FILES:
         shutil.copy2(ROOT / name, TREE / name)
-    for name in MAPPED:
-        (TREE / "sdpa" / name).symlink_to(TREE / name)
 
 
 def build() -> None:
