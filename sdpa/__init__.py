@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sdpa import pytrees  # noqa: F401  registers what torch.export and torch.func take apart
 from sdpa.dispatch.context import sdpa_kernel
 from sdpa.dispatch.explain import Explanation
 from sdpa.dispatch.select import Choice, NoKernelError, last_choice
