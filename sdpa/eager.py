@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sdpa import repeats
+from sdpa.decomposed import is_decomposed, jit_tracing
 from sdpa.dispatch import select
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text, torch_toggles
 from sdpa.inputs import Options, build_inputs
@@ -57,6 +58,8 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
     """The result of a plain call by its plan, or None where it has to go the ordinary way; nothing is checked yet."""
     if is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0:
         return None
+    if jit_tracing() is not None:
+        return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool:
         return None
     if scale is not None and type(scale) is not float:
@@ -72,7 +75,7 @@ def attend(query, key, value, mask, is_causal, scale, enable_gqa, kernel) -> Ten
         recent = RECENT.get(state, ())
         if query.is_nested or key.is_nested or value.is_nested:  # has no strides, for which a guard ends the process
             return None
-    except (TypeError, AttributeError):  # no hash, or no tensor: the ordinary path says what it thinks of it
+    except (TypeError, AttributeError, ValueError):  # no hash, no tensor, one of torch.fx: the ordinary path answers
         return None
     for is_alike, run in recent:
         if is_alike(query, key, value, *masks):
@@ -190,6 +193,7 @@ def transformed() -> bool:
     """Whether anything stands between this call and the kernels: compiler, functorch, forward mode, modes, autocast."""
     return (
         torch.compiler.is_compiling()
+        or is_decomposed()
         or select_by_modes()
         or torch._C._len_torch_function_stack() > 0
         or torch._C._is_any_autocast_enabled()

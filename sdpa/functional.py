@@ -8,6 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import eager, flops
 from sdpa.autograd import Attention, apply, below_autograd, is_transformed, needs_grad
+from sdpa.decomposed import is_decomposed, results_of
 from sdpa.dispatch.context import request_text
 from sdpa.graph import in_graph, nests_forward, plain
 from sdpa.inputs import Options, build_inputs, restore_rank
@@ -125,6 +126,8 @@ def dropped(results: Results, options: Options) -> Results:
 
 def run(inputs: AttentionInputs, needs_lse: bool, request: str) -> Results:
     """The operator, in eager mode inside the autograd.Function where a derivative may be asked for."""
+    if is_decomposed():
+        return results_of(inputs, needs_lse)
     if torch.compiler.is_compiling():
         return in_graph(inputs, needs_lse, request)
     if select_by_modes():

@@ -75,7 +75,7 @@ def differentiable_forward(*args) -> tuple[Tensor, Tensor]:
     """The operator's autograd key. Inside of it no Function of functorch's can be called, and none is wanted: functorch
     comes once for each of its levels."""
     inputs, (needs_lse, kernel) = AttentionInputs(*args[:FIELDS]), args[FIELDS:]
-    forward = goes_forward(inputs)
+    forward = goes_forward(inputs) or nests_forward()
     if forward or needs_grad(inputs):
         out, lse = forward_mode(inputs, kernel) if forward else apply_single(Attention, *inputs, kernel)
         return out, lse if needs_lse else no_tensor(inputs.q)

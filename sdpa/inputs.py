@@ -169,7 +169,9 @@ def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size | None = Non
     if device is not None and device != q.device:
         raise RuntimeError(f"Expected attn_mask to be on the query's device {q.device}, but got {device} instead.")
     # A side wider than the matrix hides nothing; saying so keeps such calls on the unmasked path.
-    left, right = (side if side < M + N else UNLIMITED for side in mask.band)
+    # torch.jit.trace would keep the answer for other sizes.
+    is_traced = torch._C._get_tracing_state() is not None
+    left, right = (side if is_traced or side < M + N else UNLIMITED for side in mask.band)
     return inputs._replace(
         left=left,
         right=right,

@@ -1,4 +1,4 @@
-"""Mask, Results and a decoder's cache taken apart by torch: export, save and load, vmap, torch.func, pytrees of others."""
+"""Mask, Results and a decoder's cache taken apart by torch: export, save and load, vmap, torch.func."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from helpers import draw
 from torch.utils import _pytree as pytree
 
 import sdpa
+from helpers import draw
 from sdpa import Mask, nn
 from sdpa.problem import Results
 

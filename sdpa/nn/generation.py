@@ -46,8 +46,8 @@ class Stored(NamedTuple):
             if "vmap" not in str(error):
                 raise
             raise RuntimeError(
-                "a step stores in place, so that under vmap the cache has to be mapped as tgt is: call new_cache inside "
-                "of the mapped function, or give the cache to it as an argument."
+                "a step stores in place, so that under vmap the cache has to be mapped as tgt is: call new_cache "
+                "inside of the mapped function, or give the cache to it as an argument."
             ) from error
 
     def mask(self, M: int) -> Mask | None:

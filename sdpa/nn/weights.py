@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sdpa.autograd import Weights, apply, below_autograd, composite_weights, is_transformed
+from sdpa.decomposed import is_decomposed
 from sdpa.dispatch.context import request_text
 from sdpa.functional import dropped, run
 from sdpa.inputs import Options, build_inputs
@@ -48,11 +49,16 @@ def lifted(bias: Tensor | None) -> Tensor | None:
 def weights_of(inputs: AttentionInputs, lse: Tensor, average: bool, request: str) -> Tensor:
     """exp(score - lse) in the query's dtype; a row that sees no key has weights of 0. By a kernel, but under functorch
     and in forward mode by the composition of operations, through which those see."""
+    if is_decomposed():
+        return composite_weights(inputs, lse, average)
     if torch.compiler.is_compiling():
         return WEIGHTS(lse, *inputs, average, request)
     if is_transformed():
         return composite_weights(inputs, lse, average)
     if torch.is_grad_enabled() and lse.requires_grad:
-        return apply(Weights, *inputs, request, lse, average)
+        # These get no gradient here; compiled autograd cannot add None to one.
+        sinks = None if inputs.sinks is None else inputs.sinks.detach()
+        given = inputs._replace(v=inputs.v.detach(), sinks=sinks)
+        return apply(Weights, *given, request, lse, average)
     with below_autograd():
         return WEIGHTS(lse, *inputs, average, request)
