@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sdpa import nested
 from sdpa.inputs import Options
 from sdpa.mask import Mask
 
@@ -54,6 +55,12 @@ def nested_attention(
     return_lse: bool = False,
 ) -> Tensor:
     """Jagged (batch, H, length, D) tensors as one packed batch entry; autocast is applied here, too."""
+    if nested.are_strided(query, key, value):
+        refuse_mask(options)
+        return nested.strided_attention(
+            query, key, value, options, lambda q, k, v, o: nested_attention(q, k, v, o, request, attend, return_lse)
+        )
+    query, key, value = nested.as_packed(query, key, value)
     q, k, v, packed_options = pack_jagged(query, key, value, options, return_lse)
     if under_autocast(query):
         device_type = query.device.type
@@ -78,6 +85,14 @@ def pack_jagged(
     return q, k, v, options._replace(attn_mask=mask, is_causal=False)
 
 
+def refuse_mask(options: Options) -> None:
+    if options.attn_mask is not None:
+        raise RuntimeError(
+            "Scaled_dot_product_attention: Nested tensors for query / key are not supported when an explicit attn_mask "
+            "is set"
+        )
+
+
 def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.is_nested or tensor.layout != torch.jagged:
@@ -89,11 +104,7 @@ def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
             raise RuntimeError(
                 f"Expected jagged tensors of 4 dimensions (batch, H, length, D), but {name} has {tensor.dim()}."
             )
-    if options.attn_mask is not None:
-        raise RuntimeError(
-            "Scaled_dot_product_attention: Nested tensors for query / key are not supported when an explicit attn_mask "
-            "is set"
-        )
+    refuse_mask(options)
     batches = [t.offsets().shape[0] - 1 for t in (query, key)]
     if batches[0] != batches[1]:
         raise RuntimeError(
