@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sdpa import pytrees  # noqa: F401  registers what torch.export and torch.func take apart
+from sdpa.checkpointing import save_attention
 from sdpa.decomposed import decomposed, decomposition_table
 from sdpa.dispatch.context import sdpa_kernel
 from sdpa.dispatch.explain import Explanation
@@ -35,6 +36,7 @@ __all__ = [
     "paged_attention",
     "patch",
     "restore",
+    "save_attention",
     "scaled_dot_product_attention",
     "sdpa_kernel",
     "uninstall",

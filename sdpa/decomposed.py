@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,22 @@ class Decomposing(TorchFunctionMode):
 MODE = Decomposing()
 
 
-class decomposed(ContextDecorator):
+class Block(ContextDecorator):
+    """A with-block without arguments. As a decorator it makes a block at each call, which Dynamo can trace; it cannot
+    enter one that was made before."""
+
+    def __call__(self, function: Callable) -> Callable:
+        kind = type(self)
+
+        @wraps(function)
+        def inside(*args: object, **options: object):
+            with kind():
+                return function(*args, **options)
+
+        return inside
+
+
+class decomposed(Block):
     """Answer attention by torch's own operations, in this thread, until the with-block ends.
 
     For tools that know only these: torch.onnx.export, runtimes that read exported programs, torch.jit.trace of calls

@@ -38,7 +38,7 @@ def are_strided(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def strided_attention(query: Tensor, key: Tensor, value: Tensor, options: Options, answer: Answer) -> Tensor:
-    """Strided nested tensors (B, H, length, D) or (B, length, D) by `answer`, which takes jagged ones (B, H, length, D).
+    """Strided nested tensors (B, H, length, D) or (B, length, D) by `answer`, which takes jagged (B, H, length, D).
 
     One call answers entries that have equally many heads; torch's layout also has others, which take a call each.
     """

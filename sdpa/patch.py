@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ContextDecorator
 from types import FunctionType, ModuleType
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from sdpa.decomposed import Block
 from sdpa.functional import scaled_dot_product_attention
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -57,7 +57,7 @@ class _State:
     replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
 
 
-class patch(ContextDecorator):
+class patch(Block):
     """Use sdpa wherever torch's scaled_dot_product_attention is called until the with-block ends, in every thread.
 
     Nests, also across threads: the last block to end gives torch its function back. A model needs no change:
