@@ -48,13 +48,23 @@ def cell(kind: Kind, way: Callable[[Kind], str | None]) -> str:
 
 def told(error: BaseException) -> str:
     """A refusal of ours, which is its first sentence, or an error of somebody else's."""
-    innermost = error
-    while innermost.__cause__ is not None:
-        innermost = innermost.__cause__
-    last = traceback.extract_tb(innermost.__traceback__)[-1:]
-    text = " ".join(str(innermost).split())[:LONGEST]
-    ours = any(part in frame.filename and "/torch/" not in frame.filename for frame in last for part in OWN)
-    return f"refused: {text}" if ours else f"ERROR: {type(innermost).__name__}: {text}"
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    sentence = next((link for link in chain if is_ours(link)), None)
+    if sentence is not None:
+        return f"refused: {text_of(sentence)}"
+    return f"ERROR: {type(chain[-1]).__name__}: {text_of(chain[-1])}"
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether our code raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return any(part in frame.filename and "/torch/" not in frame.filename for frame in last for part in OWN)
+
+
+def text_of(error: BaseException) -> str:
+    return " ".join(str(error).split())[:LONGEST]
 
 
 def run(names: list[str], ways: list[str], found: dict[str, dict[str, str]], save: Callable[[], None]) -> None:
@@ -87,7 +97,7 @@ def page(found: dict[str, dict[str, str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ways", default="", help="names of ways, divided by commas; all by default")
+    parser.add_argument("--ways", default="", help="names of ways, divided by semicolons; all by default")
     parser.add_argument("--kinds", default="", help="names of kinds, divided by semicolons; all by default")
     parser.add_argument("--cells", type=Path, help="JSON file of cells that are kept, and to which these are added")
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -100,12 +110,9 @@ def main() -> None:
             given.cells.write_text(json.dumps(found, indent=1))
         given.page.write_text(page(found))
 
-    run(
-        given.kinds.split(";") if given.kinds else list(kinds()),
-        given.ways.split(",") if given.ways else list(WAYS),
-        found,
-        save,
-    )
+    names = given.kinds.split(";") if given.kinds else list(kinds())
+    ways = given.ways.split(";") if given.ways else list(WAYS)
+    run(names, ways, found, save)
     wrong = sum(said.startswith(("WRONG", "ERROR")) for row in found.values() for said in row.values())
     sys.exit(1 if wrong else 0)
 

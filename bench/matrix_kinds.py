@@ -144,7 +144,7 @@ def other_kinds() -> dict[str, Kind]:
     return {
         "varlen": Kind(packed, (*rows, cu)),
         "varlen, cross": Kind(crossed, (*rows, cu, cu_k)),
-        "paged": Kind(lambda q, *rest: sdpa.paged_attention(q, *rest), (draw(B, 1, H, D), *caches, table, lengths)),
+        "paged": Kind(sdpa.paged_attention, (draw(B, 1, H, D), *caches, table, lengths)),
         "MHA": Kind(lambda m, x: m(x, x, x, need_weights=False)[0], (x,), 1, heads),
         "MHA, need_weights": Kind(lambda m, x: m(x, x, x), (x,), 1, heads),
         "encoder layer": Kind(lambda m, x: m(x), (x,), 1, encoder),
