@@ -116,7 +116,7 @@ def exported(kind: Kind, strict: bool) -> None:
         compare(seeded(program.module(), *kind.tensors), wanted)
     if not without_gradients(kind):
         program = torch.export.export(Calling(kind), kind.tensors, strict=strict)
-        compare(seeded(gradients, program.module(), kind)[:-1], expected(gradients, Calling(kind), kind)[:-1])
+        compare(seeded(gradients, program.module(), kind), expected(gradients, Calling(kind), kind))
 
 
 def packaged(kind: Kind, table: bool) -> str | None:
@@ -126,7 +126,8 @@ def packaged(kind: Kind, table: bool) -> str | None:
         program = torch.export.export(Calling(kind), kind.tensors)
         if table:
             program = program.run_decompositions(sdpa.decomposition_table())
-        with torch._inductor.config.patch(fallback_random=True):
+        settings = {"fallback_random": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
+        with torch._inductor.config.patch(settings):
             path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "package.pt2"))
         if table and b"sdpa::" in Path(path).read_bytes():
             raise Wrong("the package names an operator of ours")
