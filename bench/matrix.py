@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from sdpa.bench.matrix_kinds import Kind, kinds
-from sdpa.bench.matrix_ways import WAYS, Wrong
+from sdpa.bench.matrix_ways import TOGETHER, WAYS, Wrong
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "matrix.md"
 OWN = ("/sdpa/", "/dispatch/", "/kernels/")
@@ -31,6 +31,8 @@ Kinds of call (rows) in the ways that torch has of running one (columns), on a C
   accuracy of their dtype), with gradients where the way has them.
 - `ok*`: right, with random numbers of torch's dropout instead of ours.
 - a number: refused, with the sentence below.
+
+A program in C++ loads the packages of the column "AOTInductor, decomposed": they name no operator of ours.
 """
 
 
@@ -70,10 +72,25 @@ def text_of(error: BaseException) -> str:
 def run(names: list[str], ways: list[str], found: dict[str, dict[str, str]], save: Callable[[], None]) -> None:
     known = kinds()
     for way in ways:
+        cells = WAYS[way]
+        if way in TOGETHER and len(names) > 1:
+            cells = together({name: known[name] for name in names}, way)
         for name in names:
-            found.setdefault(name, {})[way] = cell(known[name], WAYS[way])
+            found.setdefault(name, {})[way] = cell(known[name], cells)
             print(f"{way} | {name} | {found[name][way]}", flush=True)
         save()
+
+
+def together(asked: dict[str, Kind], way: str) -> Callable[[Kind], str | None]:
+    """A way that has run all kinds; if one of them cannot, each is asked by itself."""
+    try:
+        torch.manual_seed(0)
+        compared = TOGETHER[way](asked)
+    except Exception as error:
+        print(f"{way} | one by one: {told(error)}", flush=True)
+        return WAYS[way]
+    names = {id(kind): name for name, kind in asked.items()}
+    return lambda kind: compared[names[id(kind)]]()
 
 
 def page(found: dict[str, dict[str, str]]) -> str:

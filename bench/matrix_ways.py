@@ -119,19 +119,38 @@ def exported(kind: Kind, strict: bool) -> None:
         compare(seeded(gradients, program.module(), kind), expected(gradients, Calling(kind), kind))
 
 
-def packaged(kind: Kind, table: bool) -> str | None:
-    """Made by AOTInductor and run; with the table it knows no operator of ours, as a program in C++ wants it."""
+class Several(torch.nn.Module):
+    """Many kinds as one module, because a package takes a minute to make."""
+
+    def __init__(self, calls: list[Calling]) -> None:
+        super().__init__()
+        self.calls = torch.nn.ModuleList(calls)
+
+    def forward(self, *tensors: tuple[Tensor, ...]) -> list[object]:
+        return [call(*given) for call, given in zip(self.calls, tensors, strict=True)]
+
+
+def packaged(kinds: dict[str, Kind], table: bool) -> dict[str, Callable[[], None]]:
+    """Made by AOTInductor and run: what compares each kind; with the table the package knows no operator of ours, as a
+    program in C++ wants it."""
+    calls = {name: Calling(kind) for name, kind in kinds.items()}
+    tensors = tuple(kind.tensors for kind in kinds.values())
+    settings = {"fallback_random": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        wanted = expected(Calling(kind), *kind.tensors)
-        program = torch.export.export(Calling(kind), kind.tensors)
+        wanted = [expected(calls[name], *kind.tensors) for name, kind in kinds.items()]
+        program = torch.export.export(Several(list(calls.values())), tensors)
         if table:
             program = program.run_decompositions(sdpa.decomposition_table())
-        settings = {"fallback_random": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
         with torch._inductor.config.patch(settings):
             path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "package.pt2"))
         if table and b"sdpa::" in Path(path).read_bytes():
             raise Wrong("the package names an operator of ours")
-        compare(seeded(torch._inductor.aoti_load_package(path), *kind.tensors), wanted)
+        found = seeded(torch._inductor.aoti_load_package(path), *tensors)
+    return {name: partial(compare, *pair) for name, pair in zip(kinds, zip(found, wanted, strict=True), strict=True)}
+
+
+def packaged_alone(kind: Kind, table: bool) -> None:
+    packaged({"": kind}, table)[""]()
 
 
 def mapped(kind: Kind) -> None:
@@ -310,8 +329,8 @@ WAYS: dict[str, Way] = {
     "dynamic": dynamic,
     "export": partial(exported, strict=False),
     "export strict": partial(exported, strict=True),
-    "AOTInductor": partial(packaged, table=False),
-    "AOTInductor, decomposed": partial(packaged, table=True),
+    "AOTInductor": partial(packaged_alone, table=False),
+    "AOTInductor, decomposed": partial(packaged_alone, table=True),
     "vmap": mapped,
     "jvp": pushed,
     "jacrev": partial(transformed, torch.func.jacrev),
@@ -327,4 +346,9 @@ WAYS: dict[str, Way] = {
     "fx": symbolic,
     "ONNX": to_onnx,
     "compiled autograd": compiled_autograd,
+}
+# Those that answer many kinds at once.
+TOGETHER = {
+    "AOTInductor": partial(packaged, table=False),
+    "AOTInductor, decomposed": partial(packaged, table=True),
 }

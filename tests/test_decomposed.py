@@ -304,6 +304,20 @@ def test_fx_sees_our_function_as_one_node(qkv):
     torch.testing.assert_close(graph(*qkv), attention(*qkv, Mask(causal=True), softcap=2.0))
 
 
+def test_fx_makes_masks_of_proxies(qkv):
+    graph = torch.fx.symbolic_trace(lambda q, k, v, lengths: attention(q, k, v, Mask(causal=True, lengths=lengths)))
+    for lengths in (torch.tensor([2, 7]), torch.tensor([1, 4])):
+        torch.testing.assert_close(graph(*qkv, lengths), attention(*qkv, Mask(causal=True, lengths=lengths)), **CLOSE)
+    with pytest.raises(TypeError, match=r"Mask\.lengths must be an integer tensor"):
+        Mask(lengths=3)
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_fx_is_told_what_to_do_with_our_modules(kind):
+    with pytest.raises(TypeError, match=r"torch\.fx\.symbolic_trace cannot trace .* sdpa\.restore\(model\)"):
+        torch.fx.symbolic_trace(kind(8, 2))
+
+
 def test_patched_models_are_traced():
     x, model = draw(B, H, M, D, dtype=torch.float32), Written()
     want = learned(model, x)
