@@ -3,6 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sdpa import pytrees  # noqa: F401  registers what torch.export and torch.func take apart
+from sdpa.checkpointing import save_attention
+from sdpa.decomposed import decomposed, decomposition_table
 from sdpa.dispatch.context import sdpa_kernel
 from sdpa.dispatch.explain import Explanation
 from sdpa.dispatch.select import Choice, NoKernelError, last_choice
@@ -25,12 +28,15 @@ __all__ = [
     "Mask",
     "NoKernelError",
     "accelerate",
+    "decomposed",
+    "decomposition_table",
     "explain",
     "install",
     "last_choice",
     "paged_attention",
     "patch",
     "restore",
+    "save_attention",
     "scaled_dot_product_attention",
     "sdpa_kernel",
     "uninstall",

@@ -235,10 +235,15 @@ def apply_single(function: type, *args):
         return ONE_LEVEL.get(function, function).apply(*unwrap_dead_wrappers(args))
 
 
+def without_others(inputs: AttentionInputs) -> AttentionInputs:
+    """Values and sinks get no gradient of the weights; compiled autograd cannot add None to one."""
+    return inputs._replace(v=inputs.v.detach(), sinks=None if inputs.sinks is None else inputs.sinks.detach())
+
+
 def weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: str) -> Tensor:
     """exp(score - lse) in the query's dtype; a row that sees no key has weights of 0."""
     if torch.is_grad_enabled() and lse.requires_grad:
-        return apply(Weights, *inputs, setting, lse, average)
+        return apply(Weights, *without_others(inputs), setting, lse, average)
     with below_autograd():
         return call_weights(inputs, lse, average, setting)
 
@@ -307,6 +312,11 @@ def goes_forward(inputs: AttentionInputs) -> bool:
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
 
 
+def nests_forward() -> bool:
+    """Whether a derivative of forward mode is taken of another, which no node's rule can be asked for."""
+    return sum(level.key() == TransformType.Jvp for level in get_interpreter_stack() or ()) > 1
+
+
 def forward_mode(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]:
     """(out, lse) by operations of torch's, M x N numbers, which carry tangents. Who asked for a kernel that cannot run
     the call hears it."""
@@ -323,7 +333,7 @@ def differentiable_forward(*args):
     """attention_forward's autograd key. Inside of it no Function of functorch's can be called, and none is wanted:
     functorch comes once for each of its levels."""
     inputs, needs_lse, setting = of_forward(args)
-    forward = goes_forward(inputs)
+    forward = goes_forward(inputs) or nests_forward()
     if forward or needs_grad(inputs):
         out, lse = forward_mode(inputs, setting) if forward else differentiated(inputs, setting)
         return out, lse if needs_lse else no_tensor(inputs.q)
@@ -342,7 +352,7 @@ def differentiable_weights(*args) -> Tensor:
     if is_transformed():
         return composite_weights(inputs, lse, average)
     if torch.is_grad_enabled() and lse.requires_grad:
-        return apply_single(Weights, *inputs, setting, lse, average)
+        return apply_single(Weights, *without_others(inputs), setting, lse, average)
     with below_autograd():
         return call_weights(inputs, lse, average, setting)
 

@@ -18,11 +18,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
 from sdpa.calls import CALLS, PLAIN_TYPES, form_of
+from sdpa.decomposed import OPEN, is_decomposed
+from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
 from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_cast, is_nested, nested_attention
 from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
+from sdpa.kernels.math.weights import composite_weights
 from sdpa.mask import Mask
 from sdpa.operators import call_forward, call_weights
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
@@ -39,6 +42,7 @@ from sdpa.torch_private import (
     forward_ad,
     function_modes,
     is_gradtrackingtensor,
+    jit_tracing,
     math_enabled,
     peek_interpreter_stack,
     without_autocast,
@@ -92,7 +96,7 @@ def answer(
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = options
     if (
         is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
-        or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
+        or OPEN or jit_tracing() is not None or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
     ):  # fmt: skip
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
@@ -110,7 +114,7 @@ def answer(
                  query.is_cuda and form_of((query, key, value, *others)))
         # fmt: on
         recent = CALLS.recent.get(state, ())
-    except (TypeError, AttributeError):  # no hash, or no tensor: the ordinary way says what it thinks of it
+    except (TypeError, AttributeError, ValueError):  # no hash, no tensor, one of torch.fx: the ordinary way says what it thinks of it
         recent = None
     if recent is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
@@ -183,6 +187,7 @@ def is_transformed() -> bool:
     """Whether a compiler, functorch, forward mode or a mode stands between this call and the kernels."""
     return (
         is_traced()
+        or is_decomposed()
         or dispatch_modes() > 0
         or function_modes() > 0
         or forward_ad._current_level >= 0
@@ -319,12 +324,25 @@ def operator_results(request: Request, setting: str) -> Sequence[Tensor]:
     form = served_form(inputs)
     if not is_traced():
         flops.announce()
+    if is_decomposed():
+        return decomposed_operators(kind, call, form, inputs, request.returns_lse)
     if kind.average is not None:
         out, lse = call_forward(form, True, setting)
         return without_weights((out, call_weights(form, lse, kind.average, setting)), call.options)
     out, lse = call_forward(form, request.returns_lse, setting)
     results = results_of(Results(out, lse if request.returns_lse else None), form, inputs)
     return dropped(kind.restore(results, *call[:3]), call.options)
+
+
+def decomposed_operators(
+    kind: Kind, call: Call, form: AttentionInputs, inputs: AttentionInputs, returns_lse: bool
+) -> Sequence[Tensor]:
+    """The same by operations of torch's."""
+    if kind.average is not None:
+        results = decomposed_results(form, True)
+        return without_weights((results.out, composite_weights(form, results.lse, kind.average)), call.options)
+    found = results_of(decomposed_results(form, returns_lse), form, inputs)
+    return dropped(kind.restore(found, *call[:3]), call.options)
 
 
 def tensors_among(call: Call) -> tuple:

@@ -44,9 +44,25 @@ def weights_flops(*args: Any, **options: Any) -> int:
     return 2 * pairs_of(inputs) * inputs.q.shape[1] * inputs.q.shape[3]
 
 
+def pairs_of_segments(queries: Tensor, keys: Tensor) -> int:
+    """How many queries and keys have the same id."""
+    ids, places = torch.cat([queries, keys]).unique(return_inverse=True)
+    of_queries, of_keys = (part.bincount(minlength=len(ids)) for part in places.split([len(queries), len(keys)]))
+    return int(of_queries @ of_keys)
+
+
 def pairs_of(inputs: AttentionInputs) -> int:
-    """B * M * N; of packed documents the sum of their M * N where it can be read, else as if all were the longest."""
+    """B * M * N; of packed documents the sum of their M * N where it can be read, else as if all were the longest.
+    Segments, and lengths of queries and keys, are documents, too: so packed ones reach the kernels of a CPU."""
     B, M, N = lengths_of(inputs)
+    queries, keys = inputs.q_segments, inputs.k_segments
+    if type(queries) is Tensor and type(keys) is Tensor and queries.device.type != "meta":
+        rows = max(queries.shape[0], keys.shape[0])
+        pairs = zip(queries.expand(rows, -1), keys.expand(rows, -1), strict=True)
+        return B // rows * sum(map(pairs_of_segments, *zip(*pairs, strict=True)))
+    lengths = inputs.q_lengths, inputs.k_lengths
+    if all(type(given) is Tensor and given.device.type != "meta" for given in lengths):
+        return int((lengths[0].long() * lengths[1]).sum())
     if type(inputs.cu_q) is Tensor and type(inputs.cu_k) is Tensor and inputs.cu_q.device.type != "meta":
         return int((inputs.cu_q.diff().long() * inputs.cu_k.diff()).sum())
     return B * M * N

@@ -12,6 +12,7 @@ from torch import Tensor
 from sdpa import philox
 from sdpa.mask import Mask
 from sdpa.problem import UNLIMITED, AttentionInputs, Results, lengths_of
+from sdpa.torch_private import jit_tracing
 from sdpa.validate import Options, Sizes, check_dense, leading_shape
 
 __all__ = ["Fit", "Options", "build_inputs", "fits_of", "normalise", "restore_rank", "with_mask"]
@@ -130,7 +131,9 @@ def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> Attentio
     """The fields of `mask` written into `inputs`."""
     B, M, N = lengths_of(inputs)
     # A side wider than the matrix hides nothing; saying so keeps such calls on the unmasked path.
-    left, right = (side if side < M + N else UNLIMITED for side in mask.band)
+    # torch.jit.trace would keep the answer for other sizes.
+    traced = jit_tracing() is not None
+    left, right = (side if traced or side < M + N else UNLIMITED for side in mask.band)
     sizes = Sizes(B, inputs.q.shape[1], M, N, lead)
     tensors = {
         name: tensor

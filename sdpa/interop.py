@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sdpa import nested
 from sdpa.mask import Mask
 from sdpa.validate import Options
 
@@ -56,6 +57,14 @@ def nested_attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool, attend: Callable
 ) -> Tensor:
     """Jagged (batch, H, length, D) tensors as one packed batch entry, by `attend` of what it is given."""
+    if nested.are_strided(query, key, value):
+        refuse_mask(options)
+
+        def answer(q: Tensor, k: Tensor, v: Tensor, own: Options) -> Tensor:
+            return nested_attention(q, k, v, own, return_lse, attend)
+
+        return nested.strided_attention(query, key, value, options, answer)
+    query, key, value = nested.as_packed(query, key, value)
     out = attend(*pack_jagged(query, key, value, options, return_lse))
     packed = out.squeeze(0).transpose(0, 1)  # (T, H, Dv)
     return torch.nested.nested_tensor_from_jagged(packed, query.offsets()).transpose(1, 2)
@@ -73,6 +82,14 @@ def pack_jagged(
     return q, k, v, options._replace(attn_mask=mask, is_causal=False)
 
 
+def refuse_mask(options: Options) -> None:
+    if options.attn_mask is not None:
+        raise RuntimeError(
+            "Scaled_dot_product_attention: Nested tensors for query / key are not supported when an explicit attn_mask "
+            "is set"
+        )
+
+
 def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not tensor.is_nested or tensor.layout != torch.jagged:
@@ -84,11 +101,7 @@ def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
             raise RuntimeError(
                 f"Expected jagged tensors of 4 dimensions (batch, H, length, D), but {name} has {tensor.dim()}."
             )
-    if options.attn_mask is not None:
-        raise RuntimeError(
-            "Scaled_dot_product_attention: Nested tensors for query / key are not supported when an explicit attn_mask "
-            "is set"
-        )
+    refuse_mask(options)
     batches = [t.offsets().shape[0] - 1 for t in (query, key)]
     if batches[0] != batches[1]:
         raise RuntimeError(

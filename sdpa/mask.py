@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -60,6 +61,13 @@ class Mask:
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
+        try:
+            self.check()
+        except TypeError:
+            if not is_symbolic(self):
+                raise
+
+    def check(self) -> None:
         if not isinstance(self.causal, (bool, torch.SymBool)):
             hint = "; a mask of its own goes in as allowed or bias" if isinstance(self.causal, Tensor) else ""
             raise TypeError(f"Mask.causal must be bool, got {type(self.causal).__name__}{hint}")
@@ -180,6 +188,12 @@ class Mask:
 
 def is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def is_symbolic(mask: Mask) -> bool:
+    """Whether torch.fx traces the call, which makes masks of proxies."""
+    fx = sys.modules.get("torch.fx")
+    return fx is not None and any(isinstance(getattr(mask, field.name), fx.Proxy) for field in fields(mask))
 
 
 def of_dense(tensor: Tensor, function: str) -> Mask:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 
 import torch
@@ -26,11 +25,28 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from sdpa.decomposed import Block
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.torch_private import saved_tensors_hooks
 
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
 NAME = "scaled_dot_product_attention"
 ORIGINAL: Callable = F.scaled_dot_product_attention
+
+
+def make_scriptable(function: Callable) -> None:
+    """torch.jit.script looks functions up by identity, and compiles torch's operator where it finds ours, which it
+    could not compile. Arguments that only ours has it refuses."""
+    builtins = getattr(torch.jit, "_builtins", None)
+    known, found = getattr(builtins, "_builtin_ops", None), getattr(builtins, "_builtin_table", None)
+    if isinstance(known, list):
+        known.append((function, f"aten::{NAME}"))  # of which the table is made when it is first asked for
+    if isinstance(found, dict):
+        found[id(function)] = f"aten::{NAME}"
+
+
+make_scriptable(scaled_dot_product_attention)
 
 
 class _State:
@@ -41,20 +57,28 @@ class _State:
     replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
 
 
-@contextmanager
-def patch() -> Iterator[None]:
+class patch(Block):
     """Use sdpa wherever torch's scaled_dot_product_attention is called until the with-block ends, in every thread.
 
     Nests, also across threads: the last block to end gives torch its function back. A model needs no change:
 
         with sdpa.patch():
             loss = model(x)
+
+    Inside of a function under torch.compile it reaches what the graph records of the block.
     """
-    install()
-    try:
-        yield
-    finally:
-        uninstall()
+
+    def __enter__(self) -> None:
+        if is_dynamo_compiling():
+            ROUTING.__enter__()
+        else:
+            install()
+
+    def __exit__(self, *exception: object) -> None:
+        if is_dynamo_compiling():
+            ROUTING.__exit__(None, None, None)
+        else:
+            uninstall()
 
 
 def install() -> None:
@@ -89,8 +113,8 @@ def references() -> list[tuple[ModuleType, str]]:
 
 
 def keeps_original(module: str) -> bool:
-    """torch's own modules, whose tables know overridable functions by identity, and this one, which gives it back."""
-    return module == __name__ or module.partition(".")[0] == "torch"
+    """torch's own modules, whose tables know overridable functions by identity, and ours that mean torch's."""
+    return module in (__name__, "sdpa.decomposed") or module.partition(".")[0] == "torch"
 
 
 def inside(function: FunctionType) -> FunctionType:

@@ -77,6 +77,9 @@ TRACERS = tuple(
     key for name in ("FAKE", "PROXY") if (key := part(f"torch._C._TorchDispatchModeKey.{name}", None)) is not None
 )
 
+# Whether torch.jit.trace records. Absent: it does not.
+jit_tracing = part("torch._C._get_tracing_state", lambda: None)
+
 # functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
 # ImportError.
 TransformType = torch._C._functorch.TransformType

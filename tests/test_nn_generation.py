@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_nn_stacks import NoHost
@@ -102,7 +104,7 @@ WRONG = {
     "no cache": (lambda d, c: d.step(TGT, None), TypeError, "cache must be a DecoderCache, .*, got NoneType"),
     "no target": (lambda d, c: d.step(None, c), TypeError, "tgt must be a Tensor, got NoneType"),
     "target": (lambda d, c: d.step(TGT[0], c), ValueError, f"tgt {DIMENSIONS}"),
-    "layers": (lambda d, c: d.step(TGT, c._replace(own=())), ValueError, "is of 0 layers, expected this decoder's 2"),
+    "layers": (lambda d, c: d.step(TGT, replace(c, own=())), ValueError, "is of 0 layers, expected this decoder's 2"),
     "no memory": (lambda d, c: d.new_cache(None, T), TypeError, "memory must be a Tensor, got NoneType"),
     "memory": (lambda d, c: d.new_cache(MEMORY[0], T), ValueError, f"memory {DIMENSIONS}"),
     "no mask": (lambda d, c: d.new_cache(MEMORY, T, [S]), TypeError, "_padding_mask must be a Tensor, got list"),
@@ -179,3 +181,50 @@ def test_another_number_of_sequences(batch_first):
     tgt = draw(1, batch_first, 3)
     with pytest.raises(ValueError, match=f"tgt has 1 sequences, expected the cache's {B}"):
         decoder.step(tgt[:1] if batch_first else tgt[:, :1], cache)
+
+
+def test_new_cache_of_a_symbolic_length():
+    decoder = decoder_of(True, False)
+
+    def generated(memory, x):
+        return decoder.step(x, decoder.new_cache(memory, memory.shape[1] + 2))
+
+    compiled = torch.compile(generated, dynamic=True, fullgraph=True, backend="aot_eager")
+    for size in (S, S + 3):
+        memory, x = torch.randn(B, size, D, dtype=torch.float64), draw(3, True, 5)
+        torch.testing.assert_close(compiled(memory, x), generated(memory, x))
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_step_of_a_sharded_decoder(process_group):
+    """fully_shard makes classes of its own of ours, and gathers parameters for a layer's forward only."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    decoder, sharded = decoder_of(True, False), decoder_of(True, False)
+    for layer in sharded.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    register_fsdp_forward_method(sharded, "step")
+    memory, tgt = draw(S, True, 4), draw(T, True, 5)
+    caches = [model.new_cache(memory, T) for model in (decoder, sharded)]
+    for position in range(3):
+        want, got = (m.step(tgt[:, position, None], c) for m, c in zip((decoder, sharded), caches, strict=True))
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(sharded(tgt, memory), decoder(tgt, memory))
+
+
+class Own(nn.TransformerDecoderLayer):
+    def _mha_block(self, *args, **kwargs):
+        return 2 * super()._mha_block(*args, **kwargs)
+
+
+def test_a_layer_with_code_of_its_own_has_no_cache():
+    decoder = nn.TransformerDecoder(Own(D, HEADS, 32, batch_first=True, dtype=torch.float64), 1)
+    with pytest.raises(TypeError, match="got Own as layer 0"):
+        decoder.new_cache(draw(S, True, 4), T)

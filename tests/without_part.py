@@ -127,7 +127,7 @@ def transformed(sdpa) -> None:
     close(torch.vmap(attend)(*stacked)[1], F.scaled_dot_product_attention(*(t + 1 for t in tensors)))
     found = torch.func.grad(lambda q: attend(q, *tensors[1:]).sum())(tensors[0])
     close(found, torch.func.grad(lambda q: F.scaled_dot_product_attention(q, *tensors[1:]).sum())(tensors[0]))
-    _, found = torch.func.jvp(lambda v: attend(*tensors[:2], v), tensors[2:], tensors[2:])
+    _, found = torch.func.jvp(lambda v: attend(*tensors[:2], v), (tensors[2],), (tensors[2],))
     close(found, F.scaled_dot_product_attention(*tensors))
 
 

@@ -7,10 +7,12 @@ torch.compile may differentiate or trace through them.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from sdpa import dense, packing, philox
 from sdpa.kernels.math.scores import finite, over_group, per_group, quarantine, scores_of
@@ -40,8 +42,13 @@ def unavailable() -> str | None:
     return None
 
 
+def named(name: str) -> AbstractContextManager:
+    """A range of the profiler, if one is on: kernels have names of their own, a composition has those of its parts."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
-    with torch._C._DisableAutocast():
+    with torch._C._DisableAutocast(), named("sdpa::math_forward"):
         terms = forward_terms(inputs)
         return Results(like_layout(terms.out.to(inputs.q.dtype), inputs.q), terms.lse)
 
@@ -49,7 +56,7 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
 def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
 ) -> Gradients:
-    with torch._C._DisableAutocast():
+    with torch._C._DisableAutocast(), named("sdpa::math_backward"):
         return backward_terms(inputs, upstream, "bias_grad" in problem.features)
 
 

@@ -98,7 +98,7 @@ def weight_terms(inputs: AttentionInputs, lse: Tensor, streams: Tensor | None = 
     if dense.structured(inputs) is not None:
         k, k_bad = quarantine(k)
     scores, slope = scores_of(inputs, q, k, k_bad)
-    probabilities = (scores - finite(lse).unsqueeze(-1)).exp_()
+    probabilities = torch.exp(scores - finite(lse).unsqueeze(-1))  # in place is nothing for a graph
     keep = None
     if inputs.rng is not None:
         kept = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(scores.shape), streams)

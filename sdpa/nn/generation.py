@@ -6,11 +6,14 @@ layers that training runs. Nothing is read on the host: a step can be captured i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from sdpa.mask import Mask
 
@@ -33,12 +36,20 @@ class Stored(NamedTuple):
         assert self.lengths is not None  # of self-attention they are counted
         position = self.lengths[:, None] + torch.arange(M, device=k.device)
         try:
-            self.keys[sequence, :, position] = k.transpose(1, 2).to(self.keys.dtype)
-            self.values[sequence, :, position] = v.transpose(1, 2).to(self.values.dtype)
+            for kept, new in ((self.keys, k), (self.values, v)):
+                # Of a transposed view, whose indices are neighbours: vmap's rule is wrong for others.
+                kept.transpose(1, 2).index_put_((sequence, position), new.transpose(1, 2).to(kept.dtype))
         except IndexError:  # only a CPU looks
             raise IndexError(
                 f"a sequence of the cache has no room for {M} more positions, max_length is {self.keys.shape[2]}"
             ) from None
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise RuntimeError(
+                "a step stores in place, so that under vmap the cache has to be mapped as tgt is: call new_cache "
+                "inside of the mapped function, or give the cache to it as an argument."
+            ) from error
 
     def mask(self, M: int) -> Mask | None:
         """What M queries of a step see, of which the last stands at the last key."""
@@ -47,8 +58,10 @@ class Stored(NamedTuple):
         return None if self.seen is None else Mask(allowed=self.seen)
 
 
-class DecoderCache(NamedTuple):
-    """What `TransformerDecoder.step` keeps: made by `TransformerDecoder.new_cache`."""
+@dataclass(frozen=True, eq=False)
+class DecoderCache:
+    """What `TransformerDecoder.step` keeps: made by `TransformerDecoder.new_cache`. It is a pytree, whose layers share
+    one tensor of lengths also when it is built again; torch builds every NamedTuple again leaf by leaf."""
 
     own: tuple[Stored, ...]  # by layer: of the target so far
     memory: tuple[Stored, ...]  # by layer: of the encoder's output, projected once
@@ -57,6 +70,11 @@ class DecoderCache(NamedTuple):
     @property
     def max_length(self) -> int:
         return self.own[0].keys.shape[2] if self.own else 0
+
+    @property
+    def seen(self) -> Tensor | None:
+        """The padding mask of the memory, which all layers share."""
+        return self.memory[0].seen if self.memory else None
 
     def reset(self) -> None:
         """Forget the target, in place: the same memory, another generation (or another replay of a graph)."""
@@ -72,10 +90,68 @@ class DecoderCache(NamedTuple):
         if order.shape != self.lengths.shape or order.dtype not in INDICES:
             wanted, got = tuple(self.lengths.shape), tuple(order.shape)
             raise ValueError(f"order must be int64 or int32 of shape {wanted}, got {order.dtype} of shape {got}")
-        for stored in (*self.own, *self.memory):
-            for tensor in (stored.keys, stored.values, *([] if stored.seen is None else [stored.seen])):
-                tensor.copy_(tensor[order])
-        self.lengths.copy_(self.lengths[order])
+        stores = (*self.own, *self.memory)
+        kept = [tensor for stored in stores for tensor in (stored.keys, stored.values)]
+        # Layers share these: a second reordering would be one of what is in order.
+        for tensor in (*kept, *([] if self.seen is None else [self.seen]), self.lengths):
+            tensor.copy_(tensor[order])
+
+
+def flatten_cache(cache: DecoderCache) -> tuple[list, bool]:
+    """Keys and values by layer, and once what layers share; the context is whether the memory has padding."""
+    own, memory = ([(stored.keys, stored.values) for stored in stores] for stores in (cache.own, cache.memory))
+    seen = [] if cache.seen is None else [cache.seen]
+    return [own, memory, cache.lengths, *seen], bool(seen)
+
+
+def flatten_cache_with_keys(cache: DecoderCache) -> tuple[list, bool]:
+    parts, context = flatten_cache(cache)
+    return [
+        (GetAttrKey(name), part) for name, part in zip(("own", "memory", "lengths", "seen"), parts, strict=False)
+    ], context
+
+
+def build_cache(parts: Iterable, has_seen: bool) -> DecoderCache:
+    own, memory, lengths, *seen = parts
+    return DecoderCache(
+        tuple(Stored(keys, values, lengths, None, grows=True) for keys, values in own),
+        tuple(Stored(keys, values, None, seen[0] if has_seen else None, grows=False) for keys, values in memory),
+        lengths,
+    )
+
+
+register_pytree_node(
+    DecoderCache,
+    flatten_cache,
+    build_cache,
+    serialized_type_name="sdpa.nn.DecoderCache",
+    to_dumpable_context=bool,
+    from_dumpable_context=bool,
+    flatten_with_keys_fn=flatten_cache_with_keys,
+)
+torch.serialization.add_safe_globals([DecoderCache, Stored])
+
+
+@contextmanager
+def gathered(layer: torch.nn.Module) -> Iterator[None]:
+    """The whole parameters of a layer that fully_shard (FSDP2) has sharded, which only its forward would gather."""
+    if not isinstance(layer, Sharded):
+        yield
+        return
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """What fully_shard adds to a module's class, which need not be imported."""
+
+    def unshard(self) -> object: ...
+
+    def reshard(self) -> object: ...
 
 
 class Attention(Protocol):
@@ -102,11 +178,12 @@ def new_cache(
 ) -> DecoderCache:
     """Empty target stores and the projected memory of each layer."""
     B = memory.shape[0] if layers[0].self_attn.batch_first else memory.shape[1]
-    lengths = torch.zeros(B, dtype=torch.int64, device=memory.device)
+    lengths = memory.new_zeros(B, dtype=torch.int64)  # under vmap mapped as the memory is
     seen = None if memory_key_padding_mask is None else ~memory_key_padding_mask[:, None, None, :]
     own, projected = [], []
     for layer in layers:
-        k, v = layer.multihead_attn.project_memory(memory)
+        with gathered(layer):
+            k, v = layer.multihead_attn.project_memory(memory)
         projected.append(Stored(k, v, None, seen, grows=False))
         shape = (B, layer.self_attn.num_heads, max_length, layer.self_attn.head_dim)
         keys, values = k.new_zeros((2, *shape))
@@ -117,7 +194,7 @@ def new_cache(
 def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_first: bool) -> None:
     """The arguments of `TransformerDecoder.new_cache`; no value is read."""
     B, S = check_batch("memory", memory, batch_first)
-    if type(max_length) is not int or max_length < 1:
+    if isinstance(max_length, bool) or not isinstance(max_length, int | torch.SymInt) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
     if padding is None:
         return

@@ -21,11 +21,22 @@ def check_kinds(module: torch.nn.Module, inputs: Mapping[str, object], masks: Ma
     """Inputs are tensors, and masks are if they are given."""
     for name, given in inputs.items():
         if not isinstance(given, Tensor):
+            refuse_proxy(module, given)
             check_tensor(name, given, type(module).__name__)
     for name, given in masks.items():
         if given is not None and not isinstance(given, KINDS):
             kind = type(given).__name__
             raise TypeError(f"{type(module).__name__}(): argument '{name}' must be Tensor or None, not {kind}")
+
+
+def refuse_proxy(module: torch.nn.Module, given: object) -> None:
+    """torch.fx takes torch's own modules for nodes, and would trace through ours."""
+    if type(given).__module__ == "torch.fx.proxy":
+        raise TypeError(
+            f"torch.fx.symbolic_trace cannot trace {type(module).__name__}, whose code depends on the values of its "
+            "arguments; sdpa.restore(model) makes it torch's again, or give a torch.fx.Tracer whose is_leaf_module is "
+            "true for it; torch.export can trace it."
+        )
 
 
 def check_masks(

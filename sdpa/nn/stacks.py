@@ -12,7 +12,7 @@ from sdpa.nn.generation import DecoderCache, check_memory, check_step, new_cache
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, like, take_over
 from sdpa.nn.masks import check_kinds, check_masks
 from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, is_lengths, whole
-from sdpa.nn.rowwise import has_values, is_rowwise, takes_rows
+from sdpa.nn.rowwise import has_values, is_rowwise, is_unchanged, takes_rows
 
 
 class TransformerEncoder(torch.nn.TransformerEncoder):
@@ -173,7 +173,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         """
         layers = []
         for number, layer in enumerate(self.layers):
-            if type(layer) is not TransformerDecoderLayer:
+            # fully_shard (FSDP2) makes a class of its own of ours.
+            if not isinstance(layer, TransformerDecoderLayer) or not is_unchanged(layer, TransformerDecoderLayer):
                 raise TypeError(
                     f"step needs sdpa.nn.TransformerDecoderLayer, got {type(layer).__name__} as layer {number}"
                 )
@@ -192,7 +193,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         Any number of positions at a time: a prompt first, then one by one. Shapes depend on nothing but `tgt`, and
         no value is read on the host, so a step can be captured in a CUDA graph; nor is therefore checked whether the
         cache still has room (CPU: it is). It has no gradient, because it stores in place: it runs under torch.no_grad,
-        whatever the caller's mode, and its result does not require one.
+        whatever the caller's mode, and its result does not require one. A decoder that fully_shard has sharded needs
+        torch.distributed.fsdp.register_fsdp_forward_method(decoder, "step") once.
 
         Args:
             tgt: (M, B, E), or (B, M, E) with batch_first: the embeddings of the next M positions.

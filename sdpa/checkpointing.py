@@ -1,0 +1,41 @@
+"""save_attention: what selective checkpointing keeps of a model, so that its backward computes no attention again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# torch's own, where a model calls those: names of packets in torch.ops.aten, as far as this torch has them.
+TORCHS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def save_attention(otherwise: Callable | None = None) -> Callable:
+    """A policy of torch.utils.checkpoint that saves what attention returns and computes the rest again.
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, sdpa.save_attention())
+        out = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+    Args:
+        otherwise: a policy that is asked about all other operators, such as one that also saves matrix products.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    saved = {torch.ops.sdpa.attention_forward}
+    saved |= {getattr(torch.ops.aten, name) for name in TORCHS if hasattr(torch.ops.aten, name)}
+
+    def policy(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        if getattr(operator, "overloadpacket", operator) in saved:
+            return CheckpointPolicy.MUST_SAVE
+        if otherwise is not None:
+            return otherwise(context, operator, *args, **options)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

@@ -1,0 +1,69 @@
+"""Mask, Results and a decoder's cache as pytrees: torch.export, torch.func and torch.compile take them apart.
+
+Leaves are the fields that may be tensors, as far as they are there; flags, the alignment and the window are in the
+context. A node is built again without the checks of its constructor, because torch also builds it of things that are no
+tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils._pytree import GetAttrKey, register_pytree_node
+
+from sdpa.mask import Mask
+from sdpa.problem import Results
+
+# In this order in `Mask`; a graph that was saved names them.
+TENSOR_FIELDS = ("lengths", "query_lengths", "segments", "cu_seqlens", "prefix", "alibi", "allowed", "bias")
+NAMES = tuple(field.name for field in fields(Mask))
+
+
+def flatten_mask(mask: Mask) -> tuple[list, tuple]:
+    """The tensors that a mask has; and their names, with the fields that are no tensors."""
+    present = tuple(name for name in TENSOR_FIELDS if getattr(mask, name) is not None)
+    constants = tuple(None if name in present else getattr(mask, name) for name in NAMES)
+    return [getattr(mask, name) for name in present], (present, constants)
+
+
+def flatten_mask_with_keys(mask: Mask) -> tuple[list, tuple]:
+    values, context = flatten_mask(mask)
+    return [(GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
+
+
+def build_mask(values: Any, context: tuple) -> Mask:
+    present, constants = context
+    given = dict(zip(NAMES, constants, strict=True))
+    given.update(zip(present, values, strict=True))
+    mask = object.__new__(Mask)
+    for name in NAMES:
+        object.__setattr__(mask, name, given[name])
+    return mask
+
+
+def dump_mask(context: tuple) -> list:
+    """The context as JSON has it."""
+    present, constants = context
+    return [list(present), [list(value) if isinstance(value, tuple) else value for value in constants]]
+
+
+def load_mask(dumped: list) -> tuple:
+    present, constants = dumped
+    return tuple(present), tuple(tuple(value) if isinstance(value, list) else value for value in constants)
+
+
+register_pytree_node(
+    Mask,
+    flatten_mask,
+    build_mask,
+    serialized_type_name="sdpa.Mask",
+    to_dumpable_context=dump_mask,
+    from_dumpable_context=load_mask,
+    flatten_with_keys_fn=flatten_mask_with_keys,
+)
+# A NamedTuple is a pytree by itself; a saved program needs its name.
+register_pytree_node(Results, lambda results: (list(results), None), Results._make, serialized_type_name="sdpa.Results")
+# Saved programs keep their example inputs, which torch.export.load reads with weights_only=True.
+torch.serialization.add_safe_globals([Mask, Results])
