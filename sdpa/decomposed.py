@@ -6,7 +6,6 @@ that function stands for it. Everything else is the composition of kernels/math,
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable

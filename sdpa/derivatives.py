@@ -42,6 +42,7 @@ from sdpa.torch_private import (
     enable_single_level_autograd_function,
     forward_level,
     functorch_is_on,
+    get_interpreter_stack,
     peek_interpreter_stack,
     single_level,
     unwrap_dead_wrappers,

@@ -24,8 +24,8 @@ from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
 from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_cast, is_nested, nested_attention
-from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
 from sdpa.kernels.math.weights import composite_weights
+from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
 from sdpa.mask import Mask
 from sdpa.operators import call_forward, call_weights
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
@@ -114,7 +114,11 @@ def answer(
                  query.is_cuda and form_of((query, key, value, *others)))
         # fmt: on
         recent = CALLS.recent.get(state, ())
-    except (TypeError, AttributeError, ValueError):  # no hash, no tensor, one of torch.fx: the ordinary way says what it thinks of it
+    except (
+        TypeError,
+        AttributeError,
+        ValueError,
+    ):  # no hash, no tensor, one of torch.fx: the ordinary way says what it thinks of it
         recent = None
     if recent is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))

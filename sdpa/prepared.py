@@ -15,6 +15,7 @@ from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import Setting, torch_toggles
+from sdpa.dispatch.placing import at_home
 from sdpa.dispatch.recovery import recover
 from sdpa.dispatch.refusal import NoKernelError
 from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_batch, as_rows
@@ -122,12 +123,15 @@ class Prepared:
         watch._backward_hooks = {0: self.before_backward}
         return watch
 
-    def before_backward(self, grad_out: Tensor) -> None:
-        """torch's own backward of the operator has no derivative: where one may be asked for, ours replaces it."""
+    def before_backward(self, grad_out: Tensor) -> Tensor | None:
+        """torch's own backward of the operator has no derivative: where one may be asked for, ours replaces it. And its
+        kernels read gradients at multiples of 16 bytes, whatever arrives."""
         if torch.is_grad_enabled():
             node = current_node()
             if "sdpa" not in node.metadata:  # a graph that is kept is gone through again
                 node.metadata["sdpa"] = node.register_hook(self.after_backward)
+            return None
+        return at_home(grad_out) if grad_out is not None and grad_out.is_cuda else None
 
     def after_backward(self, grads: tuple, upstream: tuple) -> tuple | None:
         if not torch.is_grad_enabled() or upstream[0] is None:
