@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sdpa.alignment import PLACED
 from sdpa.dispatch.kernel import ROWS, Kernel
 from sdpa.dispatch.rules import (
     bias_forward,
@@ -27,7 +28,7 @@ from sdpa.dispatch.rules import (
     square_causal,
     triton_architecture,
 )
-from sdpa.problem import FEATURES, PLACED
+from sdpa.problem import FEATURES
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALF | {torch.float32}

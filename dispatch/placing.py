@@ -7,17 +7,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
+from sdpa.alignment import BULK_BYTES, alignment_of, stride_alignment
 from sdpa.layout import empty_as
-from sdpa.problem import (
-    BULK_BYTES,
-    AttentionInputs,
-    AttentionProblem,
-    Gradients,
-    Results,
-    Tile,
-    alignment_of,
-    stride_alignment,
-)
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 REPEATING = 3  # dimensions that may go on repeating by stride 0: all but the last
 

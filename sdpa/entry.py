@@ -94,11 +94,14 @@ def answer(
     """The result of a call by what a call like it before came to, else by the ordinary way; nothing is checked yet."""
     query, key, value = tensors
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = options
+    # fmt: off
     if (
         is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
-        or OPEN or jit_tracing() is not None or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
+        or OPEN or jit_tracing() is not None
+        or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
-    ):  # fmt: skip
+    ):
+        # fmt: on
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
     parts = NOTHING if mask is None and sinks is None and places is None else parts_of(mask, sinks, places)
     if parts is None:

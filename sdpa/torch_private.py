@@ -46,6 +46,10 @@ def never(*_: object) -> bool:
     return False
 
 
+def always() -> bool:
+    return True
+
+
 # Recognises tensors by type, dispatch keys, dtype, device, sizes, strides and requires_grad in one call. Absent: calls
 # are found by a key of these, which takes three times as long.
 TensorGuards = part("torch._C._dynamo.guards.TensorGuards", None)
@@ -99,7 +103,8 @@ def forward_level() -> int:
 # Guards of the dispatcher's state. Needed likewise.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 without_autocast = torch._C._DisableAutocast
-autocast_is_on: Callable[[], bool] = part("torch._C._is_any_autocast_enabled", torch.is_autocast_enabled)
+# Absent: every call asks for the autocast of its own device; torch.is_autocast_enabled alone would ask for CUDA's.
+autocast_is_on: Callable[[], bool] = part("torch._C._is_any_autocast_enabled", always)
 
 # The node that is being run, and hooks of saved tensors (activation checkpointing). Absent: torch's own operators are
 # not left to differentiate themselves, and a call under hooks is taken for one without.
@@ -125,10 +130,18 @@ current_device = part("torch._C._cuda_getDevice", None)
 current_stream = part("torch._C._cuda_getCurrentRawStream", None)
 
 
+class DirectFunction(torch.autograd.Function):
+    """`Function` whose `apply` is that of its base in C++."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
 # A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's
 # autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++.
-# Absent: `Function`, whose `apply` is right outside of functorch.
-SingleLevelFunction = part("torch.autograd.function._SingleLevelFunction", torch.autograd.Function)
+# Absent: `Function`, past the question in Python.
+SingleLevelFunction = part("torch.autograd.function._SingleLevelFunction", DirectFunction)
 
 
 def single_level(function: type[torch.autograd.Function]) -> type:

@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # What a call is, the environment, torch's private parts: they import nothing of ours but each other.
     "facts": (
         "sdpa.problem",
+        "sdpa.alignment",
         "sdpa.environment",
         "sdpa.philox",
         "sdpa.layout",
@@ -31,15 +32,25 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.tuning_tables.",
     ),
     # What masks and packed sequences mean, in torch operations.
-    "formulas": ("sdpa.dense", "sdpa.packing", "sdpa.batching", "sdpa.flops", "sdpa.reference"),
+    "formulas": ("sdpa.dense", "sdpa.packing", "sdpa.batching", "sdpa.reference"),
     "kernels": ("sdpa.kernels.",),
     "dispatch": ("sdpa.dispatch.",),
     # From a user's arguments to AttentionInputs.
-    "inputs": ("sdpa.validate", "sdpa.mask", "sdpa.mask_algebra", "sdpa.inputs", "sdpa.interop"),
-    "operators": ("sdpa.operators", "sdpa.ops", "sdpa.short", "sdpa.repeats", "sdpa.inductor"),
-    "derivatives": ("sdpa.derivatives", "sdpa.autograd", "sdpa.graph"),
-    # Calls that are recognised.
-    "calls": ("sdpa.calls", "sdpa.eager", "sdpa.plans", "sdpa.sequences"),
+    "inputs": (
+        "sdpa.validate",
+        "sdpa.validate_sequences",
+        "sdpa.mask",
+        "sdpa.mask_algebra",
+        "sdpa.inputs",
+        "sdpa.interop",
+        "sdpa.nested",
+    ),
+    # The memory of calls, and one direction of what it remembers.
+    "calls": ("sdpa.calls", "sdpa.passes"),
+    "operators": ("sdpa.operators", "sdpa.flops"),
+    "derivatives": ("sdpa.derivatives", "sdpa.decomposed"),
+    # From a public function to what answers its call.
+    "entry": ("sdpa.entry", "sdpa.kinds", "sdpa.prepared", "sdpa.sequences"),
     # What users import.
     "public": ("sdpa", "sdpa.functional", "sdpa.varlen", "sdpa.explain", "sdpa.patch"),
     "modules": ("sdpa.nn.", "sdpa.distributed.", "sdpa.integrations."),
@@ -55,11 +66,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "kernels": ("facts", "formulas", "kernels"),
     "dispatch": ("facts", "dispatch"),
     "inputs": ("facts", "formulas", "inputs"),
-    "operators": ("facts", "formulas", "dispatch", "operators"),
-    "derivatives": ("facts", "formulas", "dispatch", "operators", "derivatives"),
-    "calls": ("facts", "formulas", "inputs", "dispatch", "operators", "derivatives", "calls"),
-    "public": ("facts", "formulas", "inputs", "dispatch", "operators", "derivatives", "calls", "public"),
-    "modules": ("facts", "formulas", "inputs", "dispatch", "operators", "derivatives", "public", "modules"),
+    "calls": ("facts", "dispatch", "calls"),
+    "operators": ("facts", "formulas", "dispatch", "calls", "operators"),
+    "derivatives": ("facts", "formulas", "dispatch", "calls", "operators", "derivatives"),
+    "entry": ("facts", "formulas", "inputs", "dispatch", "calls", "operators", "derivatives", "entry"),
+    "public": ("facts", "formulas", "inputs", "dispatch", "calls", "operators", "derivatives", "entry", "public"),
+    "modules": ("facts", "formulas", "inputs", "dispatch", "entry", "public", "modules"),
     "testing": ("facts", "formulas", "inputs", "dispatch", "testing"),
     "bench": ("facts", "inputs", "dispatch", "public", "modules", "bench"),
     "cli": ("facts", "inputs", "dispatch", "public", "testing", "bench", "cli"),
@@ -67,8 +79,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 # Arrows against that table, each with its reason.
 KNOWN_ARROWS: dict[tuple[str, str], str] = {
-    ("sdpa.autograd", "sdpa.kernels.math.composite"): "derivatives of derivatives are compositions of torch operations",
-    ("sdpa.autograd", "sdpa.kernels.math.weights"): "the same of the weights",
+    ("sdpa.derivatives", "sdpa.kernels.math.composite"): "derivatives of derivatives are compositions of operations",
+    ("sdpa.derivatives", "sdpa.kernels.math.weights"): "the same of the weights",
+    ("sdpa.decomposed", "sdpa.kernels.math.composite"): "a call as a composition of torch operations",
+    ("sdpa.decomposed", "sdpa.kernels.math.weights"): "the same of the weights",
+    ("sdpa.entry", "sdpa.kernels.math.weights"): "the same of the weights",
     ("sdpa.bench.warm", "sdpa.kernels.triton.arguments"): "compiles ahead what a kernel would be called with",
     ("sdpa.cli.info", "sdpa.kernels.cpu.library"): "says which instruction sets the library found",
 }

@@ -15,9 +15,6 @@ MAX_PARAMETERS = 6
 OPERATORS = "an operator's implementation: torch passes all that its schema names"
 EXCUSED_FILES = {
     "sdpa/operators.py": OPERATORS,
-    "sdpa/ops.py": OPERATORS,
-    "sdpa/short.py": OPERATORS,
-    "sdpa/graph.py": OPERATORS,
     "sdpa/derivatives.py": OPERATORS,
     "sdpa/integrations/transformers.py": "transformers' signature of an attention function",
     "sdpa/integrations/transformers_masks.py": "transformers' signature of a mask function",
@@ -33,10 +30,6 @@ PUBLIC = {
 KNOWN_SIGNATURES = {
     ("sdpa/cli/explain.py", "problem_of"): "takes every option of the command",
     ("sdpa/nn/stacks.py", "decode"): "torch's parameters of a decoder's forward, passed on",
-    ("sdpa/eager.py", "attend"): "a public function's parameters, passed on",
-    ("sdpa/eager.py", "attend_packed"): "a public function's parameters, passed on",
-    ("sdpa/eager.py", "make_packed_plan"): "a public function's parameters, passed on",
-    ("sdpa/interop.py", "nested_attention"): "a public function's parameters, passed on",
     ("sdpa/testing.py", "compare"): "what tests compare: no noun yet",
     ("bench/warm.py", "warm_builds"): "what a pool compiles: no noun yet",
 }

@@ -11,12 +11,13 @@ from fake_kernels import catalog_of_fakes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sdpa
+from sdpa.alignment import PLACED, alignment_of
 from sdpa.dispatch import choice as choosing
 from sdpa.dispatch import cost, explain, placing, select
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import ALL_TOGGLES
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import PLACED, AttentionInputs, AttentionProblem, Results, alignment_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 ON_GPU = AttentionProblem("cuda:0", BFLOAT16, 2, 4, 4, 128, 128, 64, 64)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import sdpa
 import sdpa.nn
-from sdpa import Mask, operators
+from sdpa import Mask, operators, torch_private
 from sdpa import scaled_dot_product_attention as attention
 
 SHAPE = (2, 2, 8, 16)  # B, H, M = N, D

@@ -42,7 +42,7 @@ def device(monkeypatch):
     """A Hopper that is not here; yields (the ordinary launches, what launchers were called with)."""
     from triton.runtime import driver
 
-    if replay.VERSION not in replay.KNOWN:
+    if triton_private.VERSION not in triton_private.KNOWN:
         pytest.skip(f"launches of Triton {triton.__version__} are not run again")
     ordinary, called = [], []
 

@@ -11,6 +11,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdpa import packing
+from sdpa.alignment import BULK_BYTES, has_bulk_strides
 from sdpa.kernels.triton.block_ranges import BlockRanges, Ids, find_block_ranges
 from sdpa.kernels.triton.float16_parts import P_EXPONENT
 from sdpa.kernels.triton.kernel_arguments import (
@@ -33,16 +34,7 @@ from sdpa.kernels.triton.launch import Launch, Pass
 from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import empty_as
-from sdpa.problem import (
-    BULK_BYTES,
-    UNLIMITED,
-    AttentionInputs,
-    AttentionProblem,
-    Results,
-    Tile,
-    has_bulk_strides,
-    read_of,
-)
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 # TMA wants addresses and strides in multiples of 16 bytes.
 DESCRIPTOR_ALIGNMENT = BULK_BYTES

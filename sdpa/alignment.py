@@ -1,0 +1,82 @@
+"""Where a call's tensors lie: which begin at odd addresses or have rows that do, and which repeat along a dimension.
+
+A GPU's wide loads and TMA read from multiples of 16 bytes. CPU kernels read from any address.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sdpa.problem import AttentionInputs
+
+# The widest load of a GPU's thread; TMA, the bulk copy engine, wants addresses and strides in multiples of it, too.
+BULK_BYTES = 16
+# Names of the tensors that a problem may call unaligned. "bias" is the address of a bias, "bias_rows" its strides.
+OTHERS = ("out", "lse", "grad_out")
+PLACED = ("q", "k", "v", "bias", "bias_rows", *OTHERS)
+
+
+def lies_on_gpu(tensor: Tensor) -> bool:
+    """Whether it matters where a tensor lies. CPU kernels read from any address; a tensor of a trace, which a subclass
+    stands for, lies nowhere yet."""
+    return tensor.is_cuda and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def alignment_of(tensor: Tensor, strides: bool = True) -> int:
+    """The largest of 16, 8, 4, 2 and 1 that divides the address of `tensor` and, where asked, its strides but the last
+    in bytes. It is 16 where nobody asks (`lies_on_gpu`) and for a tensor without memory, as transforms have them."""
+    if not lies_on_gpu(tensor):
+        return BULK_BYTES
+    try:
+        bits = tensor.data_ptr() | BULK_BYTES
+    except RuntimeError:
+        return BULK_BYTES
+    if strides:
+        bits |= stride_alignment(tensor)
+    return bits & -bits
+
+
+def unaligned_of(inputs: AttentionInputs) -> tuple[tuple[str, int], ...]:
+    """The names of q, k, v and the bias, of those that do not lie at multiples of 16 bytes."""
+    tensors = zip(PLACED, inputs[:3], strict=False)
+    found = [(name, alignment_of(t) if t.stride(3) == 1 else 0) for name, t in tensors]
+    bias = inputs.bias
+    if bias is not None and lies_on_gpu(bias):
+        dense = bias.stride(3) == 1 or bias.shape[3] == 1
+        found.append(("bias", alignment_of(bias, strides=False)))
+        found.append(("bias_rows", stride_alignment(bias) if dense else 0))
+    return tuple(pair for pair in found if pair[1] < BULK_BYTES)
+
+
+def unaligned_others(others: tuple[Tensor | None, ...]) -> tuple[tuple[str, int], ...]:
+    """The same of out, lse and grad_out. Kernels make their own copy of an out or grad_out whose last stride is not 1,
+    and read a log-sum-exp number by number."""
+    found = []
+    for name, tensor in zip(OTHERS, others, strict=False):
+        if tensor is not None and (name == "lse" or tensor.stride(3) == 1):
+            found.append((name, alignment_of(tensor, strides=name != "lse")))
+    return tuple(pair for pair in found if pair[1] < BULK_BYTES)
+
+
+def stride_alignment(tensor: Tensor) -> int:
+    """The largest of 16, 8, 4, 2 and 1 bytes that divides all strides but the last; a dimension of one needs none."""
+    bits, size = BULK_BYTES, tensor.element_size()
+    for n, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        bits |= stride * size if n != 1 else 0
+    return bits & -bits
+
+
+def has_zero_stride(tensor: Tensor) -> bool:
+    """Whether it repeats along a dimension, on a GPU."""
+    if not lies_on_gpu(tensor):
+        return False
+    return any(n != 1 and stride == 0 for n, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
+
+
+def has_bulk_strides(tensor: Tensor) -> bool:
+    """Whether all strides but the last are positive multiples of 16 bytes; a dimension of one needs none."""
+    size, strides = tensor.element_size(), zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return all(n == 1 or (stride > 0 and stride * size % BULK_BYTES == 0) for n, stride in strides)
