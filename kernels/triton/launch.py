@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from triton.runtime import driver
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionProblem, Tile
+
+Tensors = TypeVar("Tensors", bound=Sequence[Tensor])
 
 
 class Launch(NamedTuple):
@@ -64,24 +66,15 @@ class Pass(NamedTuple):
     fills: tuple[tuple[int, float], ...] | None = ()
 
 
-def with_memory(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def with_memory(tensors: Tensors) -> Tensors:
     """The tensors. Raises RuntimeError where the storage of one was freed: a kernel would end the process with it."""
-    if not all(map(has_memory, tensors)):
-        raise freed(tensors)
+    for tensor in tensors:
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"expected tensors with memory behind them; got one of shape {tuple(tensor.shape)} whose storage holds "
+                "0 bytes: it was freed (untyped_storage().resize_(0)) before attention was called"
+            )
     return tensors
-
-
-def has_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
-
-
-def freed(tensors: Sequence[Tensor]) -> RuntimeError:
-    """The error for tensors of which one has no memory."""
-    shapes = [tuple(tensor.shape) for tensor in tensors if not has_memory(tensor)]
-    return RuntimeError(
-        f"expected tensors with memory behind them; got one of shape {shapes[0] if shapes else ()} whose storage holds "
-        "0 bytes: it was freed (untyped_storage().resize_(0)) before attention was called"
-    )
 
 
 def run(launches: list[Launch], problem: AttentionProblem) -> list:

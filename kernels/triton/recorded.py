@@ -18,13 +18,14 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from sdpa.kernels.triton.driver_launch import DriverLaunch, driver_launch
-from sdpa.kernels.triton.launch import Launch, Pass, device_index, freed, run
+from sdpa.kernels.triton.launch import Launch, Pass, device_index, run, with_memory
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.triton_private import ALIGNMENT, STREAM, can_record, hooked, launcher_of, pre_run_hooks
 from sdpa.problem import AttentionProblem
 
-# No address is below it: Linux maps nothing there. What is has no memory but an offset into it.
-LOWEST_ADDRESS = 1 << 16
+# Below this an address may be an offset into storage that was freed. Memory of GPUs begins above it, as far as seen;
+# where it does not, storages are asked.
+LOW_ADDRESS = 1 << 32
 
 stride_of = Tensor.stride
 current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -102,8 +103,8 @@ class RecordedCall:
             made[number].fill_(value)
         tensors = (*read, *made)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if min(addresses) < LOWEST_ADDRESS:
-            raise freed(tensors)
+        if min(addresses) < LOW_ADDRESS:
+            with_memory(tensors)
         if self.unaligned is not None:
             if alignments(addresses) != self.unaligned:
                 return None
@@ -149,7 +150,7 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
         return None
     tensors = (*work.read, *work.made)
     addresses = [tensor.data_ptr() for tensor in tensors]
-    if len(work.read) != len(work.given) or min(addresses) < LOWEST_ADDRESS or len(set(addresses)) < len(tensors):
+    if len(work.read) != len(work.given) or 0 in addresses or len(set(addresses)) < len(tensors):
         return None
     steps = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
     if None in steps:
@@ -172,9 +173,8 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
 def contiguous_at(given: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     """The tensors given, with contiguous copies of those that `numbers` names."""
     read = list(given)
+    with_memory([read[number] for number in numbers])
     for number in numbers:
-        if read[number].data_ptr() < LOWEST_ADDRESS:
-            raise freed(given)
         read[number] = read[number].contiguous()
     return read
 
