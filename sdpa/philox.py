@@ -47,7 +47,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, by halves of the constant: int64 would overflow, which is undefined
-    in the C++ that Inductor writes."""
+    """High and low 32 bits of a 32 x 32 bit product, by halves of the constant: int64 would overflow, which is
+    undefined in the C++ that Inductor writes."""
     low, high = word * (constant & HALF), word * (constant >> 16)  # below 2^48
     return (high + (low >> 16)) >> 16, (low + ((high & HALF) << 16)) & WORD
