@@ -31,6 +31,7 @@ Kinds of call (rows) in the ways that torch has of running one (columns), on a C
   accuracy of their dtype), with gradients where the way has them.
 - `ok*`: right, with random numbers of torch's dropout instead of ours.
 - a number: refused, with the sentence below.
+- `-`: not run for this page.
 
 A program in C++ loads the packages of the column "AOTInductor, decomposed": they name no operator of ours.
 """
@@ -95,14 +96,14 @@ def together(asked: dict[str, Kind], way: str) -> Callable[[Kind], str | None]:
 
 def page(found: dict[str, dict[str, str]]) -> str:
     """The table, and the sentences that its numbers stand for."""
-    ways = [way for way in WAYS if any(way in row for row in found.values())]
+    ways = list(WAYS)
     sentences: list[str] = []
     lines = ["| | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
     for name in (name for name in kinds() if name in found):
         marks = []
         for way in ways:
-            said = found[name].get(way, "")
-            if said not in ("ok", "ok*", ""):
+            said = found[name].get(way) or "-"
+            if said not in ("ok", "ok*", "-"):
                 if said not in sentences:
                     sentences.append(said)
                 said = str(sentences.index(said) + 1)

@@ -114,6 +114,8 @@ def is_torchs(inputs: AttentionInputs) -> bool:
     fields = {"q_lengths", "k_lengths", "q_segments", "prefix", "alibi", "sinks", "cu_q", "block_table"}
     if asked & fields or inputs.softcap or inputs.left != UNLIMITED or inputs.right not in (UNLIMITED, 0):
         return False
+    if not inputs.scale > 0:  # of which exporters take the square root
+        return False
     masks = ("bias" in asked) + ("allowed" in asked) + (inputs.right == 0)
     return masks <= 1 and not (inputs.bottom_right and inputs.right == 0)
 

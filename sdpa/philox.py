@@ -9,6 +9,7 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 WORD = 0xFFFFFFFF
+HALF = 0xFFFF
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -46,6 +47,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product; int64 wraps, but its bits are those of the unsigned product."""
-    product = word * constant
-    return (product >> 32) & WORD, product & WORD
+    """High and low 32 bits of a 32 x 32 bit product, by halves of the constant: int64 would overflow, which is
+    undefined in the C++ that Inductor writes."""
+    low, high = word * (constant & HALF), word * (constant >> 16)  # below 2^48
+    return (high + (low >> 16)) >> 16, (low + ((high & HALF) << 16)) & WORD
