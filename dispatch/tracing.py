@@ -7,13 +7,19 @@ Dynamo gives up in the middle of a with-block and begins again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-import torch
-from torch._guards import TracingContext
 from torch.compiler import is_compiling, is_dynamo_compiling
+
+from sdpa.torch_private import (
+    TracingContext,
+    cudnn_enabled,
+    efficient_enabled,
+    flash_enabled,
+    inside_torchs_block,
+    math_enabled,
+)
 
 # The texts of the open with-blocks of each trace, the innermost last.
 TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
@@ -70,22 +76,6 @@ def traced_toggles() -> int:
     return torch_toggles() if inside_torchs_block() else -1
 
 
-def inside_torchs_block() -> bool:
-    """Dynamo keeps for each open with-block what undoes it, should the trace end there."""
-    try:
-        output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
-        undoing = [getattr(getattr(hook, "__self__", None), "cleanup_fn", None) for hook in output.cleanup_hooks]
-    except (KeyError, AttributeError):  # another release
-        return False
-    return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)
-
-
 def torch_toggles() -> int:
     """torch's process-global switches (torch.nn.attention.sdpa_kernel sets them) as bits of TOGGLED_FAMILIES."""
-    c = torch._C
-    return (
-        c._get_flash_sdp_enabled()
-        | c._get_mem_efficient_sdp_enabled() << 1
-        | c._get_math_sdp_enabled() << 2
-        | c._get_cudnn_sdp_enabled() << 3
-    )
+    return flash_enabled() | efficient_enabled() << 1 | math_enabled() << 2 | cudnn_enabled() << 3

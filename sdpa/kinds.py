@@ -277,8 +277,9 @@ def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs
     unseen = packed and form.q_segments is not None and inputs.sinks is not None and returns_lse
     all_dropped = options.dropout_p == 1.0
 
-    def restore(results, query, key, value, mask=None, sinks=None, places=None):
+    def restore(results, *given):
         out, lse = results[0], results[1] if returns_lse else None
+        places = given[-1]
         if apart:
             out = packing.together(out, places[0], T)
             lse = packing.together(lse, places[0], T, -torch.inf).contiguous() if returns_lse else None

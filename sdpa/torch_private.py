@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch._functorch.utils as functorch_utils
+import torch._guards
 from torch.autograd import forward_ad
 
 ABSENT: list[str] = []
@@ -149,3 +150,17 @@ def single_level(function: type[torch.autograd.Function]) -> type:
     names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")
     methods = {name: staticmethod(getattr(function, name)) for name in names if hasattr(function, name)}
     return type(function.__name__, (SingleLevelFunction,), methods)
+
+
+# What belongs to one trace of Dynamo's. Needed: a with-block inside of a compiled function would hold for another.
+TracingContext = torch._guards.TracingContext
+
+
+def inside_torchs_block() -> bool:
+    """Dynamo keeps for each open with-block what undoes it, should the trace end there."""
+    try:
+        output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+        undoing = [getattr(getattr(hook, "__self__", None), "cleanup_fn", None) for hook in output.cleanup_hooks]
+    except (KeyError, AttributeError):  # another release
+        return False
+    return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)

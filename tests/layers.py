@@ -52,7 +52,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # From a public function to what answers its call.
     "entry": ("sdpa.entry", "sdpa.kinds", "sdpa.prepared", "sdpa.sequences"),
     # What users import.
-    "public": ("sdpa", "sdpa.functional", "sdpa.varlen", "sdpa.explain", "sdpa.patch"),
+    "public": (
+        "sdpa",
+        "sdpa.functional",
+        "sdpa.varlen",
+        "sdpa.explain",
+        "sdpa.patch",
+        "sdpa.pytrees",
+        "sdpa.checkpointing",
+    ),
     "modules": ("sdpa.nn.", "sdpa.distributed.", "sdpa.integrations."),
     "testing": ("sdpa.testing",),
     "bench": ("sdpa.bench.",),
@@ -90,7 +98,9 @@ KNOWN_ARROWS: dict[tuple[str, str], str] = {
 
 # Circles, each with its reason.
 KNOWN_CIRCLES: dict[frozenset[str], str] = {
-    frozenset({"sdpa.inputs", "sdpa.mask", "sdpa.mask_algebra"}): "methods of Mask call functions that take a Mask",
+    frozenset(
+        {"sdpa.inputs", "sdpa.mask", "sdpa.mask_algebra", "sdpa.validate"}
+    ): "methods of Mask call functions that take a Mask",
 }
 
 

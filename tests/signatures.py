@@ -31,7 +31,6 @@ KNOWN_SIGNATURES = {
     ("sdpa/cli/explain.py", "problem_of"): "takes every option of the command",
     ("sdpa/nn/stacks.py", "decode"): "torch's parameters of a decoder's forward, passed on",
     ("sdpa/testing.py", "compare"): "what tests compare: no noun yet",
-    ("bench/warm.py", "warm_builds"): "what a pool compiles: no noun yet",
 }
 
 

@@ -19,6 +19,7 @@ from sdpa.kernels.math.scores import finite, over_group, per_group, quarantine, 
 from sdpa.kernels.math.weights import weights
 from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.torch_private import without_autocast
 
 __all__ = ["TILES", "backward", "backward_terms", "forward", "forward_terms", "unavailable", "weights"]
 
@@ -48,7 +49,7 @@ def named(name: str) -> AbstractContextManager:
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
-    with torch._C._DisableAutocast(), named("sdpa::math_forward"):
+    with without_autocast(), named("sdpa::math_forward"):
         terms = forward_terms(inputs)
         return Results(like_layout(terms.out.to(inputs.q.dtype), inputs.q), terms.lse)
 
@@ -56,7 +57,7 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
 def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
 ) -> Gradients:
-    with torch._C._DisableAutocast(), named("sdpa::math_backward"):
+    with without_autocast(), named("sdpa::math_backward"):
         return backward_terms(inputs, upstream, "bias_grad" in problem.features)
 
 

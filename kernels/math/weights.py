@@ -14,6 +14,7 @@ from torch import Tensor
 from sdpa import dense, philox
 from sdpa.kernels.math.scores import finite, over_group, per_group, quarantine, scores_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
+from sdpa.torch_private import without_autocast
 
 # Scores that are made at once: 4 MiB in float32, which stay in a processor's cache until they are weights.
 PART = 1 << 20
@@ -45,7 +46,7 @@ class WeightGradients(NamedTuple):
 def weights(inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile | None) -> Tensor:
     """(B, H, M, N) after dropout in the query's dtype, or (B, M, N), their mean over heads, where that is asked for."""
     average = "averaged" in problem.features
-    with torch._C._DisableAutocast():
+    with without_autocast():
         if problem.B * problem.H * problem.M * problem.N <= PART:
             return composite_weights(inputs, lse, average)
         return weights_by_part(inputs, lse, problem, average)

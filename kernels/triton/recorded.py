@@ -22,20 +22,14 @@ from sdpa.kernels.triton.launch import Launch, Pass, device_index, run, with_mem
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.triton_private import ALIGNMENT, STREAM, can_record, hooked, launcher_of, pre_run_hooks
 from sdpa.problem import AttentionProblem
+from sdpa.torch_private import current_device, current_stream
+from sdpa.torch_private import empty_strided_cuda as empty
 
 # Below this an address may be an offset into storage that was freed. Memory of GPUs begins above it, as far as seen;
 # where it does not, storages are asked.
 LOW_ADDRESS = 1 << 32
 
 stride_of = Tensor.stride
-current_device = getattr(torch._C, "_cuda_getDevice", None)
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-try:  # (size, stride, dtype) on the current device, as torch.compile's own code has it: a third of the time
-    from torch._C._dynamo.guards import _empty_strided_cuda as empty
-except ImportError:
-
-    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
 
 class Slot(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 from sdpa.kernels.vendor.common import float_mask, is_causal
 from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile
+from sdpa.torch_private import without_autocast
 
 TILES: tuple[Tile, ...] = ()
 
@@ -16,7 +17,7 @@ def unavailable() -> str | None:
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:
-    with torch._C._DisableAutocast():
+    with without_autocast():
         out, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
             inputs.q,
             inputs.k,
