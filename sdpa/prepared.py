@@ -15,7 +15,7 @@ from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import Setting, torch_toggles
-from sdpa.dispatch.placing import at_home
+from sdpa.dispatch.placing import readable
 from sdpa.dispatch.recovery import recover
 from sdpa.dispatch.refusal import NoKernelError
 from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_batch, as_rows
@@ -131,7 +131,7 @@ class Prepared:
             if "sdpa" not in node.metadata:  # a graph that is kept is gone through again
                 node.metadata["sdpa"] = node.register_hook(self.after_backward)
             return None
-        return at_home(grad_out) if grad_out is not None and grad_out.is_cuda else None
+        return readable(grad_out) if grad_out is not None and grad_out.is_cuda else None
 
     def after_backward(self, grads: tuple, upstream: tuple) -> tuple | None:
         if not torch.is_grad_enabled() or upstream[0] is None:
