@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
-from sdpa.calls import CALLS, PLAIN_TYPES, form_of
+from sdpa.calls import ALIGNMENT_BITS, CALLS, PLAIN_TYPES, form_of
 from sdpa.decomposed import OPEN, is_decomposed
 from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
@@ -107,22 +107,20 @@ def answer(
     if parts is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
     form, others, given = parts
+    recent = None
     try:
         # fmt: off
         state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
                  CURRENT.get() and current_text(),
                  flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
                  float32_precision(), grad_enabled(), autocast_is_on() and autocast_dtype(query),
-                 query.is_nested or key.is_nested or value.is_nested or any(map(is_nested_tensor, others)),
-                 query.is_cuda and form_of((query, key, value, *others)))
+                 query.is_cuda and (form_of((query, key, value, *others)) if others else
+                                    (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNMENT_BITS))
         # fmt: on
-        recent = CALLS.recent.get(state, ())
-    except (
-        TypeError,
-        AttributeError,
-        ValueError,
-    ):  # no hash, no tensor, one of torch.fx: the ordinary way says what it thinks of it
-        recent = None
+        if not (query.is_nested or key.is_nested or value.is_nested or (others and any(map(is_nested_tensor, others)))):
+            recent = CALLS.recent.get(state, ())
+    except (TypeError, AttributeError, ValueError, RuntimeError):
+        pass  # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks of it
     if recent is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
     for is_alike, run, _ in recent:

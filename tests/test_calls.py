@@ -245,6 +245,12 @@ def test_python_calls_under_autocast():
         assert frames(call) <= 20
 
 
+def test_python_calls_of_a_module():
+    module, x = sdpa.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 5, 32)
+    with torch.no_grad():
+        assert frames(lambda: module(x, x, x, need_weights=False)) <= 20
+
+
 # -- what a call is known by ------------------------------------------------------------------------------------------
 
 

@@ -160,7 +160,9 @@ def test_float_padding_stays_padded():
     )
 
 
-@pytest.mark.parametrize("activation", ["gelu", torch.nn.functional.silu, torch.nn.ReLU()], ids=str)
+@pytest.mark.parametrize(
+    "activation", ["gelu", torch.nn.functional.silu, torch.nn.ReLU()], ids=["gelu", "silu", "relu"]
+)
 @pytest.mark.parametrize("torchs", KINDS)
 def test_layers_alone(torchs, activation):
     made = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,29 +65,33 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
-        check_lengths(key_padding_mask, query)
-        padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
+        padding, masked = key_padding_mask, key_padding_mask is not None or attn_mask is not None
+        if masked:
+            check_lengths(key_padding_mask, query)
+            padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
         is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)  # type: ignore[attr-defined]
-        check_masks(padding, attn_mask, is_causal)
+        if masked or is_causal:
+            check_masks(padding, attn_mask, is_causal)
         self.check_sizes(query, key, value)
         q, k, v = self.project(query, key, value)
         if not is_batched:
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         batch_first = self.batch_first or not is_batched
-        q, k, v = (self.heads(t, batch_first) for t in (q, k, v))
-        N = k.shape[2]
-        k, v, extra = self.extend(k, v)
-        is_read = not is_causal or need_weights or key_padding_mask is not None or extra > 0
-        B, H, M, _ = q.shape
-        check_shapes(key_padding_mask, attn_mask if is_read else None, B, H, M, N)
-        mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
-        options = Options(mask, self.dropout if self.training else 0.0)
-        weights = None
+        q, k, v = self.all_heads((q, k, v), batch_first)
+        N, extra, mask = k.shape[2], 0, None
+        if self.bias_k is not None or self.add_zero_attn:
+            k, v, extra = self.extend(k, v)
+        if masked:
+            is_read = not is_causal or need_weights or key_padding_mask is not None or extra > 0
+            B, H, M, _ = q.shape
+            check_shapes(key_padding_mask, attn_mask if is_read else None, B, H, M, N)
+            mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
+        dropout_p, weights = self.dropout if self.training else 0.0, None
         if need_weights:
-            out, weights = attention_with_weights(q, k, v, options, average_attn_weights)
+            out, weights = attention_with_weights(q, k, v, Options(mask, dropout_p), average_attn_weights)
         else:
-            out = scaled_dot_product_attention(q, k, v, mask, options.dropout_p)
+            out = scaled_dot_product_attention(q, k, v, mask, dropout_p)
         out = self.merge(out, batch_first)
         if is_batched:
             return out, weights
@@ -127,8 +133,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def heads(self, rows: Tensor, batch_first: bool) -> Tensor:
         """(B, H, L, D), a view of projected (B, L, E) or (L, B, E)."""
-        split = rows.unflatten(-1, (self.num_heads, -1))
-        return split.transpose(1, 2) if batch_first else split.permute(1, 2, 0, 3)
+        return self.all_heads((rows,), batch_first)[0]
+
+    def all_heads(self, projected: Sequence[Tensor], batch_first: bool) -> list[Tensor]:
+        """The same of several."""
+        H, found = self.num_heads, []
+        for rows in projected:
+            split = rows.view(*rows.shape[:-1], H, rows.shape[-1] // H)
+            found.append(split.transpose(1, 2) if batch_first else split.permute(1, 2, 0, 3))
+        return found
 
     def merge(self, out: Tensor, batch_first: bool) -> Tensor:
         """The last projection of the heads' results (B, H, L, D)."""
