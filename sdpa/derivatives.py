@@ -9,6 +9,7 @@ of torch operations: derivatives of the backward, and forward mode, whose tangen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class OperatorCall:
             return call_forward(inputs, True, self.setting)
 
     def differentiable(
-        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, tensors: Sequence[Tensor], results: tuple[Any, ...], upstream: tuple[Any, ...], bias_grad: bool
     ) -> tuple[Tensor, ...]:
         inputs = self.form.inputs(tensors)
         return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)

@@ -49,7 +49,7 @@ from sdpa.torch_private import (
 )
 from sdpa.validate import Options, check_flag
 
-NOTHING: tuple = (None, (), ())  # of a call with neither a mask, nor sinks, nor places
+NOTHING: tuple[Any, ...] = (None, (), ())  # of a call with neither a mask, nor sinks, nor places
 band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
@@ -70,18 +70,18 @@ class Request(NamedTuple):
 
 
 def request_of(
-    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any
+    kind: Kind, tensors: tuple[Any, ...], options: tuple[Any, ...], returns_lse: bool, kernel: str | None, places: Any
 ) -> Request:
     return Request(kind, Call(*tensors, Options(*options), places), returns_lse, kernel)
 
 
-PUBLIC: dict[str, Callable] = {}  # by the name of a kind its function, which a __torch_function__ is handed
+PUBLIC: dict[str, Callable[..., Any]] = {}  # by the name of a kind its function, which a __torch_function__ is handed
 
 
-def public(kind: Kind) -> Callable[[Callable], Callable]:
+def public(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks the function that calls of `kind` are made by."""
 
-    def mark(function: Callable) -> Callable:
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         PUBLIC[kind.name] = function
         return function
 
@@ -89,7 +89,12 @@ def public(kind: Kind) -> Callable[[Callable], Callable]:
 
 
 def answer(
-    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any = None
+    kind: Kind,
+    tensors: tuple[Any, ...],
+    options: tuple[Any, ...],
+    returns_lse: bool,
+    kernel: str | None,
+    places: Any = None,
 ) -> Any:
     """The result of a call by what a call like it before came to, else by the ordinary way; nothing is checked yet."""
     query, key, value = tensors
@@ -132,7 +137,7 @@ def answer(
     return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
 
 
-def look_up(request: Request, parts: tuple, state: Hashable) -> Any:
+def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
     """The same where the latest calls of its state were others; the call is prepared where there was none like it."""
     _, others, given = parts
     tensors = (*request.call[:3], *others)
@@ -148,7 +153,7 @@ def look_up(request: Request, parts: tuple, state: Hashable) -> Any:
     return found if request.returns_lse else found[0]
 
 
-def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequence[Tensor], tuple] | None:
+def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequence[Tensor], tuple[Any, ...]] | None:
     """What a call's mask, sinks and places say beside their tensors, those tensors, and what a prepared call is given
     to fit; None where one is not of a kind that is remembered."""
     tensors: list[Tensor] = []
@@ -309,7 +314,7 @@ def ordinary(request: Request) -> Any:
     return (results[0], results[1]) if returns_lse else results[0]
 
 
-def overridden(request: Request, tensors: tuple) -> Any:
+def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
     """The answer of a __torch_function__, which is handed the call."""
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = request.call.options
     beside = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "sinks": sinks}
@@ -352,7 +357,7 @@ def decomposed_operators(
     return dropped(kind.restore(found, *call[:3]), call.options)
 
 
-def tensors_among(call: Call) -> tuple:
+def tensors_among(call: Call) -> tuple[Any, ...]:
     """The arguments that may have a __torch_function__; a Mask's is for `&` alone."""
     mask, places = call.options.attn_mask, call.places or ()
     return (*call[:3], None if isinstance(mask, Mask) else mask, call.options.sinks, *places)

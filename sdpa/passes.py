@@ -7,6 +7,7 @@ there are, their sizes, strides, dtypes and device, and every other number. `cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Pass:
 
     def __init__(self, form: Form, choice: Choice) -> None:
         self.form, self.choice = form, choice
-        self.again: Callable | None = None  # its recorded launches
+        self.again: Callable[..., Any] | None = None  # its recorded launches
         self.is_passing = False  # not expected to come again: launches are not recorded
 
     def __call__(self, *tensors: Tensor) -> Results | Gradients | Tensor:
@@ -121,12 +122,12 @@ class Pass:
             self.again = again if len(self.form.firsts) == len(self.form.places) else self.once(again)
         return results
 
-    def once(self, again: Callable) -> Callable:
+    def once(self, again: Callable[..., Any]) -> Callable[..., Any]:
         """`again` of each tensor once."""
         firsts, count = self.form.firsts, len(self.form.places)
         return lambda *tensors: again(*[tensors[number] for number in firsts], *tensors[count:])
 
-    def nouns(self, tensors: Sequence[Tensor]) -> tuple:
+    def nouns(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel's function of this direction takes."""
         number, direction = len(self.form.places), self.choice.problem.direction
         inputs, rest = self.form.inputs(tensors[:number]), tensors[number:]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -211,7 +212,7 @@ def compile_all(
     return lost
 
 
-def open_table(request: Request, header: dict) -> record.Table | None:
+def open_table(request: Request, header: dict[str, Any]) -> record.Table | None:
     if request.csv is None:
         return None
     try:
