@@ -17,7 +17,7 @@ from sdpa.dispatch.kernel import FAMILIES
 from sdpa.dispatch.tracing import torch_toggles as torch_toggles  # noqa: PLC0414
 from sdpa.environment import VariableError, default_kernel
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
 TORCH_BACKENDS = {
     "MATH": "math",
@@ -152,7 +152,7 @@ class sdpa_kernel(Block, ContextDecorator):
             text = None
         super().__init__(find_text(backends, set_priority, strict) if text is None else text)
 
-    def __call__(self, function: F) -> F:
+    def __call__(self, function: Function) -> Function:
         """The function inside of a block of its own at each call, which Dynamo can trace."""
         text = self._text
 

@@ -22,12 +22,12 @@ from sdpa.torch_private import (
     math_enabled,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 # The texts of the open with-blocks of each trace, the innermost last.
 TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
 
 
-def constant(function: F) -> F:
+def constant(function: Function) -> Function:
     """As torch.compiler.assume_constant_result, which imports the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark of torch's
     return function

@@ -28,7 +28,7 @@ from sdpa.torch_private import (
     peek_interpreter_stack,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 TORCHS: Callable[..., Any] = F.scaled_dot_product_attention
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 # torch.jit.trace warns of every decision about a size. Ours are of numbers of dimensions and of heads.
@@ -49,7 +49,7 @@ class Block(ContextDecorator):
     """A with-block without arguments. As a decorator it makes a block at each call, which Dynamo can trace; it cannot
     enter one that was made before."""
 
-    def __call__(self, function: F) -> F:
+    def __call__(self, function: Function) -> Function:
         kind: Any = type(self)  # which has an __enter__ and an __exit__
 
         @wraps(function)

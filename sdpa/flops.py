@@ -61,8 +61,9 @@ def pairs_of(inputs: AttentionInputs) -> int:
         pairs = zip(queries.expand(rows, -1), keys.expand(rows, -1), strict=True)
         return B // rows * sum(map(pairs_of_segments, *zip(*pairs, strict=True)))
     q_lengths, k_lengths = inputs.q_lengths, inputs.k_lengths
-    if type(q_lengths) is Tensor and type(k_lengths) is Tensor and q_lengths.device.type != "meta":
-        return int((q_lengths.long() * k_lengths).sum())
+    if type(q_lengths) is Tensor and type(k_lengths) is Tensor:
+        if "meta" not in (q_lengths.device.type, k_lengths.device.type):
+            return int((q_lengths.long() * k_lengths).sum())
     if type(inputs.cu_q) is Tensor and type(inputs.cu_k) is Tensor and inputs.cu_q.device.type != "meta":
         return int((inputs.cu_q.diff().long() * inputs.cu_k.diff()).sum())
     return B * M * N

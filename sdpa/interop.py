@@ -103,17 +103,13 @@ def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
                 f"Expected jagged tensors of 4 dimensions (batch, H, length, D), but {name} has {tensor.dim()}."
             )
     refuse_mask(options)
-    batches = [nested.offsets_of(t).shape[0] - 1 for t in (query, key)]
+    queries, keys, values = (nested.offsets_of(t) for t in (query, key, value))
+    batches = queries.shape[0] - 1, keys.shape[0] - 1
     if batches[0] != batches[1]:
         raise RuntimeError(
             f"Expected query and key to have the same batch size, but got {batches[0]} and {batches[1]} nested tensors."
         )
-    same_offsets = nested.offsets_of(query) is nested.offsets_of(key) or torch.equal(
-        nested.offsets_of(query), nested.offsets_of(key)
-    )
-    if options.is_causal and not same_offsets:
+    if options.is_causal and queries is not keys and not torch.equal(queries, keys):
         raise RuntimeError("Expected query and key to have equal offsets with is_causal=True on nested tensors.")
-    if nested.offsets_of(key) is not nested.offsets_of(value) and not torch.equal(
-        nested.offsets_of(key), nested.offsets_of(value)
-    ):
+    if keys is not values and not torch.equal(keys, values):
         raise RuntimeError("Expected key and value to have equal offsets.")

@@ -219,7 +219,7 @@ def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Ten
 
 
 def zero_gradients(inputs: AttentionInputs, bias_grad: bool) -> tuple[Tensor, ...]:
-    bias = torch.zeros_like(inputs.bias) if bias_grad else no_tensor(inputs.q)
+    bias = torch.zeros_like(inputs.bias) if bias_grad and inputs.bias is not None else no_tensor(inputs.q)
     sinks = no_tensor(inputs.q) if inputs.sinks is None else torch.zeros_like(inputs.sinks)
     return (*(empty_as(t, t.shape[3]).zero_() for t in inputs[:3]), bias, sinks)
 
@@ -247,8 +247,8 @@ def fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 def fake_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs, results, _, bias_grad, _ = of_backward(args)
     bias, sinks = no_tensor(inputs.q), no_tensor(inputs.q)
-    if bias_grad:
-        bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=results.lse.device)
+    if bias_grad and inputs.bias is not None:
+        bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=results.out.device)
     if inputs.sinks is not None:
         sinks = torch.empty_like(inputs.sinks)
     return (*(empty_as(t, t.shape[3]) for t in inputs[:3]), bias, sinks)

@@ -19,7 +19,7 @@ from sdpa.problem import AttentionInputs, Gradients, Results
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
-PLAIN = (0, 1, 2)  # places of q, k and v
+PLAIN: tuple[Any, ...] = (0, 1, 2)  # places of q, k and v
 FIRST_NUMBER, END_NUMBERS = 3, 7  # scale, left, right, bottom_right
 CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
 
@@ -36,14 +36,14 @@ class Form:
         first = {id(inputs[place]): number for number, place in reversed(list(enumerate(self.places)))}
         # Of tensors that are one and the same, the numbers of the first; recorded launches are given each once.
         self.firsts = tuple(sorted(first.values()))
-        self.template = [None if isinstance(value, Tensor) else value for value in inputs]
+        self.template: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
 
     def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
         """Those tensors, in the order of the fields, among the numbers."""
         if self.numbers is not None:
-            return AttentionInputs(*tensors, *self.numbers)
+            return AttentionInputs(*tensors, *self.numbers)  # type: ignore[arg-type]  # q, k and v, then numbers
         values = self.template.copy()
         for place, tensor in zip(self.places, tensors, strict=True):
             values[place] = tensor
@@ -60,7 +60,8 @@ class Form:
 
     def tensors(self, inputs: AttentionInputs) -> list[Tensor]:
         """The tensors of inputs of this form."""
-        return [inputs[place] for place in self.places]
+        values: Sequence[Any] = inputs
+        return [values[place] for place in self.places]
 
 
 PLAIN_REST = AttentionInputs(*PLAIN, 1.0)[END_NUMBERS:]
@@ -90,7 +91,7 @@ class Pass:
     """One direction of the calls of one form.
 
     It is called with the form's tensors. For a backward they are followed by out, lse, the gradient of out and, where
-    one arrives, that of lse; for weights by lse.
+    one arrives, that of lse; for weights by lse. It returns Results, Gradients, or the weights.
     """
 
     __slots__ = ("again", "choice", "form", "is_passing")
@@ -100,7 +101,7 @@ class Pass:
         self.again: Callable[..., Any] | None = None  # its recorded launches
         self.is_passing = False  # not expected to come again: launches are not recorded
 
-    def __call__(self, *tensors: Tensor) -> Results | Gradients | Tensor:
+    def __call__(self, *tensors: Tensor) -> Any:
         LAST.choice = self.choice
         try:
             if self.again is not None:

@@ -131,14 +131,14 @@ def inside(function: FunctionType) -> FunctionType:
     return copy
 
 
-MULTIHEAD = F.multi_head_attention_forward
+MULTIHEAD: Any = F.multi_head_attention_forward
 MULTIHEAD_INSIDE = inside(MULTIHEAD)
 
 
 class Routing(TorchFunctionMode):
     """Answers torch's scaled_dot_product_attention in this thread, whoever holds the reference, until it is left."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (ORIGINAL, MULTIHEAD) and runs_again(function, args, kwargs or {}):
             pass
         elif function is ORIGINAL:
@@ -164,7 +164,7 @@ def runs_again(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, 
     return bool(dropout) and (function is ORIGINAL or argument(args, kwargs, "training", 13, True))
 
 
-def argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int, default: object) -> object:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int, default: Any) -> Any:
     return kwargs.get(name, args[position] if len(args) > position else default)
 
 
