@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ SPARE_CORES = 2
 LOST_STARTS = 3
 
 # (function, argument): the function is one that pickle finds by its name.
-Task = tuple[Callable[[object], object], object]
+Task = tuple[Callable[[Any], object], Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Outcome:
     """A task's value, or why there is none; `fatal` where its process died or had to be killed."""
 
     task: Task
-    value: object = None
+    value: Any = None
     error: str = ""
     fatal: bool = False
 

@@ -89,7 +89,7 @@ def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = N
     that the device did not refuse, unless it refused all."""
     every = tiles_of(kernel, problem)
     offered = [tile for tile in every if not failure.reasons(kernel, tile, problem)] or every
-    if measured in offered:
+    if measured is not None and measured in offered:
         return offered[offered.index(measured)]
     return offered[0] if offered else None
 

@@ -214,8 +214,8 @@ def forced_text(kernel: str) -> str:
 
 
 @tracing.constant
-def with_toggles(text: str, toggles: int) -> str:
-    return text if toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
+def with_toggles(text: str, toggles: int | None) -> str:
+    return text if toggles is None or toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
 
 
 def current_text() -> str:

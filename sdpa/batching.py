@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sdpa.problem import AttentionInputs
 
-Dims = Sequence[int | None]  # the mapped dimension of each argument, None of one that samples share
+Dims = Sequence[Any]  # the mapped dimension of each argument, None of one that samples share
 
 FIELDS = AttentionInputs._fields
 RESULTS = ("out", "lse")

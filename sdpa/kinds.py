@@ -214,7 +214,7 @@ def gather_any(kind: Kind, call: Call, form: AttentionInputs) -> Gather:
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
     ) -> Sequence[Tensor]:
         given = kind.normalise(query, key, value, options._replace(attn_mask=mask, sinks=sinks), places)
-        found = with_dropout(served_form(given), options)
+        found: Any = with_dropout(served_form(given), options)
         if alike:
             found = found._replace(cu_k=None)
         return [found[place] for place in places_of if found[place] is not None]

@@ -19,7 +19,7 @@ from sdpa.problem import AttentionInputs, Gradients, Results
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
-PLAIN: tuple[Any, ...] = (0, 1, 2)  # places of q, k and v
+PLAIN: tuple[Any, Any, Any] = (0, 1, 2)  # places of q, k and v
 FIRST_NUMBER, END_NUMBERS = 3, 7  # scale, left, right, bottom_right
 CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
 

@@ -33,7 +33,8 @@ def run_models(device: str, only: str, rounds: int | None, time_limit: float | N
     if not chosen:
         known = "; ".join(model.label for model in models(device))
         raise click.UsageError(f"no model of suite {SUITE} contains {only!r}; there are: {known}")
-    out, rows, well = console(), [], True
+    rows: list[dict[str, Any]] = []
+    out, well = console(), True
     measured = record.header(device) | {"suite": SUITE, "rows": rows}
     out.print(LINE.format("model", "variant", "per step", "tokens/s", "ratio", "peak"), style="bold", soft_wrap=True)
     for model in chosen:

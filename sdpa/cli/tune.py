@@ -53,7 +53,7 @@ SAVE_EVERY = 8
     "--prune", "table", type=TABLE, metavar="FILE", help="Drop from a CPU's table what the estimate says, too."
 )
 @device_option
-def tune(table: Path | None, threads: int | None, **options) -> None:
+def tune(table: Path | None, threads: int | None, **options: Any) -> None:
     """Times every able kernel, torch's own included, with each of its tiles, over a grid of problems, and writes the
     table the dispatcher reads.
 
@@ -206,7 +206,7 @@ def check_and_build(
         refuse_wrong_kernels(run_check(names, cases, seed=0), device)
         return None
     begin = time.monotonic()
-    tasks = [(check_case, (names, case)) for case in without_most_halves(cases)]
+    tasks: list[pool.Task] = [(check_case, (names, case)) for case in without_most_halves(cases)]
     verdicts: list[Verdict] = []
 
     def judge(outcome: pool.Outcome) -> None:

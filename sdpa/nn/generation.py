@@ -133,7 +133,7 @@ torch.serialization.add_safe_globals([DecoderCache, Stored])
 
 
 @contextmanager
-def gathered(layer: torch.nn.Module) -> Iterator[None]:
+def gathered(layer: object) -> Iterator[None]:
     """The whole parameters of a layer that fully_shard (FSDP2) has sharded, which only its forward would gather."""
     if not isinstance(layer, Sharded):
         yield
