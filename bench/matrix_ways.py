@@ -288,7 +288,7 @@ def symbolic(kind: Kind) -> None:
     names = ", ".join(f"t{n}" for n in range(len(kind.tensors)))
     scope: dict[str, Callable] = {}
     exec(f"def forward(self, {names}): return self.call({names})", scope)
-    Root.forward = scope["forward"]  # type: ignore[assignment]
+    Root.forward = scope["forward"]
     learned(torch.fx.symbolic_trace(Root()), kind)
 
 
