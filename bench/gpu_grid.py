@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from sdpa.bench.problems import DIRECTIONS, Problem
 from sdpa.bench.suites import GPU_SUITES, TOKENS, WIDTH
@@ -39,13 +40,13 @@ def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
     cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if not problem.call]
     cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
-    first: dict[tuple, Cell] = {}
+    first: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:
         first.setdefault(measurement(cell), cell)
     return tuple(replace(cell, device=device) for cell in first.values())
 
 
-def measurement(cell: Cell) -> tuple:
+def measurement(cell: Cell) -> tuple[Any, ...]:
     """What makes two cells one: an alibi is causal, and how a call is made decides nothing about kernels."""
     mask = "causal" if cell.mask == "alibi" else cell.mask
     sizes = (cell.B, cell.H, cell.Hkv, cell.M, cell.N, cell.D, cell.Dv)

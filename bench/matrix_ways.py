@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,12 +181,12 @@ def pushed(kind: Kind) -> None:
         compare((found.primal, found.tangent), wanted)
 
 
-def transformed(transform: Callable, kind: Kind) -> None:
+def transformed(transform: Callable[..., Any], kind: Kind) -> None:
     run = lambda: transform(of_first(kind))(kind.tensors[0])  # noqa: E731
     compare(seeded(run), expected(run))
 
 
-def second_derivative(function: Callable) -> Callable:
+def second_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.func.hessian, but that the columns share random numbers."""
     return torch.func.jacfwd(torch.func.jacrev(function), randomness="same")
 
@@ -286,7 +287,7 @@ def symbolic(kind: Kind) -> None:
             return kind.call(*tensors) if kind.module is None else kind.call(self.inner, *tensors)
 
     names = ", ".join(f"t{n}" for n in range(len(kind.tensors)))
-    scope: dict[str, Callable] = {}
+    scope: dict[str, Callable[..., Any]] = {}
     exec(f"def forward(self, {names}): return self.call({names})", scope)
     Root.forward = scope["forward"]
     learned(torch.fx.symbolic_trace(Root()), kind)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ def require_plain(p: Problem) -> None:
         raise Refusal(f"asked for plain attention, got a call of the kind {p.call}")
 
 
-def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | None]:
+def flex_terms(work: Workload) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, int | None]:
     """score_mod, mask_mod, and the batch size of the block mask (None: the same for all)."""
     p, mask = work.problem, work.problem.mask
     if mask == "none":
@@ -112,7 +113,7 @@ def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | 
     return None, (lambda b, h, i, j: i >= j), None
 
 
-def compiled_flex(device: str) -> Callable:
+def compiled_flex(device: str) -> Callable[..., Any]:
     """On a CPU it is not compiled: that needs a C++ compiler and minutes, and only tests ask for it."""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sdpa.bench.peers import PEERS
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, Problem
@@ -86,7 +87,7 @@ def figures_of(records: Sequence[Record]) -> dict[Problem, dict[str, float]]:
         if problem is not None and times:
             found.setdefault(problem, {}).update({n: problem.figure(float(ms) * 1e-3) for n, ms in times.items()})
 
-    def place(problem: Problem) -> tuple:
+    def place(problem: Problem) -> tuple[Any, ...]:
         kind = (DIRECTIONS.index(problem.direction), problem.dtype, problem.precision != "highest", problem.D)
         asked = (CALLS.index(problem.call), MASKS.index(problem.mask))
         return (*kind, *asked, problem.H, problem.Hkv, problem.N, problem.B, problem.M)

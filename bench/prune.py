@@ -7,6 +7,8 @@ what it would choose where a user has left some out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sdpa.dispatch import select, tuning
@@ -32,7 +34,7 @@ def is_of_cpu(device: str) -> bool:
     return device in CPU_TABLES or device.startswith("cpu_")
 
 
-def prune(path: str, data: dict) -> dict:
+def prune(path: str, data: dict[str, Any]) -> dict[str, Any]:
     """The table with the entries that are needed, in their order, and how many were measured. Raises ValueError where
     it is no table of a CPU."""
     buckets = tuning.parse(path, data).buckets

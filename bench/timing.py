@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -81,7 +81,7 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples, n=4)
         return (high - low) / self.median
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         figures = {"min_ms": self.minimum * 1e3, "median_ms": self.median * 1e3, "spread": self.spread}
         return figures | {"samples": len(self.samples), "repeats": self.repeats}
 

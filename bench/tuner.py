@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Contest:
     or tile that fails, and which of them are ready to run (none are tried that a process of their own failed with)."""
 
     kernels: tuple[str, ...] = ()
-    entries: list[dict] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
     report: Callable[[str], object] = print
     ready: Callable[[Kernel, Tile | None, AttentionProblem], bool] = anything
 
@@ -112,13 +113,13 @@ def importance(problem: Problem) -> tuple[int, float]:
     return doublings % 2 == 0, problem.flops()
 
 
-def entry_key(problem: Problem) -> tuple:
+def entry_key(problem: Problem) -> tuple[Any, ...]:
     """What makes two entries of a table the same measurement."""
     sizes = tuple(getattr(problem, name) for name in ENTRY_FIELDS)
     return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes)
 
 
-def entry_key_of(entry: dict) -> tuple:
+def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS))
 
 
@@ -158,7 +159,7 @@ def prepare(problem: Problem, contest: Contest) -> Field:
     return Field(inputs, asked, work.grad_out.detach(), kernels)
 
 
-def measure(problem: Problem, time_limit: float, contest: Contest | None = None) -> dict | None:
+def measure(problem: Problem, time_limit: float, contest: Contest | None = None) -> dict[str, Any] | None:
     """One entry of a table: milliseconds by kernel, and the tiles they were reached with; None where no kernel can."""
     contest = contest or Contest()
     with precision(problem), torch.no_grad():
@@ -192,7 +193,7 @@ def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
 
 def without_twins(kernels: list[Kernel], asked: AttentionProblem) -> list[Kernel]:
     """Two rows of the catalog may be the same code, which is measured as the first of them."""
-    first: dict[Callable, Kernel] = {}
+    first: dict[Callable[..., Any], Kernel] = {}
     for kernel in kernels:
         first.setdefault(getattr(kernel.load(), asked.direction), kernel)
     return list(first.values())
@@ -276,7 +277,9 @@ def is_dense(asked: AttentionProblem) -> bool:
     return bool(asked.features & {"bias", "allowed"})
 
 
-def other_tiles(kernel: Kernel, problem: Problem, asked: AttentionProblem, entries: list[dict]) -> tuple[Tile, ...]:
+def other_tiles(
+    kernel: Kernel, problem: Problem, asked: AttentionProblem, entries: list[dict[str, Any]]
+) -> tuple[Tile, ...]:
     """The tiles to try after a kernel's first guess: all, or in cells that do not explore what was best nearby."""
     others = select.tiles_of(kernel, asked)[1:]
     if not isinstance(problem, Cell):
@@ -287,11 +290,11 @@ def other_tiles(kernel: Kernel, problem: Problem, asked: AttentionProblem, entri
     return tuple(tile for tile in others if tile in near)
 
 
-def learnt_tiles(kernel: str, problem: Problem, entries: list[dict]) -> tuple[Tile, ...]:
+def learnt_tiles(kernel: str, problem: Problem, entries: list[dict[str, Any]]) -> tuple[Tile, ...]:
     """The kernel's tiles in the two entries most like the problem, as those of the next shorter and longer lengths."""
     known = [e for e in entries if kernel in e.get("tile", {}) and e["direction"] == problem.direction]
 
-    def distance(entry: dict) -> float:
+    def distance(entry: dict[str, Any]) -> float:
         sizes = sum(abs(math.log(entry[name] / getattr(problem, name))) for name in ("M", "N", "D", "Dv"))
         return sizes + (entry["mask"] != mask_kind(problem)) + (entry["dtype"] != dtype_name(problem))
 
@@ -306,7 +309,9 @@ def without_slow_tiles(first: dict[tuple[str, Tile | None], float]) -> dict[tupl
     return {key: seconds for key, seconds in first.items() if seconds <= TILE_SLACK * best[key[0]]}
 
 
-def figures(seconds: dict[tuple[str, Tile | None], float], asked: AttentionProblem, kernels: dict[str, Kernel]) -> dict:
+def figures(
+    seconds: dict[tuple[str, Tile | None], float], asked: AttentionProblem, kernels: dict[str, Kernel]
+) -> dict[str, Any]:
     """An entry's "ms" and "tile": each kernel's best, the tile only where there was a choice."""
     ms, tiles = {}, {}
     for (name, tile), value in sorted(seconds.items(), key=lambda pair: -pair[1]):
