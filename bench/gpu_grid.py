@@ -67,7 +67,13 @@ def full(head_sizes: Iterable[int], N: int, kinds: Iterable[str], explore: bool 
     """Cells of TOKENS tokens and WIDTH features: a GPU is full, and cells compare."""
     cells = []
     for direction, D, mask in product(DIRECTIONS, head_sizes, kinds):
-        options = {"dtype": "bfloat16", "mask": mask, "direction": direction, "window": WINDOW, "explore": explore}
+        options: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "mask": mask,
+            "direction": direction,
+            "window": WINDOW,
+            "explore": explore,
+        }
         cells.append(Cell(TOKENS // N, WIDTH // D, N, N, D, **options))
     return cells
 
@@ -80,14 +86,14 @@ def masks() -> list[Cell]:
 
 def latent() -> list[Cell]:
     """Keys wider than values, as multi-head latent attention has them (DeepSeek-V2)."""
-    options = {"Dv": 128, "dtype": "bfloat16"}
+    options: dict[str, Any] = {"Dv": 128, "dtype": "bfloat16"}
     sizes = (TOKENS // USUAL, WIDTH // 128, USUAL, USUAL, 192)
     return [Cell(*sizes, mask=mask, direction=direction, **options) for direction, mask in product(DIRECTIONS, PLAIN)]
 
 
 def around_decode() -> list[Cell]:
     """A few new queries against many keys: more of them, more conversations, heads shared and not."""
-    options = {"dtype": "bfloat16", "explore": False}
+    options: dict[str, Any] = {"dtype": "bfloat16", "explore": False}
     heads = (DECODE_HEADS // GROUP, DECODE_HEADS)
     cells = [Cell(B, DECODE_HEADS, 1, 1024, 128, Hkv=Hkv, **options) for B, Hkv in product((1, 16, 64), heads)]
     cells += [Cell(B, DECODE_HEADS, 8, 8192, 128, Hkv=Hkv, **options) for B, Hkv in product((1, 16), heads)]

@@ -69,6 +69,7 @@ class Outcome:
 
 def models(device: str) -> tuple[Model, ...]:
     """The suite for a kind of device, in sizes that it runs in seconds."""
+    gpts: tuple[Sizes, ...]
     if device.startswith("cuda"):
         encoder, mha, dtype = Sizes(64, 512, 12, 768, 12), Sizes(64, 512, 1, 768, 12), torch.bfloat16
         gpts = (Sizes(16, 1024, 12, 768, 12), Sizes(4, 4096, 12, 768, 12))  # GPT-2 of 124 million parameters
@@ -183,12 +184,12 @@ def written_out_open(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
-CAUSAL = {
+CAUSAL: dict[str, Callable[..., Any]] = {
     "written out": written_out,
     "torch": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "ours": lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, is_causal=True),
 }
-OPEN = {
+OPEN: dict[str, Callable[..., Any]] = {
     "written out": written_out_open,
     "torch": F.scaled_dot_product_attention,
     "ours": sdpa.scaled_dot_product_attention,
@@ -243,6 +244,9 @@ def blocks(sizes: Sizes, attend: Callable[..., Any], device: str, dtype: torch.d
 
 class DecodeBlock(torch.nn.Module):
     """A layer of a Llama while it generates: one position, and the cache of those before it."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, sizes: Sizes, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()

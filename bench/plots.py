@@ -27,7 +27,7 @@ Group = tuple[str, dict[str, float]]
 Panels = dict[tuple[str, str], list[Group]]
 
 
-def panel_grid(count: int, most_columns: int, panel: tuple[float, float]):
+def panel_grid(count: int, most_columns: int, panel: tuple[float, float]) -> tuple[Any, Any]:
     """(figure, axes) of so many panels of a size in inches, of which at most `most_columns` stand side by side."""
     import matplotlib
 
@@ -43,7 +43,7 @@ def panel_grid(count: int, most_columns: int, panel: tuple[float, float]):
     return figure, axes.flat[:count]
 
 
-def save_with_legend(figure, axes, path: Path, order: Sequence[str] | None = None) -> None:
+def save_with_legend(figure: Any, axes: Any, path: Path, order: Sequence[str] | None = None) -> None:
     """One legend for all panels, its names in `order` or as they come, and the figure as a file."""
     from matplotlib import pyplot
 
@@ -128,7 +128,7 @@ def contestants(panels: Panels) -> dict[str, str]:
     return colors | {name: PEER_COLORS[name] for name in PEERS if name in named}
 
 
-def draw_groups(axis, names: dict[str, str], groups: Sequence[Group]) -> None:
+def draw_groups(axis: Any, names: dict[str, str], groups: Sequence[Group]) -> None:
     """A bar per contestant, its figure on top."""
     here = [name for name in names if any(name in bars for _, bars in groups)]
     width = GROUP_WIDTH / len(here)

@@ -11,7 +11,7 @@ import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -47,7 +47,9 @@ def default_jobs() -> int:
     return max(1, min(MOST_JOBS, cores - SPARE_CORES))
 
 
-def run_tasks(chains: Iterable[Iterable[Task]], jobs: int, seconds: float = TASK_SECONDS) -> Iterator[Outcome]:
+def run_tasks(
+    chains: Iterable[Iterable[Task]], jobs: int, seconds: float = TASK_SECONDS
+) -> Generator[Outcome, None, None]:
     """Outcomes as they come. Tasks of a chain run one after the other, in one process as long as that lives: what one
     of them compiled the next ones find. Closing the iterator ends all processes."""
     waiting = deque(deque(chain) for chain in chains)

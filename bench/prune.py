@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from sdpa.dispatch import select, tuning
+from sdpa.dispatch.candidates import ranking
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import X86_TABLES
 from sdpa.problem import AttentionProblem, Tile
 
 # A kind of mask in the tables of CPUs as fields of a problem; of "dense" and "structured" ones the most usual kind.
-MASK_FIELDS = {
+MASK_FIELDS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"right": 0, "features": frozenset({"band"})},
     "window": {"left": 0, "right": 0, "features": frozenset({"band"})},
@@ -67,14 +68,14 @@ def chosen(buckets: tuple[tuning.Bucket, ...], problem: AttentionProblem) -> Cho
         measured = tuning.Measurement({name: ms * scale for name, ms in bucket.ms.items()}, "", bucket.tile)
     candidates = [select.candidate_of(kernel, problem, measured) for kernel in kernels_for("cpu")]
     able = [candidate for candidate in candidates if candidate.able]
-    best = min(able, key=select.ranking(able))
+    best = min(able, key=ranking(able))
     return best.kernel.name, best.tile
 
 
 def problem_of(bucket: tuning.Bucket) -> AttentionProblem:
     """The problem that a bucket was measured on, as far as its table tells."""
-    sizes = dict(zip(tuning.SIZES, bucket.sizes, strict=True))
-    fields = dict(MASK_FIELDS[bucket.mask])
+    sizes: dict[str, Any] = dict(zip(tuning.SIZES, bucket.sizes, strict=True))
+    fields: dict[str, Any] = dict(MASK_FIELDS[bucket.mask])
     if sizes["H"] != sizes["Hkv"]:
         fields["features"] = fields.get("features", frozenset()) | {"gqa"}
     dtype = getattr(torch, bucket.dtype)

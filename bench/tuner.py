@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -211,12 +211,12 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -
     able = [c for c in select.consider(forward) if c.able]
     # What need not be compiled comes first: it cannot fail or hang, and any right result serves.
     best = min(able, key=lambda c: (c.kernel.materialises, bool(select.tiles_of(c.kernel, forward)), c.seconds))
-    results = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
+    results: Any = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
     upstream = Results(grad_out, None)
     return lambda kernel, tile: repeated(kernel, tile, asked, inputs, results, upstream)
 
 
-def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: AttentionInputs | Results) -> Call:
+def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: Any) -> Call:
     """What a call that was made before runs (sdpa.plans): torch's operator, launches run again, or the pass itself."""
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
@@ -322,9 +322,12 @@ def figures(
     return {"ms": ordered} | ({"tile": tiles} if tiles else {})
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
 def race(
-    calls: dict[Hashable, Call], device: str, time_limit: float, first: dict[Hashable, float] | None = None
-) -> dict[Hashable, float]:
+    calls: dict[Key, Call], device: str, time_limit: float, first: dict[Key, float] | None = None
+) -> dict[Key, float]:
     """Seconds of each call, measured in turns; the hopeless ones by a single sample after their warm-up (`first`)."""
     first = first or {key: first_sample(call, device) for key, call in calls.items()}
     best = min(first.values())
@@ -343,7 +346,7 @@ def first_sample(call: Call, device: str) -> float:
     return warm_sample(call, stopwatch_for(device))
 
 
-def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
+def warm_sample(call: Call, stopwatch: Callable[[Call, int], float] = host_stopwatch) -> float:
     """Seconds of a call once it is warm, or of the first where that took so long that warming up cannot matter."""
     cold = stopwatch(call, 1)
     if cold > 1.0:
@@ -352,7 +355,7 @@ def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
     return min([warm, *(stopwatch(call, 1) for _ in range(FIRST_CALLS - 1 if warm <= SHORT else 0))])
 
 
-def gpu_race(calls: dict[Hashable, Call], device: str, time_limit: float) -> dict[Hashable, float]:
+def gpu_race(calls: dict[Key, Call], device: str, time_limit: float) -> dict[Key, float]:
     """Median seconds of each call on a cold cache, `time_limit` seconds of samples each, and most of what a short
     call's launch takes the host longer: an eager program waits for all of that, a CUDA graph for nothing."""
     racers = [Racer(call) for call in calls.values()]

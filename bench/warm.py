@@ -67,7 +67,8 @@ def likeness(kernel: Kernel, tile: Tile, asked: AttentionProblem) -> tuple[Any, 
     code = getattr(kernel.load(), asked.direction)
     left = asked.left if asked.left == UNLIMITED else specialised(asked.left)
     shape = asked._replace(B=0, H=0, Hkv=0, M=0, N=0, left=left)
-    parts = kernel.load().parts_of(asked, tile) if kernel.splits_keys else 1
+    module: Any = kernel.load()
+    parts = module.parts_of(asked, tile) if kernel.splits_keys else 1
     blocks = (-(-asked.M // tile.BLOCK_M), -(-asked.N // tile.BLOCK_N), -(-asked.M // tile.BLOCK_N))
     rest = (asked.N % tile.BLOCK_N == 0, asked.M % tile.BLOCK_M == 0)
     packed = (parts, -(-asked.M * asked.G // tile.BLOCK_M), asked.B * asked.H * asked.M)
@@ -178,7 +179,8 @@ class Entrant:
 
 def entrants_of(problems: Iterable[Problem], options: contest.Options) -> list[list[pool.Task]]:
     """Who has to compile before a contest: what takes longest first, our own problems of one kind after another."""
-    peers, own = [], {}
+    peers: list[list[pool.Task]] = []
+    own: dict[tuple[Any, ...], list[pool.Task]] = {}
     for problem in problems:
         taking_part = peers_for(problem, options.peers)
         peers += [[(run_entrant, Entrant(problem, name, True))] for name in taking_part if name in COMPILED_PEERS]

@@ -29,7 +29,8 @@ TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
 
 def constant(function: Function) -> Function:
     """As torch.compiler.assume_constant_result, which imports the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark of torch's
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function
 
 

@@ -40,10 +40,10 @@ class Form:
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
 
-    def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
+    def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
         """Those tensors, in the order of the fields, among the numbers."""
         if self.numbers is not None:
-            return AttentionInputs(*tensors, *self.numbers)  # type: ignore[arg-type]  # q, k and v, then numbers
+            return AttentionInputs(*tensors, *self.numbers)
         values = self.template.copy()
         for place, tensor in zip(self.places, tensors, strict=True):
             values[place] = tensor
@@ -73,7 +73,7 @@ class RowsForm(Form):
 
     __slots__ = ()
 
-    def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
+    def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
         return super().inputs((*map(as_batch, tensors[:3]), *tensors[3:]))
 
 
