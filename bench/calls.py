@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +27,17 @@ SOFTCAP = 2.0  # near the scores of random tensors, so that who leaves it out is
 NAMED = {"cpu": "cpu_flash", "cuda": "triton_flash"}
 
 
+def as_it_is(out: Tensor) -> Tensor:
+    return out
+
+
 @dataclass(frozen=True)
 class Form:
     """How a call is made; `read` brings what ours or torch's returns into one form for both."""
 
     ours: Callable[[Workload, str | None], Call]
     torch: Callable[[Workload], Call]
-    read: Callable[[object], Tensor] = lambda out: out
+    read: Callable[[Any], Tensor] = as_it_is
 
 
 def our_call(work: Workload, kernel: str | None = None) -> Call:
@@ -54,20 +59,21 @@ def torch_has(work: Workload) -> bool:
     return has_varlen(work) if call == "varlen" else call not in ("softcap", "return_lse", "kernel")
 
 
-def plain(work: Workload, kernel: str | None, **more: object) -> Call:
+def plain(work: Workload, kernel: str | None, **more: Any) -> Call:
     given = masked(work.our_mask) | work.options | named(kernel) | more
     return partial(sdpa.scaled_dot_product_attention, *work.qkv, **given)
 
 
-def torch_plain(work: Workload, **more: object) -> Call:
-    return partial(torch_attention, *work.qkv, **masked(work.torch_mask), **work.options, **more)
+def torch_plain(work: Workload, **more: Any) -> Call:
+    given = masked(work.torch_mask) | work.options | more
+    return partial(torch_attention, *work.qkv, **given)
 
 
-def masked(mask: sdpa.Mask | Tensor | None) -> dict[str, object]:
+def masked(mask: sdpa.Mask | Tensor | None) -> dict[str, Any]:
     return {} if mask is None else {"attn_mask": mask}
 
 
-def named(kernel: str | None) -> dict[str, object]:
+def named(kernel: str | None) -> dict[str, Any]:
     return {} if kernel is None else {"kernel": kernel}
 
 
@@ -95,7 +101,7 @@ def joined(results: tuple[Tensor, ...]) -> Tensor:
     return torch.cat((out, lse[..., : out.shape[2], None].to(out.dtype)), -1)
 
 
-def packed(work: Workload) -> tuple[Tensor, ...]:
+def packed(work: Workload) -> tuple[Any, ...]:
     """The row's documents one after the other: q, k and v as (T, heads, D), cu_q, cu_k, max_q, max_k."""
     lengths = work.problem.document_lengths()
     ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=work.q.device)
@@ -104,7 +110,8 @@ def packed(work: Workload) -> tuple[Tensor, ...]:
 
 
 def varlen(work: Workload, kernel: str | None) -> Call:
-    return partial(sdpa.varlen_attention, *packed(work), is_causal=True, **named(kernel))
+    given = {"is_causal": True} | named(kernel)
+    return partial(sdpa.varlen_attention, *packed(work), **given)
 
 
 def torch_varlen(work: Workload) -> Call:

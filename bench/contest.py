@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,12 +78,14 @@ class Row:
     def best(self, names: Iterable[str] = tuple(PEERS)) -> Entry | None:
         """The fastest of the peers named."""
         timed = [peer for peer in self.peers if peer.name in names and peer.seconds is not None]
-        return min(timed, key=lambda peer: peer.seconds, default=None)
+        return min(timed, key=lambda peer: peer.seconds or 0.0, default=None)
 
     def ratio(self, names: Iterable[str] = tuple(PEERS)) -> float | None:
         """The best peer's time over ours: above 1 means ours is faster."""
         best = self.best(names)
-        return None if best is None or self.own.seconds is None else best.seconds / self.own.seconds
+        if best is None or best.seconds is None or self.own.seconds is None:
+            return None
+        return best.seconds / self.own.seconds
 
     @property
     def torch_ratio(self) -> float | None:
@@ -180,9 +183,10 @@ class Judge:
     """The right results of a workload, made when they are first needed and kept for all contestants."""
 
     def __init__(self, work: Workload) -> None:
-        self.work, self.right_out, self.right_gradients = work, right_out(work), None
+        self.work, self.right_out = work, right_out(work)
+        self.right_gradients: tuple[Tensor, ...] | None = None
 
-    def error(self, contestant: Contestant, result: object) -> float:
+    def error(self, contestant: Contestant, result: Any) -> float:
         """The largest distance to float64, where it differentiates of the gradients. Raises WrongResult beyond
         rounding."""
         out, problem = contestant.read(result), self.work.problem
@@ -225,7 +229,7 @@ def prepare(name: str, maker: Maker, work: Workload, judge: Judge) -> tuple[Entr
     return Entry(name, reason=reason, failed=failed), None
 
 
-def call_of(contestant: Contestant, out: Tensor, problem: Problem) -> tuple[Call, object]:
+def call_of(contestant: Contestant, out: Tensor, problem: Problem) -> tuple[Call, Callable[[], Any]]:
     """What is timed, and what is entered around it: a graph remembers its backend, so a backward needs nothing."""
     if problem.direction == "backward":
         return partial(contestant.gradients, out), nullcontext

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from sdpa.bench.problems import DIRECTIONS, Problem
 from sdpa.bench.suites import GPU_SUITES, TOKENS, WIDTH
@@ -39,13 +40,13 @@ def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
     cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if not problem.call]
     cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
-    first: dict[tuple, Cell] = {}
+    first: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:
         first.setdefault(measurement(cell), cell)
     return tuple(replace(cell, device=device) for cell in first.values())
 
 
-def measurement(cell: Cell) -> tuple:
+def measurement(cell: Cell) -> tuple[Any, ...]:
     """What makes two cells one: an alibi is causal, and how a call is made decides nothing about kernels."""
     mask = "causal" if cell.mask == "alibi" else cell.mask
     sizes = (cell.B, cell.H, cell.Hkv, cell.M, cell.N, cell.D, cell.Dv)
@@ -66,7 +67,13 @@ def full(head_sizes: Iterable[int], N: int, kinds: Iterable[str], explore: bool 
     """Cells of TOKENS tokens and WIDTH features: a GPU is full, and cells compare."""
     cells = []
     for direction, D, mask in product(DIRECTIONS, head_sizes, kinds):
-        options = {"dtype": "bfloat16", "mask": mask, "direction": direction, "window": WINDOW, "explore": explore}
+        options: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "mask": mask,
+            "direction": direction,
+            "window": WINDOW,
+            "explore": explore,
+        }
         cells.append(Cell(TOKENS // N, WIDTH // D, N, N, D, **options))
     return cells
 
@@ -79,14 +86,14 @@ def masks() -> list[Cell]:
 
 def latent() -> list[Cell]:
     """Keys wider than values, as multi-head latent attention has them (DeepSeek-V2)."""
-    options = {"Dv": 128, "dtype": "bfloat16"}
+    options: dict[str, Any] = {"Dv": 128, "dtype": "bfloat16"}
     sizes = (TOKENS // USUAL, WIDTH // 128, USUAL, USUAL, 192)
     return [Cell(*sizes, mask=mask, direction=direction, **options) for direction, mask in product(DIRECTIONS, PLAIN)]
 
 
 def around_decode() -> list[Cell]:
     """A few new queries against many keys: more of them, more conversations, heads shared and not."""
-    options = {"dtype": "bfloat16", "explore": False}
+    options: dict[str, Any] = {"dtype": "bfloat16", "explore": False}
     heads = (DECODE_HEADS // GROUP, DECODE_HEADS)
     cells = [Cell(B, DECODE_HEADS, 1, 1024, 128, Hkv=Hkv, **options) for B, Hkv in product((1, 16, 64), heads)]
     cells += [Cell(B, DECODE_HEADS, 8, 8192, 128, Hkv=Hkv, **options) for B, Hkv in product((1, 16), heads)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,11 +93,11 @@ class Holding(torch.nn.Module):
         self.value = value
 
 
-def masked(**given: object) -> Callable[..., Tensor]:
+def masked(**given: Any) -> Callable[..., object]:
     return lambda q, k, v: attention(q, k, v, Mask(**given))
 
 
-def with_field(name: str, **given: object) -> Callable[..., Tensor]:
+def with_field(name: str, **given: Any) -> Callable[..., object]:
     return lambda q, k, v, value: attention(q, k, v, Mask(**{name: value}, **given))
 
 
@@ -115,15 +116,15 @@ def mask_kinds() -> dict[str, Kind]:
     }
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> object:
     return sdpa.varlen_attention(q, k, v, cu, cu, 5, 5, is_causal=True)
 
 
-def crossed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+def crossed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> object:
     return sdpa.varlen_attention(q, k, v, cu_q, cu_k, 5, 6)
 
 
-def stepped(decoder: torch.nn.Module, tgt: Tensor, memory: Tensor) -> Tensor:
+def stepped(decoder: nn.TransformerDecoder, tgt: Tensor, memory: Tensor) -> Tensor:
     cache = decoder.new_cache(memory, 8)
     return decoder.step(tgt, cache) + decoder.step(tgt, cache)
 
@@ -131,7 +132,7 @@ def stepped(decoder: torch.nn.Module, tgt: Tensor, memory: Tensor) -> Tensor:
 def other_kinds() -> dict[str, Kind]:
     """Packed and paged sequences, and modules."""
     torch.manual_seed(0)
-    wide = {"batch_first": True, "dtype": torch.float64}
+    wide: dict[str, Any] = {"batch_first": True, "dtype": torch.float64}
     heads = nn.MultiheadAttention(E, H, **wide)
     encoder = nn.TransformerEncoderLayer(E, H, 8, 0.0, **wide)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, 8, 0.0, **wide), 2).eval()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import sdpa
 from sdpa.bench.matrix_kinds import Calling, Kind
 
-CLOSE = {"rtol": 1e-8, "atol": 1e-9}  # float64 sums in another order, also of second derivatives
+CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # float64 sums in another order, also of second derivatives
 SINGLE = {"rtol": 1e-4, "atol": 1e-5}  # where a runtime computes in float32
 HALF = {"rtol": 3e-2, "atol": 3e-2}  # bfloat16 has 8 bits
 Way = Callable[[Kind], "str | None"]
@@ -32,7 +33,7 @@ def flat(results: object) -> list[Tensor]:
     return [r for r in torch.utils._pytree.tree_leaves(results) if isinstance(r, Tensor)]
 
 
-def compare(found: object, expected: object, close: dict[str, float] = CLOSE) -> None:
+def compare(found: Any, expected: Any, close: dict[str, Any] = CLOSE) -> None:
     found, expected = flat(found), flat(expected)
     if len(found) != len(expected):
         raise Wrong(f"{len(found)} results instead of {len(expected)}")
@@ -43,21 +44,26 @@ def compare(found: object, expected: object, close: dict[str, float] = CLOSE) ->
             raise Wrong(" ".join(str(error).split())[:160]) from None
 
 
+def total(numbers: Iterable[Tensor]) -> Any:
+    return sum(numbers)
+
+
 def loss(results: object) -> Tensor:
     """A number of all results, with other weights for each element."""
-    return sum((r * torch.linspace(-1, 2, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in flat(results))
+    parts = ((r * torch.linspace(-1, 2, r.numel(), dtype=r.dtype).view(r.shape)).sum() for r in flat(results))
+    return total(parts)
 
 
 def leaves(kind: Kind) -> tuple[Tensor, ...]:
     return tuple(t.clone().requires_grad_(n < kind.learn) for n, t in enumerate(kind.tensors))
 
 
-def seeded(run: Run, *args: object) -> object:
+def seeded(run: Run, *args: object) -> Any:
     torch.manual_seed(3)
     return run(*args)
 
 
-def expected(run: Run, *args: object) -> object:
+def expected(run: Run, *args: object) -> Any:
     """What `run` gives where operations of torch's answer."""
     with sdpa.decomposed():
         return seeded(run, *args)
@@ -80,7 +86,7 @@ def gradients(run: Run, kind: Kind) -> list[Tensor]:
     return [*flat(results), *torch.autograd.grad(loss(results), learning, materialize_grads=True)]
 
 
-def learned(run: Run, kind: Kind, close: dict[str, float] = CLOSE) -> None:
+def learned(run: Run, kind: Kind, close: dict[str, Any] = CLOSE) -> None:
     """Results without gradients; with them, unless the call has none."""
     with torch.no_grad():
         compare(seeded(run, *kind.tensors), expected(Calling(kind), *kind.tensors), close)
@@ -180,12 +186,12 @@ def pushed(kind: Kind) -> None:
         compare((found.primal, found.tangent), wanted)
 
 
-def transformed(transform: Callable, kind: Kind) -> None:
+def transformed(transform: Callable[..., Any], kind: Kind) -> None:
     run = lambda: transform(of_first(kind))(kind.tensors[0])  # noqa: E731
     compare(seeded(run), expected(run))
 
 
-def second_derivative(function: Callable) -> Callable:
+def second_derivative(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.func.hessian, but that the columns share random numbers."""
     return torch.func.jacfwd(torch.func.jacrev(function), randomness="same")
 
@@ -202,7 +208,7 @@ def twice(kind: Kind) -> None:
         tensors = leaves(kind)[: kind.learn]
         value = loss(Calling(kind)(*tensors, *kind.tensors[kind.learn :]))
         first = torch.autograd.grad(value, tensors, create_graph=True, materialize_grads=True)
-        return list(torch.autograd.grad(sum(map(loss, first)), tensors, materialize_grads=True))
+        return list(torch.autograd.grad(total(map(loss, first)), tensors, materialize_grads=True))
 
     compare(seeded(second), expected(second))
 
@@ -221,7 +227,7 @@ def autocast(kind: Kind) -> None:
         raise Wrong(f"results are {[t.dtype for t in flat(found)]}")
 
 
-def checkpointed(kind: Kind, **options: object) -> None:
+def checkpointed(kind: Kind, **options: Any) -> None:
     learned(lambda *tensors: checkpoint(Calling(kind), *tensors, **options), kind)
 
 
@@ -234,7 +240,7 @@ def selected(kind: Kind) -> None:
 def reentrant(kind: Kind) -> None:
     """Gradients by backward, which is all it knows."""
 
-    def by_backward(run: Run, kind: Kind) -> list[Tensor]:
+    def by_backward(run: Run, kind: Kind) -> list[Tensor | None]:
         tensors = leaves(kind)
         loss(run(*tensors)).backward()
         return [t.grad for t in tensors[: kind.learn]]
@@ -262,14 +268,16 @@ def jit_traced(kind: Kind) -> str | None:
     run = torch.jit.trace(calling, kind.tensors, check_trace=not kind.is_random)
     if kind.is_random:
         return drops(run, kind)
-    return learned(run, kind)
+    learned(run, kind)
+    return None
 
 
 def drops(run: Run, kind: Kind) -> str:
     """Of a mean of many: dropout by random numbers of torch's."""
     with torch.no_grad():
         mean = torch.stack([flat(run(*kind.tensors))[0] for _ in range(4000)]).mean(0)
-        compare(mean, sdpa.scaled_dot_product_attention(*kind.tensors), {"rtol": 0.0, "atol": 0.15})
+        tensors: Any = kind.tensors
+        compare(mean, sdpa.scaled_dot_product_attention(*tensors), {"rtol": 0.0, "atol": 0.15})
     return "ok*"
 
 
@@ -285,9 +293,9 @@ def symbolic(kind: Kind) -> None:
             return kind.call(*tensors) if kind.module is None else kind.call(self.inner, *tensors)
 
     names = ", ".join(f"t{n}" for n in range(len(kind.tensors)))
-    scope: dict[str, Callable] = {}
+    scope: dict[str, Callable[..., Any]] = {}
     exec(f"def forward(self, {names}): return self.call({names})", scope)
-    Root.forward = scope["forward"]  # type: ignore[assignment]
+    Root.forward = scope["forward"]
     learned(torch.fx.symbolic_trace(Root()), kind)
 
 
@@ -296,7 +304,7 @@ def to_onnx(kind: Kind) -> str | None:
 
     with torch.no_grad():
         wanted = expected(Calling(kind), *kind.tensors)
-        made = torch.onnx.export(Calling(kind).eval(), kind.tensors, dynamo=True, verbose=False)
+        made: Any = torch.onnx.export(Calling(kind).eval(), kind.tensors, dynamo=True, verbose=False)
         session = onnxruntime.InferenceSession(made.model_proto.SerializeToString())
 
         def run(*tensors: Tensor) -> list[Tensor]:
@@ -313,7 +321,7 @@ def compiled_autograd(kind: Kind) -> None:
     if without_gradients(kind):
         return
 
-    def run() -> list[Tensor]:
+    def run() -> list[Tensor | None]:
         tensors = leaves(kind)
         loss(Calling(kind)(*tensors)).backward()
         return [t.grad for t in tensors[: kind.learn]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sdpa.bench.plots import panel_grid, save_with_legend
 
@@ -21,7 +22,7 @@ WRITTEN_OUT = "written out"
 COLORS = {WRITTEN_OUT: "#b8b8b8", "torch": "#555555", "torch fast path": "#4c72b0", "ours": "#2a7f62"}
 STAGES = (WRITTEN_OUT, f"{WRITTEN_OUT}\ncompiled", "fused", "fused\ncompiled")
 
-Row = Mapping[str, object]  # of the suite's JSON
+Row = Mapping[str, Any]  # of the suite's JSON
 Bar = tuple[float, Row]  # where it stands
 
 
@@ -57,7 +58,7 @@ def contestant(variant: str) -> str:
     return variant.removesuffix(COMPILED)
 
 
-def draw_model(axis, stages: Mapping[str, list[Bar]]) -> None:
+def draw_model(axis: Any, stages: Mapping[str, list[Bar]]) -> None:
     """A bar per variant; on top its figure, and how many times as fast as torch's best ours is."""
     for place, row in (bar for bars in stages.values() for bar in bars):
         name = contestant(row["variant"])

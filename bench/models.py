@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,7 @@ class Outcome:
 
 def models(device: str) -> tuple[Model, ...]:
     """The suite for a kind of device, in sizes that it runs in seconds."""
+    gpts: tuple[Sizes, ...]
     if device.startswith("cuda"):
         encoder, mha, dtype = Sizes(64, 512, 12, 768, 12), Sizes(64, 512, 1, 768, 12), torch.bfloat16
         gpts = (Sizes(16, 1024, 12, 768, 12), Sizes(4, 4096, 12, 768, 12))  # GPT-2 of 124 million parameters
@@ -182,12 +184,12 @@ def written_out_open(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
-CAUSAL = {
+CAUSAL: dict[str, Callable[..., Any]] = {
     "written out": written_out,
     "torch": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "ours": lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, is_causal=True),
 }
-OPEN = {
+OPEN: dict[str, Callable[..., Any]] = {
     "written out": written_out_open,
     "torch": F.scaled_dot_product_attention,
     "ours": sdpa.scaled_dot_product_attention,
@@ -198,7 +200,9 @@ GROUPED = {
 }
 
 
-def in_every_way(ways: Mapping[str, Callable], device: str, build: Callable[[Callable, bool], Step]) -> dict:
+def in_every_way(
+    ways: Mapping[str, Callable[..., Any]], device: str, build: Callable[[Callable[..., Any], bool], Step]
+) -> dict[str, Any]:
     """Variants by how attention is computed: eager, and on a GPU compiled as well."""
     variants = {name: lambda way=way: build(way, False) for name, way in ways.items()}
     if device.startswith("cuda"):
@@ -209,7 +213,7 @@ def in_every_way(ways: Mapping[str, Callable], device: str, build: Callable[[Cal
 def gpt_training(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
     """The layers of GPT-2 without its vocabulary, forward and backward."""
 
-    def build(attend: Callable, compiled: bool) -> Step:
+    def build(attend: Callable[..., Any], compiled: bool) -> Step:
         model, batch = blocks(sizes, attend, device, dtype)
         run = torch.compile(model) if compiled else model
         return trained(model, lambda: run(batch))
@@ -222,7 +226,7 @@ def gpt_training(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
 def vit_inference(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
     """The layers of ViT-B/16, whose 197 positions are a multiple of nothing."""
 
-    def build(attend: Callable, compiled: bool) -> Step:
+    def build(attend: Callable[..., Any], compiled: bool) -> Step:
         model, batch = blocks(sizes, attend, device, dtype)
         run = torch.compile(model) if compiled else model
         return untrained(lambda: run(batch), fast=False)
@@ -231,7 +235,7 @@ def vit_inference(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
     return Model(f"ViT inference {shape}", device, dtype, sizes.B * sizes.L, in_every_way(OPEN, device, build))
 
 
-def blocks(sizes: Sizes, attend: Callable, device: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor]:
+def blocks(sizes: Sizes, attend: Callable[..., Any], device: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor]:
     """A stack of layers and a batch for it, the same for every way to attend."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Block(sizes, attend) for _ in range(sizes.layers))).to(device, dtype)
@@ -240,6 +244,9 @@ def blocks(sizes: Sizes, attend: Callable, device: str, dtype: torch.dtype) -> t
 
 class DecodeBlock(torch.nn.Module):
     """A layer of a Llama while it generates: one position, and the cache of those before it."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, sizes: Sizes, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -261,7 +268,7 @@ class DecodeBlock(torch.nn.Module):
 def llama_decode(sizes: Sizes, device: str, dtype: torch.dtype) -> Model:
     """A step of generation with L positions in the cache; the layers of a Llama of a billion parameters on a GPU."""
 
-    def build(attend: Callable, compiled: bool) -> Step:
+    def build(attend: Callable[..., Any], compiled: bool) -> Step:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(DecodeBlock(sizes, attend) for _ in range(sizes.layers))).to(device, dtype)
         token = torch.randn(sizes.B, 1, sizes.E, device=device, dtype=dtype)

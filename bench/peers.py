@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,12 @@ class Contestant:
     and a bias that learns in the layout this contestant likes best, and `standard` brings their gradients into ours."""
 
     name: str
-    forward: Call
+    forward: Callable[[], Any]
     leaves: tuple[Tensor, ...]
     grad_out: Tensor
-    around: Callable[[], AbstractContextManager] = nullcontext  # what forces it, entered outside of what is timed
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # what forces it, entered outside of what is timed
     standard: Callable[[Tensor], Tensor] = same
-    read: Callable[[object], Tensor] = same
+    read: Callable[[Any], Tensor] = same
 
     def gradients(self, out: Tensor, retain: bool = True) -> tuple[Tensor, ...]:
         """In the order and layout of `leaves`; `out` keeps its graph, so that a backward alone can be repeated."""
@@ -87,24 +88,24 @@ def require_plain(p: Problem) -> None:
         raise Refusal(f"asked for plain attention, got a call of the kind {p.call}")
 
 
-def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | None]:
+def flex_terms(work: Workload) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, int | None]:
     """score_mod, mask_mod, and the batch size of the block mask (None: the same for all)."""
     p, mask = work.problem, work.problem.mask
+    given: Any = work.torch_mask  # (1, H, M, N) of a bias, else (B, 1, M, N) or (B, 1, 1, N)
     if mask == "none":
         return None, None, None
     if mask in ("bias", "bias_grad"):
-        bias = work.torch_mask  # (1, H, M, N)
-        return (lambda score, b, h, i, j: score + bias[0, h, i, j]), None, None
+        return (lambda score, b, h, i, j: score + given[0, h, i, j]), None, None
     if mask in ("allowed", "padding", "lengths"):
-        allowed = work.torch_mask  # (B, 1, M, N) or (B, 1, 1, N)
         if mask == "allowed":
-            return None, (lambda b, h, i, j: allowed[b, 0, i, j]), p.B
-        return None, (lambda b, h, i, j: allowed[b, 0, 0, j]), p.B
+            return None, (lambda b, h, i, j: given[b, 0, i, j]), p.B
+        return None, (lambda b, h, i, j: given[b, 0, 0, j]), p.B
     if mask == "window":
         window = p.window
         return None, (lambda b, h, i, j: (i >= j) & (i - j <= window)), None
     if mask == "segments":
-        ids = work.our_mask.segments  # (N,)
+        ours: Any = work.our_mask
+        ids = ours.segments  # (N,)
         return None, (lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])), None
     if mask == "alibi":
         slopes = alibi_slopes(p.H, p.device)
@@ -112,7 +113,7 @@ def flex_terms(work: Workload) -> tuple[Callable | None, Callable | None, int | 
     return None, (lambda b, h, i, j: i >= j), None
 
 
-def compiled_flex(device: str) -> Callable:
+def compiled_flex(device: str) -> Callable[..., Any]:
     """On a CPU it is not compiled: that needs a C++ compiler and minutes, and only tests ask for it."""
     from torch.nn.attention.flex_attention import flex_attention
 

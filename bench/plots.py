@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sdpa.bench.peers import PEERS
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, Problem
@@ -26,7 +27,7 @@ Group = tuple[str, dict[str, float]]
 Panels = dict[tuple[str, str], list[Group]]
 
 
-def panel_grid(count: int, most_columns: int, panel: tuple[float, float]):
+def panel_grid(count: int, most_columns: int, panel: tuple[float, float]) -> tuple[Any, Any]:
     """(figure, axes) of so many panels of a size in inches, of which at most `most_columns` stand side by side."""
     import matplotlib
 
@@ -42,7 +43,7 @@ def panel_grid(count: int, most_columns: int, panel: tuple[float, float]):
     return figure, axes.flat[:count]
 
 
-def save_with_legend(figure, axes, path: Path, order: Sequence[str] | None = None) -> None:
+def save_with_legend(figure: Any, axes: Any, path: Path, order: Sequence[str] | None = None) -> None:
     """One legend for all panels, its names in `order` or as they come, and the figure as a file."""
     from matplotlib import pyplot
 
@@ -86,7 +87,7 @@ def figures_of(records: Sequence[Record]) -> dict[Problem, dict[str, float]]:
         if problem is not None and times:
             found.setdefault(problem, {}).update({n: problem.figure(float(ms) * 1e-3) for n, ms in times.items()})
 
-    def place(problem: Problem) -> tuple:
+    def place(problem: Problem) -> tuple[Any, ...]:
         kind = (DIRECTIONS.index(problem.direction), problem.dtype, problem.precision != "highest", problem.D)
         asked = (CALLS.index(problem.call), MASKS.index(problem.mask))
         return (*kind, *asked, problem.H, problem.Hkv, problem.N, problem.B, problem.M)
@@ -127,7 +128,7 @@ def contestants(panels: Panels) -> dict[str, str]:
     return colors | {name: PEER_COLORS[name] for name in PEERS if name in named}
 
 
-def draw_groups(axis, names: dict[str, str], groups: Sequence[Group]) -> None:
+def draw_groups(axis: Any, names: dict[str, str], groups: Sequence[Group]) -> None:
     """A bar per contestant, its figure on top."""
     here = [name for name in names if any(name in bars for _, bars in groups)]
     width = GROUP_WIDTH / len(here)

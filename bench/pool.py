@@ -11,9 +11,10 @@ import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ SPARE_CORES = 2
 LOST_STARTS = 3
 
 # (function, argument): the function is one that pickle finds by its name.
-Task = tuple[Callable[[object], object], object]
+Task = tuple[Callable[[Any], object], Any]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Outcome:
     """A task's value, or why there is none; `fatal` where its process died or had to be killed."""
 
     task: Task
-    value: object = None
+    value: Any = None
     error: str = ""
     fatal: bool = False
 
@@ -46,7 +47,9 @@ def default_jobs() -> int:
     return max(1, min(MOST_JOBS, cores - SPARE_CORES))
 
 
-def run_tasks(chains: Iterable[Iterable[Task]], jobs: int, seconds: float = TASK_SECONDS) -> Iterator[Outcome]:
+def run_tasks(
+    chains: Iterable[Iterable[Task]], jobs: int, seconds: float = TASK_SECONDS
+) -> Generator[Outcome, None, None]:
     """Outcomes as they come. Tasks of a chain run one after the other, in one process as long as that lives: what one
     of them compiled the next ones find. Closing the iterator ends all processes."""
     waiting = deque(deque(chain) for chain in chains)

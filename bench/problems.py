@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -146,7 +147,7 @@ class Problem:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-VIT = {"B": 4, "H": 12, "M": 197, "N": 197, "D": 64}
+VIT: dict[str, Any] = {"B": 4, "H": 12, "M": 197, "N": 197, "D": 64}
 
 
 def heads_for(length: int) -> int:
@@ -156,5 +157,5 @@ def heads_for(length: int) -> int:
     return 4 if length <= 2048 else 1
 
 
-def square(length: int, D: int, **rest) -> Problem:
+def square(length: int, D: int, **rest: Any) -> Problem:
     return Problem(1, heads_for(length), length, length, D, **rest)

@@ -7,15 +7,18 @@ what it would choose where a user has left some out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sdpa.dispatch import select, tuning
+from sdpa.dispatch.candidates import ranking
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import X86_TABLES
 from sdpa.problem import AttentionProblem, Tile
 
 # A kind of mask in the tables of CPUs as fields of a problem; of "dense" and "structured" ones the most usual kind.
-MASK_FIELDS = {
+MASK_FIELDS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"right": 0, "features": frozenset({"band"})},
     "window": {"left": 0, "right": 0, "features": frozenset({"band"})},
@@ -32,7 +35,7 @@ def is_of_cpu(device: str) -> bool:
     return device in CPU_TABLES or device.startswith("cpu_")
 
 
-def prune(path: str, data: dict) -> dict:
+def prune(path: str, data: dict[str, Any]) -> dict[str, Any]:
     """The table with the entries that are needed, in their order, and how many were measured. Raises ValueError where
     it is no table of a CPU."""
     buckets = tuning.parse(path, data).buckets
@@ -65,14 +68,14 @@ def chosen(buckets: tuple[tuning.Bucket, ...], problem: AttentionProblem) -> Cho
         measured = tuning.Measurement({name: ms * scale for name, ms in bucket.ms.items()}, "", bucket.tile)
     candidates = [select.candidate_of(kernel, problem, measured) for kernel in kernels_for("cpu")]
     able = [candidate for candidate in candidates if candidate.able]
-    best = min(able, key=select.ranking(able))
+    best = min(able, key=ranking(able))
     return best.kernel.name, best.tile
 
 
 def problem_of(bucket: tuning.Bucket) -> AttentionProblem:
     """The problem that a bucket was measured on, as far as its table tells."""
-    sizes = dict(zip(tuning.SIZES, bucket.sizes, strict=True))
-    fields = dict(MASK_FIELDS[bucket.mask])
+    sizes: dict[str, Any] = dict(zip(tuning.SIZES, bucket.sizes, strict=True))
+    fields: dict[str, Any] = dict(MASK_FIELDS[bucket.mask])
     if sizes["H"] != sizes["Hkv"]:
         fields["features"] = fields.get("features", frozenset()) | {"gqa"}
     dtype = getattr(torch, bucket.dtype)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def command() -> str:
     return shlex.join(["sdpa" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
-def header(device: str) -> dict:
+def header(device: str) -> dict[str, Any]:
     facts = device_of(device)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -87,7 +88,7 @@ def header(device: str) -> dict:
     }
 
 
-def header_lines(header: dict) -> list[str]:
+def header_lines(header: dict[str, Any]) -> list[str]:
     """The header as two comments of a CSV."""
     driver = ", ".join(f"{name} {text}" for name, text in header["driver"].items())
     versions = ", ".join(f"{name} {text}" for name, text in header["versions"].items())
@@ -118,7 +119,7 @@ def counted(name: str, ratios: Iterable[float | None]) -> str:
     return f" {name}cells={len(known)} {name}geomean={geomean(known):.3f} {name}worst={worst:.3f}"
 
 
-def write_json(path: Path, header: dict, summaries: Sequence[str], rows: Sequence[Row]) -> None:
+def write_json(path: Path, header: dict[str, Any], summaries: Sequence[str], rows: Sequence[Row]) -> None:
     """Rows as in the CSV, with every contestant's least and median time and spread."""
     records = [as_record(row, header["date"]) | {"timings": timings(row)} for row in rows]
     suites = ", ".join(dict.fromkeys(row.suite for row in rows))
@@ -126,7 +127,7 @@ def write_json(path: Path, header: dict, summaries: Sequence[str], rows: Sequenc
     path.write_text(json.dumps(header | told | {"rows": records}, indent=1) + "\n")
 
 
-def timings(row: Row) -> dict[str, dict]:
+def timings(row: Row) -> dict[str, dict[str, Any]]:
     return {entry.name: entry.timing.as_dict() for entry in (row.own, *row.peers) if entry.timing is not None}
 
 
@@ -184,7 +185,7 @@ def problem_of(record: Record) -> Problem | None:
 class Table:
     """A CSV file that grows; with `merge` it keeps what the file holds and replaces what is measured again."""
 
-    def __init__(self, path: Path, header: dict, merge: bool = False) -> None:
+    def __init__(self, path: Path, header: dict[str, Any], merge: bool = False) -> None:
         self.path, self.date = path, header["date"]
         lines, records = read(path) if merge and path.exists() else ([], [])
         self.lines = [*lines, *header_lines(header)]

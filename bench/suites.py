@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from sdpa.bench.problems import DIRECTIONS, DTYPES, VIT, Problem, square
 
@@ -12,7 +13,7 @@ TOKENS = 16384
 WIDTH = 2048
 GPU_HEAD_SIZES = (64, 128, 256)
 GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-HALF = {"dtype": "bfloat16", "device": "cuda"}
+HALF: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda"}
 GPU_WINDOW = 1024
 
 
@@ -58,7 +59,7 @@ def overhead() -> tuple[Problem, ...]:
     What torch does not have stands beside torch's closest call, and its row says so. torch has nothing close to a
     softcap: that row tells our time alone, and no geomean counts it.
     """
-    small = {"B": 1, "H": 4, "M": 16, "N": 16, "D": 64}
+    small: dict[str, Any] = {"B": 1, "H": 4, "M": 16, "N": 16, "D": 64}
     asked = ("dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", "module")
     return (
         Problem(**small),
@@ -106,8 +107,8 @@ def gpu_decode() -> tuple[Problem, ...]:
 
 
 def gpu_mask() -> tuple[Problem, ...]:
-    short = {"B": 8, "H": 32, "M": 2048, "N": 2048, "D": 64, **HALF}
-    long = {"B": 2, "H": 16, "M": 8192, "N": 8192, "D": 128, "window": GPU_WINDOW, **HALF}
+    short: dict[str, Any] = {"B": 8, "H": 32, "M": 2048, "N": 2048, "D": 64, **HALF}
+    long: dict[str, Any] = {"B": 2, "H": 16, "M": 8192, "N": 8192, "D": 128, "window": GPU_WINDOW, **HALF}
     return (
         Problem(**short, mask="bias"),
         Problem(**short, mask="bias_grad", direction="backward"),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -81,7 +81,7 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples, n=4)
         return (high - low) / self.median
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         figures = {"min_ms": self.minimum * 1e3, "median_ms": self.median * 1e3, "spread": self.spread}
         return figures | {"samples": len(self.samples), "repeats": self.repeats}
 
@@ -122,8 +122,8 @@ def calibrate(call: Call, stopwatch: Stopwatch, min_sample: float = MIN_SAMPLE) 
 
 
 def interleave(
-    calls: Sequence[Call], stopwatch: Stopwatch = host_stopwatch, rounds: int | None = None, time_limit: float = 1.0,
-    flush: bool = False, min_sample: float = MIN_SAMPLE,
+    calls: Sequence[Any], stopwatch: Callable[[Any, int], float] = host_stopwatch, rounds: int | None = None,
+    time_limit: float = 1.0, flush: bool = False, min_sample: float = MIN_SAMPLE,
 ) -> list[Timing]:  # fmt: skip
     """One Timing per call. Rounds go through the calls, each time in another order, so that none is always behind one
     that leaves the machine hot or its caches full, until `rounds` are done or the time is up.
@@ -164,7 +164,7 @@ class Racer:
     """A call, and what has to be entered around it without being part of it."""
 
     call: Call
-    around: Callable[[], AbstractContextManager] = nullcontext
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Clock(Protocol):
@@ -172,7 +172,7 @@ class Clock(Protocol):
 
     def queue(self, racer: Racer) -> object: ...
 
-    def read(self, span: object) -> float: ...
+    def read(self, span: Any) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class Slice:
             distance = self.rows[:, None] - torch.arange(p.N, device=p.device)
             return -alibi_slopes(p.H, p.device)[self.heads, None, None].double() * distance
         if p.mask in ("bias", "bias_grad"):
-            return self.queries(self.work.torch_mask.detach().expand(p.B, p.H, p.M, p.N)).double()
+            mask: Any = self.work.torch_mask
+            return self.queries(mask.detach().expand(p.B, p.H, p.M, p.N)).double()
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> Tensor:
@@ -91,7 +93,7 @@ def right_out(work: Workload) -> list[tuple[Slice | Whole, Tensor]]:
     if work.problem.call == "module":
         x = module_input(work).double()
         return [(Whole(), module_of(torch.nn.MultiheadAttention, work).double()(x, x, x, need_weights=False)[0])]
-    found = []
+    found: list[tuple[Slice | Whole, Tensor]] = []
     for part in out_slices(work):
         q = part.queries(work.q).double()
         k, v = (t[part.b, part.head].double() for t in (work.k, work.v))
@@ -105,21 +107,23 @@ def right_gradients(work: Workload) -> tuple[Tensor, ...]:
     (G, M, N), which every batch entry adds to."""
     p = work.problem
     learns = p.mask == "bias_grad"
-    head, biases = p.Hkv - 1, None
+    head = p.Hkv - 1
+    biases: Any = None
     for b in range(p.B) if learns else (p.B - 1,):
         k, v = (t[b, head].detach().double().requires_grad_() for t in (work.k, work.v))
         chunks = []
         for rows in torch.arange(p.M, device=p.device).split(CHUNK):
             part = Slice(work, b, head, rows)
-            q, added = part.queries(work.q).detach().double().requires_grad_(), part.added()
+            q = part.queries(work.q).detach().double().requires_grad_()
+            added: Any = part.added()
             leaves = (q, k, v, added.requires_grad_()) if learns else (q, k, v)
             out = part.attend(q, k, v, added)
             chunks.append(torch.autograd.grad(out, leaves, part.queries(work.grad_out).double()))
-        grad_q, grad_k, grad_v, *bias = (list(column) for column in zip(*chunks, strict=True))
+        grad_q, grad_k, grad_v, *grad_bias = (list(column) for column in zip(*chunks, strict=True))
         if learns:
-            bias = torch.cat(bias[0], 1)
+            bias = torch.cat(grad_bias[0], 1)
             biases = bias if biases is None else biases + bias
-    found = (torch.cat(grad_q, 1), sum(grad_k), sum(grad_v))
+    found: tuple[Any, ...] = (torch.cat(grad_q, 1), sum(grad_k), sum(grad_v))
     return (*found, biases) if learns else found
 
 

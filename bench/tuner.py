@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Contest:
     or tile that fails, and which of them are ready to run (none are tried that a process of their own failed with)."""
 
     kernels: tuple[str, ...] = ()
-    entries: list[dict] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
     report: Callable[[str], object] = print
     ready: Callable[[Kernel, Tile | None, AttentionProblem], bool] = anything
 
@@ -112,13 +113,13 @@ def importance(problem: Problem) -> tuple[int, float]:
     return doublings % 2 == 0, problem.flops()
 
 
-def entry_key(problem: Problem) -> tuple:
+def entry_key(problem: Problem) -> tuple[Any, ...]:
     """What makes two entries of a table the same measurement."""
     sizes = tuple(getattr(problem, name) for name in ENTRY_FIELDS)
     return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes)
 
 
-def entry_key_of(entry: dict) -> tuple:
+def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS))
 
 
@@ -158,7 +159,7 @@ def prepare(problem: Problem, contest: Contest) -> Field:
     return Field(inputs, asked, work.grad_out.detach(), kernels)
 
 
-def measure(problem: Problem, time_limit: float, contest: Contest | None = None) -> dict | None:
+def measure(problem: Problem, time_limit: float, contest: Contest | None = None) -> dict[str, Any] | None:
     """One entry of a table: milliseconds by kernel, and the tiles they were reached with; None where no kernel can."""
     contest = contest or Contest()
     with precision(problem), torch.no_grad():
@@ -192,7 +193,7 @@ def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
 
 def without_twins(kernels: list[Kernel], asked: AttentionProblem) -> list[Kernel]:
     """Two rows of the catalog may be the same code, which is measured as the first of them."""
-    first: dict[Callable, Kernel] = {}
+    first: dict[Callable[..., Any], Kernel] = {}
     for kernel in kernels:
         first.setdefault(getattr(kernel.load(), asked.direction), kernel)
     return list(first.values())
@@ -210,12 +211,12 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -
     able = [c for c in select.consider(forward) if c.able]
     # What need not be compiled comes first: it cannot fail or hang, and any right result serves.
     best = min(able, key=lambda c: (c.kernel.materialises, bool(select.tiles_of(c.kernel, forward)), c.seconds))
-    results = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
+    results: Any = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
     upstream = Results(grad_out, None)
     return lambda kernel, tile: repeated(kernel, tile, asked, inputs, results, upstream)
 
 
-def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: AttentionInputs | Results) -> Call:
+def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: Any) -> Call:
     """What a call that was made before runs (sdpa.plans): torch's operator, launches run again, or the pass itself."""
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
@@ -276,7 +277,9 @@ def is_dense(asked: AttentionProblem) -> bool:
     return bool(asked.features & {"bias", "allowed"})
 
 
-def other_tiles(kernel: Kernel, problem: Problem, asked: AttentionProblem, entries: list[dict]) -> tuple[Tile, ...]:
+def other_tiles(
+    kernel: Kernel, problem: Problem, asked: AttentionProblem, entries: list[dict[str, Any]]
+) -> tuple[Tile, ...]:
     """The tiles to try after a kernel's first guess: all, or in cells that do not explore what was best nearby."""
     others = select.tiles_of(kernel, asked)[1:]
     if not isinstance(problem, Cell):
@@ -287,11 +290,11 @@ def other_tiles(kernel: Kernel, problem: Problem, asked: AttentionProblem, entri
     return tuple(tile for tile in others if tile in near)
 
 
-def learnt_tiles(kernel: str, problem: Problem, entries: list[dict]) -> tuple[Tile, ...]:
+def learnt_tiles(kernel: str, problem: Problem, entries: list[dict[str, Any]]) -> tuple[Tile, ...]:
     """The kernel's tiles in the two entries most like the problem, as those of the next shorter and longer lengths."""
     known = [e for e in entries if kernel in e.get("tile", {}) and e["direction"] == problem.direction]
 
-    def distance(entry: dict) -> float:
+    def distance(entry: dict[str, Any]) -> float:
         sizes = sum(abs(math.log(entry[name] / getattr(problem, name))) for name in ("M", "N", "D", "Dv"))
         return sizes + (entry["mask"] != mask_kind(problem)) + (entry["dtype"] != dtype_name(problem))
 
@@ -306,7 +309,9 @@ def without_slow_tiles(first: dict[tuple[str, Tile | None], float]) -> dict[tupl
     return {key: seconds for key, seconds in first.items() if seconds <= TILE_SLACK * best[key[0]]}
 
 
-def figures(seconds: dict[tuple[str, Tile | None], float], asked: AttentionProblem, kernels: dict[str, Kernel]) -> dict:
+def figures(
+    seconds: dict[tuple[str, Tile | None], float], asked: AttentionProblem, kernels: dict[str, Kernel]
+) -> dict[str, Any]:
     """An entry's "ms" and "tile": each kernel's best, the tile only where there was a choice."""
     ms, tiles = {}, {}
     for (name, tile), value in sorted(seconds.items(), key=lambda pair: -pair[1]):
@@ -317,9 +322,12 @@ def figures(seconds: dict[tuple[str, Tile | None], float], asked: AttentionProbl
     return {"ms": ordered} | ({"tile": tiles} if tiles else {})
 
 
+Key = TypeVar("Key", bound=Hashable)
+
+
 def race(
-    calls: dict[Hashable, Call], device: str, time_limit: float, first: dict[Hashable, float] | None = None
-) -> dict[Hashable, float]:
+    calls: dict[Key, Call], device: str, time_limit: float, first: dict[Key, float] | None = None
+) -> dict[Key, float]:
     """Seconds of each call, measured in turns; the hopeless ones by a single sample after their warm-up (`first`)."""
     first = first or {key: first_sample(call, device) for key, call in calls.items()}
     best = min(first.values())
@@ -338,7 +346,7 @@ def first_sample(call: Call, device: str) -> float:
     return warm_sample(call, stopwatch_for(device))
 
 
-def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
+def warm_sample(call: Call, stopwatch: Callable[[Call, int], float] = host_stopwatch) -> float:
     """Seconds of a call once it is warm, or of the first where that took so long that warming up cannot matter."""
     cold = stopwatch(call, 1)
     if cold > 1.0:
@@ -347,7 +355,7 @@ def warm_sample(call: Call, stopwatch=host_stopwatch) -> float:
     return min([warm, *(stopwatch(call, 1) for _ in range(FIRST_CALLS - 1 if warm <= SHORT else 0))])
 
 
-def gpu_race(calls: dict[Hashable, Call], device: str, time_limit: float) -> dict[Hashable, float]:
+def gpu_race(calls: dict[Key, Call], device: str, time_limit: float) -> dict[Key, float]:
     """Median seconds of each call on a cold cache, `time_limit` seconds of samples each, and most of what a short
     call's launch takes the host longer: an eager program waits for all of that, a CUDA graph for nothing."""
     racers = [Racer(call) for call in calls.values()]

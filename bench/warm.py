@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -40,11 +41,11 @@ class Build:
         return f"{self.problem.label}: {self.kernel} {list(self.tile)}"
 
 
-def builds_of(problems: Iterable[Problem], kernels: tuple[str, ...] = ()) -> dict[tuple, Build]:
+def builds_of(problems: Iterable[Problem], kernels: tuple[str, ...] = ()) -> dict[tuple[Any, ...], Build]:
     """What tuning these problems may compile, by what makes it one compilation: each tile once for all problems that
     differ in nothing a compiler sees. Of cells that do not explore that is the first guess, and of the others' tiles
     those that are compiled alike."""
-    found: dict[tuple, Build] = {}
+    found: dict[tuple[Any, ...], Build] = {}
     for problem in problems:
         with precision(problem):
             try:
@@ -61,12 +62,13 @@ def builds_of(problems: Iterable[Problem], kernels: tuple[str, ...] = ()) -> dic
     return found
 
 
-def likeness(kernel: Kernel, tile: Tile, asked: AttentionProblem) -> tuple:
+def likeness(kernel: Kernel, tile: Tile, asked: AttentionProblem) -> tuple[Any, ...]:
     """Equal for what is compiled alike. Two kernels of the catalog may share their code."""
     code = getattr(kernel.load(), asked.direction)
     left = asked.left if asked.left == UNLIMITED else specialised(asked.left)
     shape = asked._replace(B=0, H=0, Hkv=0, M=0, N=0, left=left)
-    parts = kernel.load().parts_of(asked, tile) if kernel.splits_keys else 1
+    module: Any = kernel.load()
+    parts = module.parts_of(asked, tile) if kernel.splits_keys else 1
     blocks = (-(-asked.M // tile.BLOCK_M), -(-asked.N // tile.BLOCK_N), -(-asked.M // tile.BLOCK_N))
     rest = (asked.N % tile.BLOCK_N == 0, asked.M % tile.BLOCK_M == 0)
     packed = (parts, -(-asked.M * asked.G // tile.BLOCK_M), asked.B * asked.H * asked.M)
@@ -90,7 +92,7 @@ def specialised(size: int) -> int:
 
 def chains_of(builds: Iterable[Build]) -> list[list[pool.Task]]:
     """One process takes what shares most of its compilation: a kernel's tile and a head size in one direction."""
-    chains: dict[tuple, list[pool.Task]] = {}
+    chains: dict[tuple[Any, ...], list[pool.Task]] = {}
     for build in builds:
         p = build.problem
         same = (build.kernel, build.tile, p.D, p.dtype, p.mask, p.direction, p.precision, p.H == p.Hkv, p.M)
@@ -117,7 +119,7 @@ class Readiness:
     """Which kernels and tiles have run; as `ready` of a contest it lets only those take part, and what needs no
     compilation."""
 
-    done: set[tuple] = field(default_factory=set)
+    done: set[tuple[Any, ...]] = field(default_factory=set)
 
     def __call__(self, kernel: Kernel, tile: Tile | None, asked: AttentionProblem) -> bool:
         return tile is None or likeness(kernel, tile, asked) in self.done
@@ -136,7 +138,7 @@ USUAL = Listener()
 
 
 def warm_builds(
-    builds: dict[tuple, Build],
+    builds: dict[tuple[Any, ...], Build],
     jobs: int,
     first: Sequence[pool.Task] = (),
     end: float = float("inf"),
@@ -177,7 +179,8 @@ class Entrant:
 
 def entrants_of(problems: Iterable[Problem], options: contest.Options) -> list[list[pool.Task]]:
     """Who has to compile before a contest: what takes longest first, our own problems of one kind after another."""
-    peers, own = [], {}
+    peers: list[list[pool.Task]] = []
+    own: dict[tuple[Any, ...], list[pool.Task]] = {}
     for problem in problems:
         taking_part = peers_for(problem, options.peers)
         peers += [[(run_entrant, Entrant(problem, name, True))] for name in taking_part if name in COMPILED_PEERS]

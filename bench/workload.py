@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,9 @@ class Workload:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """What a backward gives gradients of: q, k, v, and a bias that learns (1, H, M, N)."""
-        return (*self.qkv, self.torch_mask) if self.problem.mask == "bias_grad" else self.qkv
+        if self.problem.mask == "bias_grad" and self.torch_mask is not None:
+            return (*self.qkv, self.torch_mask)
+        return self.qkv
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -59,7 +62,7 @@ class Workload:
         return TOLERANCE[self.out_dtype] if self.problem.precision == "highest" else TF32_TOLERANCE
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         """What a call says beside its tensors and its mask."""
         causal = {"is_causal": True} if self.problem.mask == "causal" else {}
         return causal | ({"enable_gqa": True} if self.problem.H != self.problem.Hkv else {})

@@ -28,6 +28,12 @@ class Candidate:
     def able(self) -> bool:
         return not self.reasons
 
+    @property
+    def time(self) -> float:
+        """`seconds` of a kernel that is able."""
+        assert self.seconds is not None
+        return self.seconds
+
 
 def consider(problem: AttentionProblem) -> list[Candidate]:
     """Every kernel of the catalog with its reasons, or its time where it is able."""
@@ -41,11 +47,11 @@ def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measur
     if not problem.unaligned:
         return direct
     if direct.able:
-        direct = replace(direct, seconds=direct.seconds * cost.slowing(kernel, problem))
+        direct = replace(direct, seconds=direct.time * cost.slowing(kernel, problem))
     moved = on_copies(kernel, problem, table)
     if moved is None or not moved.able:
         return direct
-    return moved if not direct.able or moved.seconds < direct.seconds else direct
+    return moved if not direct.able or moved.time < direct.time else direct
 
 
 def on_copies(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate | None:
@@ -54,7 +60,7 @@ def on_copies(kernel: Kernel, problem: AttentionProblem, table: tuning.Measureme
     if not kernel.alignment or not names or ("paged" in problem.features and ROWS & set(names)):
         return None
     moved = weigh(kernel, problem.placed(names), table)
-    return replace(moved, seconds=moved.seconds + cost.copying(problem, names), copies=names) if moved.able else moved
+    return replace(moved, seconds=moved.time + cost.copying(problem, names), copies=names) if moved.able else moved
 
 
 def weigh(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
@@ -81,9 +87,9 @@ def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
 def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = None) -> Tile | None:
     """The measured tile if the kernel still offers it (as the object it offers), else the kernel's first; of those
     that the device did not refuse, unless it refused all."""
-    offered = tiles_of(kernel, problem)
-    offered = [tile for tile in offered if not failure.reasons(kernel, tile, problem)] or offered
-    if measured in offered:
+    every = tiles_of(kernel, problem)
+    offered = [tile for tile in every if not failure.reasons(kernel, tile, problem)] or every
+    if measured is not None and measured in offered:
         return offered[offered.index(measured)]
     return offered[0] if offered else None
 
@@ -95,7 +101,7 @@ def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
     than the table. Only where nothing was measured but kernels that write out the scores may an estimate come first.
     """
     decided = any(c.measured and not c.kernel.materialises for c in able)
-    return lambda c: (decided and not c.measured, c.seconds)
+    return lambda c: (decided and not c.measured, c.time)
 
 
 def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -41,25 +42,25 @@ class Choice:
         problem's direction says."""
         return self.function(self.problem.direction)(*tensors, self.problem, self.tile)
 
-    def function(self, direction: str) -> Callable:
+    def function(self, direction: str) -> Callable[..., Any]:
         """(*tensors, problem, tile) -> results: the kernel's own, or on copies."""
         own = getattr(self.kernel.load(), direction)
         return partial(call_on_copies, own, self.kernel.aligned) if self.copies else own
 
     @property
-    def forward(self) -> Callable:
+    def forward(self) -> Callable[..., Any]:
         return self.function("forward")
 
     @property
-    def backward(self) -> Callable:
+    def backward(self) -> Callable[..., Any]:
         return self.function("backward")
 
     @property
-    def weights(self) -> Callable:
+    def weights(self) -> Callable[..., Any]:
         return self.function("weights")
 
     @property
-    def record(self) -> Callable | None:
+    def record(self) -> Callable[..., Any] | None:
         """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form (a CPU's
         in a plain tuple); where the kernel's module has such, and reads tensors where they lie."""
         if self.copies:
@@ -67,7 +68,7 @@ class Choice:
         return getattr(self.kernel.load(), "record", None)
 
     @property
-    def native(self) -> Callable | None:
+    def native(self) -> Callable[..., Any] | None:
         """(inputs, learns) -> torch's own operator of (q, k, v), where the kernel is one that reads tensors where they
         lie."""
         return None if self.copies else getattr(self.kernel.load(), "native", None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from functools import lru_cache, wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -17,6 +17,7 @@ from sdpa.dispatch.kernel import FAMILIES
 from sdpa.dispatch.tracing import torch_toggles as torch_toggles  # noqa: PLC0414
 from sdpa.environment import VariableError, default_kernel
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
 TORCH_BACKENDS = {
     "MATH": "math",
@@ -71,16 +72,16 @@ class Entry:
         self.block, self.text = block, text
         self.recorded = tracing.is_recording()  # inside of a function that is being exported
         self.ended = False  # left in another context than it was entered in, which cannot be reached from there
-        self.token: Token | None = None
+        self.token: Token[tuple[Entry, ...]]  # told once it is entered
 
 
 # The open with-blocks of this context, the innermost last.
 CURRENT: ContextVar[tuple[Entry, ...]] = ContextVar("sdpa_kernel", default=())
 
 
-ALL: tuple = ()
+ALL: tuple[Any, ...] = ()
 # Settings made before; a dict and not lru_cache, which Dynamo warns about.
-TEXTS: dict[tuple, str] = {}
+TEXTS: dict[tuple[Any, ...], str] = {}
 
 
 class Block:
@@ -151,19 +152,20 @@ class sdpa_kernel(Block, ContextDecorator):
             text = None
         super().__init__(find_text(backends, set_priority, strict) if text is None else text)
 
-    def __call__(self, function: Callable) -> Callable:
+    def __call__(self, function: Function) -> Function:
         """The function inside of a block of its own at each call, which Dynamo can trace."""
         text = self._text
 
         @wraps(function)
-        def inside(*args: object, **options: object) -> object:
+        def inside(*args: Any, **options: Any) -> Any:
             with Block(text):
                 return function(*args, **options)
 
-        return inside
+        same: Any = inside  # called as the function is
+        return same
 
 
-def find_text(backends: object, set_priority: bool, strict: bool) -> str:
+def find_text(backends: Any, set_priority: bool, strict: bool) -> str:
     several = not isinstance(backends, str) and isinstance(backends, Iterable)
     names = tuple(backends) if several else (backends,)
     if not names and backends is not ALL:
@@ -183,7 +185,7 @@ def refuse_flag(name: str, value: object) -> None:
 
 def backend_name(backend: object, argument: str = "a kernel or backend", wanted: str = "a str or SDPBackend") -> str:
     """A family's or kernel's name from whatever a user may pass for it."""
-    member = getattr(backend, "name", None)  # of torch's enum, which need not be imported
+    member: Any = getattr(backend, "name", None)  # of torch's enum, which need not be imported
     if not isinstance(backend, str) and not isinstance(member, str):
         raise TypeError(f"{argument} must be {wanted}, but got {type(backend).__name__}")
     name = TORCH_BACKENDS.get(member, backend)
@@ -213,8 +215,8 @@ def forced_text(kernel: str) -> str:
 
 
 @tracing.constant
-def with_toggles(text: str, toggles: int) -> str:
-    return text if toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
+def with_toggles(text: str, toggles: int | None) -> str:
+    return text if toggles is None or toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
 
 
 def current_text() -> str:

@@ -39,14 +39,14 @@ def is_native(kernel: Kernel) -> bool:
 def seconds_together(candidate: Candidate, backward: Iterable[Candidate]) -> float:
     """A forward and the backward that then costs least."""
     if candidate.copies:  # which torch would not make again
-        return candidate.seconds + min((follower.seconds for follower in backward), default=0.0) + OWN_NODE
-    return candidate.seconds + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
+        return candidate.time + min((follower.time for follower in backward), default=0.0) + OWN_NODE
+    return candidate.time + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
 
 
 def after(kernel: Kernel, follower: Candidate) -> float:
     """Seconds of a backward behind the forward of `kernel`, and of the node between them."""
     left = follower.kernel is kernel and is_native(kernel) and not follower.copies
-    return follower.seconds + (0.0 if left else OWN_NODE)
+    return follower.time + (0.0 if left else OWN_NODE)
 
 
 def stays(kernel: Kernel, backward: Iterable[Candidate]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +15,18 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, 
 REPEATING = 3  # dimensions that may go on repeating by stride 0: all but the last
 
 
-def call_on_copies(function: Callable, names: Collection[str], *arguments: object) -> Results | Gradients | Tensor:
+def call_on_copies(
+    function: Callable[..., Any], names: Collection[str], *arguments: Any
+) -> Results | Gradients | Tensor:
     """`function` of (*tensors, problem, tile) on copies of those tensors, of `names`, that need one."""
     *tensors, problem, tile = arguments
     assert isinstance(problem, AttentionProblem) and (tile is None or isinstance(tile, Tile))
     return function(*placed(names, *tensors), problem.placed(names), tile)
 
 
-def placed(names: Collection[str], inputs: AttentionInputs, *rest: Results | Tensor) -> tuple:
+def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple[Any, ...]:
     """The tensors of a call, those of `names` at multiples of 16 bytes."""
-    moved = {name: at_home(getattr(inputs, name)) for name in ("q", "k", "v") if name in names}
+    moved: dict[str, Any] = {name: at_home(getattr(inputs, name)) for name in ("q", "k", "v") if name in names}
     if inputs.bias is not None and "bias" in names:
         moved["bias"] = home_of_bias(inputs.bias, "bias_rows" in names)
     inputs = inputs._replace(**moved)

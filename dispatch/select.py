@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from sdpa.dispatch import learning
 from sdpa.dispatch.caches import CACHES, LAST, clear_caches, forget_choices
@@ -98,8 +99,8 @@ def followers(problem: AttentionProblem, text: str, toggles: int) -> list[Candid
     return [c for c in able if rank(c)[0] == min(rank(other)[0] for other in able)]
 
 
-def by_preference(able: list[Candidate], setting: Setting, rank: Callable[[Candidate], tuple]) -> Candidate:
-    def place(candidate: Candidate) -> tuple[int, tuple]:
+def by_preference(able: list[Candidate], setting: Setting, rank: Callable[[Candidate], tuple[Any, ...]]) -> Candidate:
+    def place(candidate: Candidate) -> tuple[int, tuple[Any, ...]]:
         kernel = candidate.kernel
         name = kernel.name if kernel.name in setting.allowed else kernel.family
         return setting.allowed.index(name) if name in setting.allowed else len(setting.allowed), rank(candidate)

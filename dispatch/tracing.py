@@ -8,6 +8,7 @@ Dynamo gives up in the middle of a with-block and begins again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -21,13 +22,15 @@ from sdpa.torch_private import (
     math_enabled,
 )
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 # The texts of the open with-blocks of each trace, the innermost last.
 TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
 
 
-def constant(function: Callable) -> Callable:
+def constant(function: Function) -> Function:
     """As torch.compiler.assume_constant_result, which imports the compiler."""
-    function._dynamo_marked_constant = True
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function
 
 

@@ -8,10 +8,15 @@ correct.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sdpa.problem import AttentionInputs
+
+Dims = Sequence[Any]  # the mapped dimension of each argument, None of one that samples share
 
 FIELDS = AttentionInputs._fields
 RESULTS = ("out", "lse")
@@ -21,7 +26,9 @@ GRADIENTS = ("q", "k", "v", "bias", "sinks")
 BROADCAST = {"bias", "allowed", "q_segments", "k_segments", "alibi"}
 
 
-def map_forward(function, info, in_dims, args, names=FIELDS) -> tuple[Tensor, ...]:
+def map_forward(
+    function: Callable[..., Any], info: Any, in_dims: Dims, args: Sequence[Any], names: Sequence[str] = FIELDS
+) -> tuple[Tensor, ...]:
     """(out, lse), each (S, ...), of Attention's arguments of which some have a mapped dimension of S samples; or what
     else is one number of rows per batch entry, of arguments of these names."""
     if has_no_batch(names, args) or in_dims[names.index("sinks")] is not None:
@@ -31,7 +38,7 @@ def map_forward(function, info, in_dims, args, names=FIELDS) -> tuple[Tensor, ..
     return tuple(result.unflatten(0, (S, B)) for result in results)
 
 
-def map_backward(function, info, in_dims, args) -> tuple[Tensor, ...]:
+def map_backward(function: Callable[..., Any], info: Any, in_dims: Dims, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """The five gradients, each (S, ...), of AttentionBackward's arguments; also of what samples share, per sample."""
     names = UPSTREAM + FIELDS
     if has_no_batch(names, args) or args[names.index("sinks")] is not None:
@@ -52,13 +59,13 @@ def map_backward(function, info, in_dims, args) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
-def has_no_batch(names, args) -> bool:
+def has_no_batch(names: Sequence[str], args: Sequence[Any]) -> bool:
     """Whether the batch dimension cannot be made longer: dropout counts by it, pages and packed documents are it."""
     unlike = any(args[names.index(name)] is not None for name in ("cu_q", "block_table"))
     return unlike or args[names.index("dropout_p")] != 0.0
 
 
-def one_by_one(function, S: int, in_dims, args) -> tuple[Tensor, ...]:
+def one_by_one(function: Callable[..., Any], S: int, in_dims: Dims, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """`function` of each sample, stacked."""
     samples = [
         function(*(a if dim is None else a.select(dim, s) for a, dim in zip(args, in_dims, strict=True)))
@@ -67,7 +74,7 @@ def one_by_one(function, S: int, in_dims, args) -> tuple[Tensor, ...]:
     return tuple(torch.stack(results) for results in zip(*samples, strict=True))
 
 
-def batch_of(names, in_dims, args) -> int:
+def batch_of(names: Sequence[str], in_dims: Dims, args: Sequence[Any]) -> int:
     """B of one sample."""
     position = names.index("q")
     return entries_of(args[position], in_dims[position])
@@ -78,7 +85,9 @@ def entries_of(value: Tensor, dim: int | None) -> int:
     return value.shape[0] if dim is None or dim > 0 else value.shape[1]
 
 
-def fold(names, in_dims, args, S: int, B: int, keep_apart=frozenset()) -> list:
+def fold(
+    names: Sequence[str], in_dims: Dims, args: Sequence[Any], S: int, B: int, keep_apart: Collection[str] = ()
+) -> list[Any]:
     """Arguments with the S samples folded into the batch; what is named in `keep_apart` has an entry for each."""
     folded = list(args)
     for position, name in enumerate(names):

@@ -38,7 +38,7 @@ Check = Callable[..., bool]
 Key = tuple[Hashable, ...]
 
 
-def switches() -> tuple:
+def switches() -> tuple[Any, ...]:
     """What else than its arguments decides who answers a call."""
     return (
         CURRENT.get() and current_text(),
@@ -75,7 +75,9 @@ class Calls:
             if is_alike(*tensors):
                 return found
         key = key_of(state, tensors)
-        found = None if key is None else self.known.get(key)
+        if key is None:
+            return None
+        found = self.known.get(key)
         if found is not None:
             self.remember(state, tensors, found, key)
         return found

@@ -17,7 +17,7 @@ TORCHS = (
 )
 
 
-def save_attention(otherwise: Callable | None = None) -> Callable:
+def save_attention(otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A policy of torch.utils.checkpoint that saves what attention returns and computes the rest again.
 
         contexts = functools.partial(create_selective_checkpoint_contexts, sdpa.save_attention())

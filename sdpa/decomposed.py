@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,8 @@ from sdpa.torch_private import (
     peek_interpreter_stack,
 )
 
-TORCHS: Callable = F.scaled_dot_product_attention
+Function = TypeVar("Function", bound=Callable[..., Any])
+TORCHS: Callable[..., Any] = F.scaled_dot_product_attention
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 # torch.jit.trace warns of every decision about a size. Ours are of numbers of dimensions and of heads.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"sdpa\.")
@@ -47,15 +49,16 @@ class Block(ContextDecorator):
     """A with-block without arguments. As a decorator it makes a block at each call, which Dynamo can trace; it cannot
     enter one that was made before."""
 
-    def __call__(self, function: Callable) -> Callable:
-        kind = type(self)
+    def __call__(self, function: Function) -> Function:
+        kind: Any = type(self)  # which has an __enter__ and an __exit__
 
         @wraps(function)
-        def inside(*args: object, **options: object):
+        def inside(*args: Any, **options: Any) -> Any:
             with kind():
                 return function(*args, **options)
 
-        return inside
+        same: Any = inside  # called as the function is
+        return same
 
 
 class decomposed(Block):
@@ -126,7 +129,7 @@ def by_torch(inputs: AttentionInputs) -> Tensor:
     return TORCHS(*inputs[:3], mask, inputs.dropout_p, inputs.right == 0, scale=inputs.scale, enable_gqa=grouped)
 
 
-def decomposition_table() -> dict[torch._ops.OpOverload, Callable]:
+def decomposition_table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """What each operator of a graph is in operations of torch's, for `program.run_decompositions(table)`."""
     packets = {
         torch.ops.sdpa.attention_forward: forward_of,
@@ -140,13 +143,14 @@ def decomposition_table() -> dict[torch._ops.OpOverload, Callable]:
     }
 
 
-def decomposition(operator: torch._ops.OpOverload, answer: Callable) -> Callable:
+def decomposition(operator: torch._ops.OpOverload, answer: Callable[..., Any]) -> Callable[..., Any]:
     """`answer` as a function of an operator's arguments, which are told apart by their names in its schema."""
     arguments = operator._schema.arguments
     results = len(operator._schema.returns)
 
-    def decomposed_operator(*args: object, **options: object):
-        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    def decomposed_operator(*args: Any, **options: Any) -> Any:
+        defaults = (argument for argument in arguments if argument.has_default_value())
+        given: dict[str, Any] = {argument.name: argument.default_value for argument in defaults}
         given |= dict(zip((argument.name for argument in arguments), args, strict=False)) | options
         inputs = AttentionInputs(**{name: given[name] for name in AttentionInputs._fields if name in given})
         found = answer(inputs, given)
@@ -155,17 +159,17 @@ def decomposition(operator: torch._ops.OpOverload, answer: Callable) -> Callable
     return decomposed_operator
 
 
-def forward_of(inputs: AttentionInputs, given: dict) -> tuple[Tensor, ...]:
+def forward_of(inputs: AttentionInputs, given: dict[str, Any]) -> tuple[Tensor, ...]:
     terms = forward_terms(inputs)
     needs_lse = given.get("needs_lse", True)
     return terms.out.to(inputs.q.dtype), terms.lse if needs_lse else terms.lse.new_empty(0)
 
 
-def backward_of(inputs: AttentionInputs, given: dict) -> tuple[Tensor, ...]:
+def backward_of(inputs: AttentionInputs, given: dict[str, Any]) -> tuple[Tensor, ...]:
     upstream = Results(given["grad_out"], given.get("grad_lse"))
     grads: Gradients = backward_terms(inputs, upstream, bool(given.get("bias_grad")))
     return tuple(inputs.q.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def weights_of(inputs: AttentionInputs, given: dict) -> tuple[Tensor]:
+def weights_of(inputs: AttentionInputs, given: dict[str, Any]) -> tuple[Tensor]:
     return (composite_weights(inputs, given["lse"], given["average"]),)

@@ -8,14 +8,15 @@ of torch operations: derivatives of the backward, and forward mode, whose tangen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from sdpa import flops
-from sdpa.batching import map_backward, map_forward
+from sdpa.batching import Dims, map_backward, map_forward
 from sdpa.dispatch.context import effective, torch_toggles
 from sdpa.dispatch.select import choose
 from sdpa.kernels.math.composite import backward_terms, forward_terms
@@ -51,6 +52,7 @@ from sdpa.torch_private import (
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
 DIFFERENTIABLE = tuple(AttentionInputs._fields.index(name) for name in ("q", "k", "v", "bias", "sinks"))
 BIAS = AttentionInputs._fields.index("bias")
+Pair = tuple[Tensor, Any]  # the output and the log-sum-exp or None, or the gradients that arrive at these
 
 
 # -- the node --------------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ class Attention(SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx, call, *tensors):
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:
         out, lse = call.run(*tensors)
         ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
@@ -73,7 +75,7 @@ class Attention(SingleLevelFunction):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse=None):
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         call = ctx.call
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + len(call.form.places))
@@ -89,7 +91,7 @@ class Attention(SingleLevelFunction):
         return (None, *found[:3], *beside(ctx, call, found))
 
 
-def beside(ctx, call, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def beside(ctx: Any, call: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the tensors behind q, k and v, of which a bias and sinks may have one."""
     placed: list[Tensor | None] = [None] * (len(call.form.places) - 3)
     for name, place in call.learned:
@@ -122,7 +124,7 @@ class OperatorCall:
             return call_forward(inputs, True, self.setting)
 
     def differentiable(
-        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> tuple[Tensor, ...]:
         inputs = self.form.inputs(tensors)
         return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
@@ -141,13 +143,13 @@ class AttentionBackward(torch.autograd.Function):
     """The gradients of Attention, themselves differentiable through math."""
 
     @staticmethod
-    def forward(grad_out, grad_lse, out, lse, *rest):
+    def forward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         flops.announce()
         inputs, (bias_grad, setting) = AttentionInputs(*rest[:FIELDS]), rest[FIELDS:]
         return call_backward(inputs, Results(out, lse), Results(grad_out, grad_lse), bias_grad, setting)
 
     @staticmethod
-    def setup_context(ctx, args, results) -> None:
+    def setup_context(ctx: Any, args: Sequence[Any], results: object) -> None:
         grad_out, grad_lse, _, _, *rest = args
         ctx.bias_grad = rest[FIELDS]
         tensors = [grad_out, grad_lse, *rest[:FIELDS]]
@@ -158,18 +160,18 @@ class AttentionBackward(torch.autograd.Function):
         ctx.set_materialize_grads(True)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         function, primals, _ = recompute(ctx)
-        _, pull_back = torch.func.vjp(function, *primals)
+        pull_back = torch.func.vjp(function, *primals)[1]
         pulled = iter(pull_back(tuple(grads)))
         grad_out, grad_lse, *inputs = (next(pulled) if p else None for p in presence(ctx))
-        placed = [None] * (FIELDS + 2)
+        placed: list[Tensor | None] = [None] * (FIELDS + 2)
         for position, grad in zip(DIFFERENTIABLE, inputs, strict=True):
             placed[position] = grad
         return (grad_out, grad_lse, None, None, *placed)  # out and lse are functions of the rest
 
     @staticmethod
-    def jvp(ctx, *tangents):
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         function, primals, inputs = recompute(ctx)
         chosen = [tangents[0], tangents[1], *(tangents[4 + i] for i in DIFFERENTIABLE)]
         chosen = [t for t, present in zip(chosen, presence(ctx), strict=True) if present]
@@ -179,7 +181,7 @@ class AttentionBackward(torch.autograd.Function):
         return (*(like_layout(t, source) for t, source in zip(moved, inputs[:3], strict=True)), bias, sinks)
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
         results = map_backward(AttentionBackward.apply, info, in_dims, args)
         return results, (0,) * len(results)
 
@@ -192,13 +194,13 @@ class Weights(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*args):
+    def forward(*args: Any) -> Tensor:
         setting, lse, average = args[FIELDS:]
         with below_autograd():
             return call_weights(AttentionInputs(*args[:FIELDS]), lse, average, setting)
 
     @staticmethod
-    def setup_context(ctx, args, weights) -> None:
+    def setup_context(ctx: Any, args: Sequence[Any], weights: object) -> None:
         inputs, (_, lse, ctx.average) = args[:FIELDS], args[FIELDS:]
         ctx.constants = [None if isinstance(t, Tensor) else t for t in inputs]
         ctx.is_tensor = [isinstance(t, Tensor) for t in inputs]
@@ -206,31 +208,31 @@ class Weights(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * (FIELDS + 3)
         *tensors, lse = ctx.saved_tensors
         present = iter(tensors)
         inputs = [next(present) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
         grads = weights_gradients(AttentionInputs(*inputs), lse, grad, ctx.average, bool(ctx.needs_input_grad[BIAS]))
-        placed = [None] * FIELDS
+        placed: list[Tensor | None] = [None] * FIELDS
         for position, gradient in zip(DIFFERENTIABLE, (grads.q, grads.k, None, grads.bias, None), strict=True):
             if ctx.needs_input_grad[position]:
                 placed[position] = gradient
         return (*placed, None, grads.lse, None)
 
 
-ONE_LEVEL = {function: single_level(function) for function in (AttentionBackward, Weights)}
+ONE_LEVEL: dict[type, Any] = {function: single_level(function) for function in (AttentionBackward, Weights)}
 
 
-def apply(function: type[torch.autograd.Function], *args):
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply`, past its questions where no transform is on: it would bind 27 arguments to its signature."""
     if functorch_is_on():
         return function.apply(*args)
     return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
 
 
-def apply_single(function: type, *args):
+def apply_single(function: Any, *args: Any) -> Any:
     """The same at one level of functorch's."""
     with enable_single_level_autograd_function():
         return ONE_LEVEL.get(function, function).apply(*unwrap_dead_wrappers(args))
@@ -252,35 +254,36 @@ def weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: str) -
 # -- derivatives of the backward -------------------------------------------------------------------------------------
 
 
-def with_differentiable(inputs: AttentionInputs, tensors) -> AttentionInputs:
+def with_differentiable(inputs: AttentionInputs, tensors: Iterable[Tensor]) -> AttentionInputs:
     """`inputs` with its present differentiable tensors replaced in order."""
-    values, replacements = list(inputs), iter(tensors)
+    values: list[Any] = list(inputs)
+    replacements = iter(tensors)
     for position in DIFFERENTIABLE:
         if values[position] is not None:
             values[position] = next(replacements)
     return AttentionInputs(*values)
 
 
-def directional(function, primals, tangents):
+def directional(function: Callable[..., Any], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
     """Jacobian times tangents by two reverse passes: torch cannot nest forward mode inside a jvp rule."""
-    results, pull_back = torch.func.vjp(function, *primals)
+    results, pull_back = torch.func.vjp(function, *primals)[:2]
     zeros = tuple(torch.zeros_like(r) for r in results)
-    _, push = torch.func.vjp(lambda *cotangents: pull_back(cotangents), *zeros)
+    push = torch.func.vjp(lambda *cotangents: pull_back(cotangents), *zeros)[1]
     return push(tuple(tangents))
 
 
-def presence(ctx) -> list[bool]:
+def presence(ctx: Any) -> list[bool]:
     """Which of grad_out, grad_lse and the differentiable inputs there are."""
     return [ctx.is_tensor[0], ctx.is_tensor[1], *(ctx.is_tensor[2 + i] for i in DIFFERENTIABLE)]
 
 
-def recompute(ctx):
+def recompute(ctx: Any) -> tuple[Callable[..., Any], tuple[Tensor, ...], AttentionInputs]:
     """The closed formula of the backward as a function of what it depends on, and that."""
     tensors = iter(ctx.saved_tensors)
     grad_out, grad_lse, *rest = (next(tensors) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True))
     inputs, bias_grad = AttentionInputs(*rest), ctx.bias_grad
 
-    def function(grad_out, *others):
+    def function(grad_out: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         upstream, others = (others[0], others[1:]) if grad_lse is not None else (None, others)
         given = with_differentiable(inputs, others)
         grads = backward_terms(given, Results(grad_out, upstream), bias_grad)
@@ -296,7 +299,8 @@ def recompute(ctx):
 def needs_grad(inputs: AttentionInputs) -> bool:
     if not torch.is_grad_enabled():
         return False
-    return any(inputs[i] is not None and inputs[i].requires_grad for i in DIFFERENTIABLE)
+    values: Sequence[Any] = inputs
+    return any(values[i] is not None and values[i].requires_grad for i in DIFFERENTIABLE)
 
 
 def is_transformed() -> bool:
@@ -330,7 +334,7 @@ def forward_mode(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]
     return like_layout(terms.out.to(inputs.q.dtype), inputs.q), terms.lse
 
 
-def differentiable_forward(*args):
+def differentiable_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """attention_forward's autograd key. Inside of it no Function of functorch's can be called, and none is wanted:
     functorch comes once for each of its levels."""
     inputs, needs_lse, setting = of_forward(args)
@@ -347,7 +351,7 @@ def differentiated(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tenso
     return apply_single(Attention, call, *call.form.tensors(inputs))
 
 
-def differentiable_weights(*args) -> Tensor:
+def differentiable_weights(*args: Any) -> Tensor:
     """The same of attention_weights, for which any transform of functorch's is met by operations of torch's."""
     inputs, lse, average, setting = of_weights(args)
     if is_transformed():
@@ -358,24 +362,24 @@ def differentiable_weights(*args) -> Tensor:
         return call_weights(inputs, lse, average, setting)
 
 
-def batched_forward(info, in_dims, *args):
+def batched_forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
     """attention_forward's rule for vmap; an empty log-sum-exp would have no batch entries to tell apart."""
     inputs, needs_lse, setting = of_forward(args)
     dims, _, _ = of_forward(in_dims, NO_DIMENSIONS)
 
-    def forward(*given):
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
         return call_forward(AttentionInputs(*given), True, setting)
 
     out, lse = map_forward(forward, info, dims, inputs)
     return (out, lse if needs_lse else no_tensor(out)), (0, 0 if needs_lse else None)
 
 
-def batched_weights(info, in_dims, *args):
+def batched_weights(info: Any, in_dims: Dims, *args: Any) -> tuple[Tensor, int]:
     """The same of attention_weights."""
     inputs, lse, average, setting = of_weights(args)
     dims, lse_dim, _, _ = of_weights(in_dims, NO_DIMENSIONS)
 
-    def mapped(lse, *given):
+    def mapped(lse: Tensor, *given: Any) -> tuple[Tensor]:
         return (call_weights(AttentionInputs(*given), lse, average, setting),)
 
     names = ("lse", *AttentionInputs._fields)

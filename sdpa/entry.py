@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,12 +49,15 @@ from sdpa.torch_private import (
 )
 from sdpa.validate import Options, check_flag
 
-NOTHING: tuple = (None, (), ())  # of a call with neither a mask, nor sinks, nor places
+NOTHING: tuple[Any, ...] = (None, (), ())  # of a call with neither a mask, nor sinks, nor places
 band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
 NUMBERS = (NoneType, float)
 is_nested_tensor = attrgetter("is_nested")  # has no strides, for which a guard ends the process
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Run = Callable[..., Sequence[Any]]  # (query, key, value, mask, sinks, places) -> (out, lse), or the weights for lse
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 grad_enabled = torch.is_grad_enabled
@@ -70,18 +73,23 @@ class Request(NamedTuple):
 
 
 def request_of(
-    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any
+    kind: Kind,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: tuple[Any, ...],
+    returns_lse: bool,
+    kernel: str | None,
+    places: Any,
 ) -> Request:
     return Request(kind, Call(*tensors, Options(*options), places), returns_lse, kernel)
 
 
-PUBLIC: dict[str, Callable] = {}  # by the name of a kind its function, which a __torch_function__ is handed
+PUBLIC: dict[str, Callable[..., Any]] = {}  # by the name of a kind its function, which a __torch_function__ is handed
 
 
-def public(kind: Kind) -> Callable[[Callable], Callable]:
+def public(kind: Kind) -> Callable[[Function], Function]:
     """Marks the function that calls of `kind` are made by."""
 
-    def mark(function: Callable) -> Callable:
+    def mark(function: Function) -> Function:
         PUBLIC[kind.name] = function
         return function
 
@@ -89,7 +97,12 @@ def public(kind: Kind) -> Callable[[Callable], Callable]:
 
 
 def answer(
-    kind: Kind, tensors: tuple, options: tuple, returns_lse: bool, kernel: str | None, places: Any = None
+    kind: Kind,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: tuple[Any, ...],
+    returns_lse: bool,
+    kernel: str | None,
+    places: Any = None,
 ) -> Any:
     """The result of a call by what a call like it before came to, else by the ordinary way; nothing is checked yet."""
     query, key, value = tensors
@@ -130,7 +143,7 @@ def answer(
     return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
 
 
-def look_up(request: Request, parts: tuple, state: Hashable) -> Any:
+def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
     """The same where the latest calls of its state were others; the call is prepared where there was none like it."""
     _, others, given = parts
     tensors = (*request.call[:3], *others)
@@ -146,7 +159,7 @@ def look_up(request: Request, parts: tuple, state: Hashable) -> Any:
     return found if request.returns_lse else found[0]
 
 
-def parts_of(mask: object, sinks: object, places: Any) -> tuple[Hashable, Sequence[Tensor], tuple] | None:
+def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Tensor], tuple[Any, ...]] | None:
     """What a call's mask, sinks and places say beside their tensors, those tensors, and what a prepared call is given
     to fit; None where one is not of a kind that is remembered."""
     tensors: list[Tensor] = []
@@ -209,7 +222,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 # -- a call that is prepared ------------------------------------------------------------------------------------------
 
 
-def prepare(request: Request) -> Callable[..., Sequence[Tensor]] | None:
+def prepare(request: Request) -> Run | None:
     """What answers calls like this one, given query, key, value and what `parts_of` says; None for a call without
     anything to compute."""
     kind, call, returns_lse = request.kind, request.call, request.returns_lse
@@ -225,16 +238,17 @@ def prepare(request: Request) -> Callable[..., Sequence[Tensor]] | None:
         return None
     gather, restore, rows = steps(kind, call, inputs, form, returns_lse)
     learns = grad_enabled() and any(t.requires_grad for t in learned(call))
+    attend: Run
     if kind.average is not None:
         attend = PreparedWeights(form, learns, kind.average, setting).attend
     else:
         attend = (PreparedRows if rows else Prepared)(form, learns, returns_lse, setting).attend
-    if gather is None and restore is None:
+    if restore is None:
+        if gather is not None:
+            return lambda *given: attend(*gather(*given))
         return attend if not returns_lse else lambda *given: attend(*given[:3])
     if gather is None:
         return lambda *given: restore(attend(*given[:3]), *given)
-    if restore is None:
-        return lambda *given: attend(*gather(*given))
     return lambda *given: restore(attend(*gather(*given)), *given)
 
 
@@ -259,7 +273,7 @@ def cast_call(call: Call, dtype: torch.dtype) -> Call:
     return Call(query, key, value, cast_options(call.options, dtype), call.places)
 
 
-def prepare_under_autocast(request: Request, dtype: torch.dtype) -> Callable[..., Sequence[Tensor]] | None:
+def prepare_under_autocast(request: Request, dtype: torch.dtype) -> Run | None:
     """The same of tensors in autocast's dtype, which each call makes first."""
     with without_autocast():
         run = prepare(request._replace(call=cast_call(request.call, dtype)))
@@ -268,7 +282,7 @@ def prepare_under_autocast(request: Request, dtype: torch.dtype) -> Callable[...
     call = request.call
     casts = [is_cast(t) for t in (call.query, call.key, call.value)]
 
-    def under_autocast(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Sequence[Tensor]:
+    def under_autocast(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Sequence[Any]:
         tensors = [t.to(dtype) if cast else t for t, cast in zip((query, key, value), casts, strict=True)]
         if given:
             mask, *rest = given
@@ -299,25 +313,26 @@ def ordinary(request: Request) -> Any:
     setting = request_text(kernel)
     if kind is DENSE and is_nested(*call[:3]):
 
-        def attend(*given):
-            return operator_results(request._replace(call=Call(*given, None), returns_lse=False), setting)[0]
+        def attend(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+            inside = request._replace(call=Call(query, key, value, options, None), returns_lse=False)
+            return operator_results(inside, setting)[0]
 
         return nested_attention(*call[:4], returns_lse, attend)
     results = operator_results(request._replace(call=call), setting)
     return (results[0], results[1]) if returns_lse else results[0]
 
 
-def overridden(request: Request, tensors: tuple) -> Any:
+def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
     """The answer of a __torch_function__, which is handed the call."""
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = request.call.options
-    beside = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "sinks": sinks}
+    beside: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "sinks": sinks}
     beside |= {"return_lse": request.returns_lse, "kernel": request.kernel}
     given = (*request.call[:3], *(request.call.places or ()), mask, dropout_p, is_causal)
     function = PUBLIC[request.kind.name]
     return handle_torch_function(function, tensors, *given, **beside)
 
 
-def operator_results(request: Request, setting: str) -> Sequence[Tensor]:
+def operator_results(request: Request, setting: str) -> Sequence[Any]:
     """The output, the log-sum-exp where it is asked for, and the weights where those are."""
     kind, call = request.kind, request.call
     dtype = autocast_dtype(call.query)
@@ -341,16 +356,17 @@ def operator_results(request: Request, setting: str) -> Sequence[Tensor]:
 
 def decomposed_operators(
     kind: Kind, call: Call, form: AttentionInputs, inputs: AttentionInputs, returns_lse: bool
-) -> Sequence[Tensor]:
+) -> Sequence[Any]:
     """The same by operations of torch's."""
     if kind.average is not None:
         results = decomposed_results(form, True)
+        assert results.lse is not None
         return without_weights((results.out, composite_weights(form, results.lse, kind.average)), call.options)
     found = results_of(decomposed_results(form, returns_lse), form, inputs)
     return dropped(kind.restore(found, *call[:3]), call.options)
 
 
-def tensors_among(call: Call) -> tuple:
+def tensors_among(call: Call) -> tuple[Any, ...]:
     """The arguments that may have a __torch_function__; a Mask's is for `&` alone."""
     mask, places = call.options.attn_mask, call.places or ()
     return (*call[:3], None if isinstance(mask, Mask) else mask, call.options.sinks, *places)

@@ -60,9 +60,10 @@ def pairs_of(inputs: AttentionInputs) -> int:
         rows = max(queries.shape[0], keys.shape[0])
         pairs = zip(queries.expand(rows, -1), keys.expand(rows, -1), strict=True)
         return B // rows * sum(map(pairs_of_segments, *zip(*pairs, strict=True)))
-    lengths = inputs.q_lengths, inputs.k_lengths
-    if all(type(given) is Tensor and given.device.type != "meta" for given in lengths):
-        return int((lengths[0].long() * lengths[1]).sum())
+    q_lengths, k_lengths = inputs.q_lengths, inputs.k_lengths
+    if type(q_lengths) is Tensor and type(k_lengths) is Tensor:
+        if "meta" not in (q_lengths.device.type, k_lengths.device.type):
+            return int((q_lengths.long() * k_lengths).sum())
     if type(inputs.cu_q) is Tensor and type(inputs.cu_k) is Tensor and inputs.cu_q.device.type != "meta":
         return int((inputs.cu_q.diff().long() * inputs.cu_k.diff()).sum())
     return B * M * N

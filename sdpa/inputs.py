@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class Fit(NamedTuple):
     """How tensors of a mask become fields of AttentionInputs, which `fields` names in their order."""
 
     fields: tuple[str, ...]
-    of: Callable[[Mask], tuple[Tensor, ...]]
+    of: Callable[[Any], tuple[Tensor, ...]]  # of a mask that has them
 
 
 def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> AttentionInputs:
@@ -135,7 +135,7 @@ def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> Attentio
     traced = jit_tracing() is not None
     left, right = (side if traced or side < M + N else UNLIMITED for side in mask.band)
     sizes = Sizes(B, inputs.q.shape[1], M, N, lead)
-    tensors = {
+    tensors: dict[str, Any] = {
         name: tensor
         for fit in fits_of(mask, sizes, inputs.q.device)
         for name, tensor in zip(fit.fields, fit.of(mask), strict=True)
@@ -181,8 +181,8 @@ def fit_prefix(prefix: int | Tensor, B: int, N: int, device: torch.device) -> Te
 
 def fit_segments(mask: Mask, M: int, N: int) -> tuple[Tensor, Tensor]:
     """Ids (B|1, M) and (B|1, N) from ids or cumulative lengths."""
-    given = mask.segments if mask.segments is not None else mask.cu_seqlens
-    pair = given if isinstance(given, tuple) else (given, given)
+    given: Any = mask.segments if mask.segments is not None else mask.cu_seqlens
+    pair: tuple[Tensor, ...] = given if isinstance(given, tuple) else (given, given)
     if mask.cu_seqlens is not None:
         pair = tuple(ids_of(cu, size) for cu, size in zip(pair, (M, N), strict=True))
     queries, keys = (ids.reshape(-1, size) for ids, size in zip(pair, (M, N), strict=True))
@@ -214,7 +214,7 @@ def ids_of(cu_seqlens: Tensor, size: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True, out_int32=True)
 
 
-def fit_dense(mask: Tensor, lead: torch.Size) -> Tensor:
+def fit_dense(mask: Tensor, lead: Sequence[int]) -> Tensor:
     """A dense mask as a four-dimensional view whose sizes are 1 or those of the scores, not expanded in memory;
     only batch dimensions beyond the first that broadcast apart from each other are."""
     if mask.dim() < 4:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def is_cast(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
-def cast(tensor, dtype: torch.dtype):
+def cast(tensor: Any, dtype: torch.dtype) -> Any:
     return tensor.to(dtype) if is_cast(tensor) else tensor
 
 
@@ -40,7 +41,7 @@ def cast_options(options: Options, dtype: torch.dtype) -> Options:
     return options._replace(attn_mask=mask, sinks=cast(options.sinks, dtype))
 
 
-def as_mask(attn_mask: object) -> object:
+def as_mask(attn_mask: Any) -> Any:
     """torch.nn.attention.bias.CausalBias as a Mask; anything else as it is."""
     module = sys.modules.get("torch.nn.attention.bias")
     if module is None or not isinstance(attn_mask, module.CausalBias):
@@ -54,7 +55,7 @@ def is_nested(query: object, key: object, value: object) -> bool:
 
 
 def nested_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool, attend: Callable
+    query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool, attend: Callable[..., Any]
 ) -> Tensor:
     """Jagged (batch, H, length, D) tensors as one packed batch entry, by `attend` of what it is given."""
     if nested.are_strided(query, key, value):
@@ -67,7 +68,7 @@ def nested_attention(
     query, key, value = nested.as_packed(query, key, value)
     out = attend(*pack_jagged(query, key, value, options, return_lse))
     packed = out.squeeze(0).transpose(0, 1)  # (T, H, Dv)
-    return torch.nested.nested_tensor_from_jagged(packed, query.offsets()).transpose(1, 2)
+    return torch.nested.nested_tensor_from_jagged(packed, nested.offsets_of(query)).transpose(1, 2)
 
 
 def pack_jagged(
@@ -78,7 +79,7 @@ def pack_jagged(
     if return_lse:
         raise RuntimeError("return_lse=True is not supported with nested tensors: call with padded or packed tensors.")
     q, k, v = (t.transpose(1, 2).values().transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    mask = Mask(cu_seqlens=(query.offsets(), key.offsets()), causal=options.is_causal)
+    mask = Mask(cu_seqlens=(nested.offsets_of(query), nested.offsets_of(key)), causal=options.is_causal)
     return q, k, v, options._replace(attn_mask=mask, is_causal=False)
 
 
@@ -102,13 +103,13 @@ def check_jagged(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
                 f"Expected jagged tensors of 4 dimensions (batch, H, length, D), but {name} has {tensor.dim()}."
             )
     refuse_mask(options)
-    batches = [t.offsets().shape[0] - 1 for t in (query, key)]
+    queries, keys, values = (nested.offsets_of(t) for t in (query, key, value))
+    batches = queries.shape[0] - 1, keys.shape[0] - 1
     if batches[0] != batches[1]:
         raise RuntimeError(
             f"Expected query and key to have the same batch size, but got {batches[0]} and {batches[1]} nested tensors."
         )
-    same_offsets = query.offsets() is key.offsets() or torch.equal(query.offsets(), key.offsets())
-    if options.is_causal and not same_offsets:
+    if options.is_causal and queries is not keys and not torch.equal(queries, keys):
         raise RuntimeError("Expected query and key to have equal offsets with is_causal=True on nested tensors.")
-    if key.offsets() is not value.offsets() and not torch.equal(key.offsets(), value.offsets()):
+    if keys is not values and not torch.equal(keys, values):
         raise RuntimeError("Expected key and value to have equal offsets.")

@@ -79,10 +79,10 @@ PAGED = Kind("paged_attention", check_paged, normalise_paged, restore_paged)
 
 
 def normalise_lifted(query: Tensor, key: Tensor, value: Tensor, options: Options, _: None) -> AttentionInputs:
-    inputs = normalise(query, key, value, options)
-    if inputs.bias is None:
+    inputs, given = normalise(query, key, value, options), mask_of(options).bias
+    if inputs.bias is None or given is None:
         return inputs
-    return inputs._replace(bias=lifted(inputs.bias, mask_of(options).bias.requires_grad))
+    return inputs._replace(bias=lifted(inputs.bias, given.requires_grad))
 
 
 def lifted(bias: Tensor, learns: bool) -> Tensor:
@@ -128,7 +128,7 @@ def steps(
         return gather, (lambda results, *_: without_weights(results, call.options)) if all_dropped else None, False
     if kind is DENSE:
         return gather_dense(call, inputs), restore_dense(call), False
-    mask = call.options.attn_mask
+    mask: Any = call.options.attn_mask  # a Mask
     if mask is not None and (mask.prefix is not None or mask.device() is not None):
         gather, rows = gather_any(kind, call, form), False  # lengths of documents and of their masks meet
     elif kind is PAGED:
@@ -152,7 +152,9 @@ def gather_dense(call: Call, inputs: AttentionInputs) -> Gather:
     if as_given and not fits and not idle and options.sinks is None and not dropping:
         return None
 
-    def gather(query, key, value, mask=None, sinks=None, places=None):
+    def gather(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
         tensors = [query, key, value] if as_given else [*four_dimensions(query, key, value, enable_gqa)]
         for _, of in fits:
             tensors += of(mask)
@@ -179,7 +181,7 @@ def fits_of_call(call: Call, inputs: AttentionInputs) -> tuple[Fit, ...]:
     return (Fit((field,), lambda tensor: (fit_tensor(tensor, lead),)),)
 
 
-def fit_tensor(mask: Tensor, lead: torch.Size) -> Tensor:
+def fit_tensor(mask: Tensor, lead: Sequence[int]) -> Tensor:
     return mask if mask.dim() == 4 and len(lead) == 1 else fit_dense(mask, lead)
 
 
@@ -189,13 +191,13 @@ def restore_dense(call: Call) -> Restore:
     if query.dim() == key.dim() == value.dim() == 4 and not all_dropped:
         return None
 
-    def restore(results, query, key, value, *_):
+    def restore(results: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Results:
         return dropped(restore_rank(as_results(results), query, key, value), options)
 
     return restore
 
 
-def as_results(results: Sequence[Tensor | None]) -> Results:
+def as_results(results: Sequence[Any]) -> Results:
     return Results(results[0], results[1] if len(results) > 1 else None)
 
 
@@ -208,9 +210,11 @@ def gather_any(kind: Kind, call: Call, form: AttentionInputs) -> Gather:
     places_of = [place for place, value in enumerate(form) if isinstance(value, Tensor)]
     alike = form.cu_q is not None and form.cu_q is form.cu_k
 
-    def gather(query, key, value, mask=None, sinks=None, places=None):
+    def gather(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
         given = kind.normalise(query, key, value, options._replace(attn_mask=mask, sinks=sinks), places)
-        found = with_dropout(served_form(given), options)
+        found: Any = with_dropout(served_form(given), options)
         if alike:
             found = found._replace(cu_k=None)
         return [found[place] for place in places_of if found[place] is not None]
@@ -229,16 +233,22 @@ def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) ->
     T_q, T_k, size_q, size_k = query.shape[0], key.shape[0], *packing.sizes(inputs)
     served = form.cu_q is not None
 
-    def rows(query, key, value, mask=None, sinks=None, places=None):
+    def rows(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
         seed = (philox.draw_seed(device),) if dropping else ()
         return (query, key, value, *seed, places[0]) if alike else (query, key, value, *seed, *places[:2])
 
-    def segments(query, key, value, mask=None, sinks=None, places=None):
+    def segments(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
         q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         ids = packing.segment_ids(places[0], T_q, T_k)
         return (q, k, v, *ids, philox.draw_seed(device)) if dropping else (q, k, v, *ids)
 
-    def apart(query, key, value, mask=None, sinks=None, places=None):
+    def apart(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
         q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         found = packing.batch_entries((q, k, v), places[0], places[1], size_q, size_k)
         return (*found, philox.draw_seed(device)) if dropping else found
@@ -257,7 +267,9 @@ def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> 
     limit, served = pages.block_table.shape[1] * call.key.shape[1], form.block_table is not None
     device, dropping = query.device, drops(options)
 
-    def gather(query, key, value, mask=None, sinks=None, places=None):
+    def gather(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
         table, lengths = places
         lengths = lengths.clamp(0, limit).to(torch.int32).contiguous()
         seed = (philox.draw_seed(device),) if dropping else ()
@@ -277,8 +289,9 @@ def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs
     unseen = packed and form.q_segments is not None and inputs.sinks is not None and returns_lse
     all_dropped = options.dropout_p == 1.0
 
-    def restore(results, *given):
-        out, lse = results[0], results[1] if returns_lse else None
+    def restore(results: Sequence[Tensor], *given: Any) -> Sequence[Tensor | None]:
+        out: Tensor = results[0]
+        lse: Any = results[1] if returns_lse else None
         places = given[-1]
         if apart:
             out = packing.together(out, places[0], T)
@@ -300,7 +313,7 @@ def restore_rows(call: Call, returns_lse: bool) -> Restore:
     if not returns_lse and options.dropout_p != 1.0:
         return None
 
-    def restore(results, *_):
+    def restore(results: Sequence[Tensor], *_: Any) -> Sequence[Tensor | None]:
         out = torch.nn.functional.dropout(results[0], 1.0) if options.dropout_p == 1.0 else results[0]
         return out, results[1].squeeze(0) if returns_lse else None
 

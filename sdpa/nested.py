@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,24 @@ def as_packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return made[id(query)], made[id(key)], made[id(value)]
 
 
+def offsets_of(jagged: Any) -> Tensor:
+    """Where entries begin; torch's types know no jagged tensors."""
+    return jagged.offsets()
+
+
+def lengths_of(jagged: Any) -> Tensor | None:
+    """How long entries are, where they leave holes."""
+    return jagged.lengths()
+
+
 def without_holes(tensor: Tensor) -> Tensor:
-    if not tensor.is_nested or tensor.layout != torch.jagged or tensor.lengths() is None:
+    lengths = lengths_of(tensor) if tensor.is_nested and tensor.layout == torch.jagged else None
+    if lengths is None:
         return tensor
-    rows, lengths = tensor.transpose(1, 2), tensor.lengths()
+    rows = tensor.transpose(1, 2)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     # torch's contiguous() has no derivative for these.
-    places = torch.repeat_interleave(rows.offsets()[:-1] - offsets[:-1], lengths)
+    places = torch.repeat_interleave(offsets_of(rows)[:-1] - offsets[:-1], lengths)
     places = places + torch.arange(places.shape[0], device=places.device)
     packed = rows.values().index_select(0, places)
     return torch.nested.nested_tensor_from_jagged(packed, offsets).transpose(1, 2)
@@ -49,7 +61,8 @@ def strided_attention(query: Tensor, key: Tensor, value: Tensor, options: Option
     groups = [slice(b, b + 1) for b in range(size)] if alone else [slice(0, size)]
     results: list[Tensor] = []
     for group in groups:
-        results += answer(*(as_jagged(some[group]) for some in entries), options).unbind()
+        q, k, v = (as_jagged(some[group]) for some in entries)
+        results += answer(q, k, v, options).unbind()
     if query.dim() == 3:
         results = [result.squeeze(0) for result in results]
     return torch.nested.as_nested_tensor(results, layout=torch.strided)

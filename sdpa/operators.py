@@ -64,7 +64,7 @@ NO_DIMENSIONS = (None,) * (len(DEFAULTS) + 2)  # where arguments are told by the
 # -- from arguments to nouns, and back --------------------------------------------------------------------------------
 
 
-def of_forward(args: Sequence[Any], missing: tuple | None = None) -> tuple[AttentionInputs, bool, str]:
+def of_forward(args: Sequence[Any], missing: tuple[Any, ...] | None = None) -> tuple[AttentionInputs, bool, str]:
     """(inputs, needs_lse, setting); `missing` are the arguments, from the scale on, that stand where none is given."""
     args = filled(args, 4, (*BAND_DEFAULTS, False, "", *MASK_DEFAULTS) if missing is None else missing)
     return AttentionInputs(*args[:BAND_END], *args[BAND_END + 2 :]), args[BAND_END], args[BAND_END + 1]
@@ -78,13 +78,13 @@ def of_backward(args: Sequence[Any]) -> tuple[AttentionInputs, Results, Results,
     return inputs, Results(out, lse), Results(grad_out, grad_lse), bias_grad, setting
 
 
-def of_weights(args: Sequence[Any], missing: tuple | None = None) -> tuple[AttentionInputs, Any, bool, str]:
+def of_weights(args: Sequence[Any], missing: tuple[Any, ...] | None = None) -> tuple[AttentionInputs, Any, bool, str]:
     """(inputs, lse, average, setting)."""
     inputs, average, setting = of_forward(args[1:], missing)
     return inputs, args[0], average, setting
 
 
-def filled(args: Sequence[Any], required: int, defaults: tuple) -> tuple:
+def filled(args: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
     """All arguments, of which the last ones may not be given."""
     return (*args, *defaults[len(args) - required :])
 
@@ -103,13 +103,13 @@ def is_default(masks: Sequence[Any], place: int) -> bool:
     return isinstance(value, (int, float)) and value == MASK_DEFAULTS[place]
 
 
-def forward_arguments(inputs: AttentionInputs, needs_lse: bool, setting: str) -> tuple:
+def forward_arguments(inputs: AttentionInputs, needs_lse: bool, setting: str) -> tuple[Any, ...]:
     return (*inputs[:BAND_END], needs_lse, setting, *trimmed(inputs[BAND_END:]))
 
 
 def backward_arguments(
     inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool, setting: str
-) -> tuple:
+) -> tuple[Any, ...]:
     band, masks = inputs[:BAND_END], trimmed(inputs[BAND_END:])
     return (upstream.out, *results, *band, upstream.lse, bias_grad, setting, *masks)
 
@@ -198,7 +198,7 @@ def attention_weights(lse: Tensor, *args: Any) -> Tensor:
     return run(*run.form.distinct(tensors), lse)
 
 
-def state_of(direction: str, args: tuple, *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple]:
+def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """The tensors among an operator's arguments, and what `calls` knows a call by beside them. Those of `beside` only
     count with how they lie in memory."""
     if len(args) <= BAND_END + 2 and direction != "backward":  # a plain call
@@ -219,7 +219,7 @@ def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Ten
 
 
 def zero_gradients(inputs: AttentionInputs, bias_grad: bool) -> tuple[Tensor, ...]:
-    bias = torch.zeros_like(inputs.bias) if bias_grad else no_tensor(inputs.q)
+    bias = torch.zeros_like(inputs.bias) if bias_grad and inputs.bias is not None else no_tensor(inputs.q)
     sinks = no_tensor(inputs.q) if inputs.sinks is None else torch.zeros_like(inputs.sinks)
     return (*(empty_as(t, t.shape[3]).zero_() for t in inputs[:3]), bias, sinks)
 
@@ -247,8 +247,8 @@ def fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 def fake_backward(*args: Any) -> tuple[Tensor, ...]:
     inputs, results, _, bias_grad, _ = of_backward(args)
     bias, sinks = no_tensor(inputs.q), no_tensor(inputs.q)
-    if bias_grad:
-        bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=results.lse.device)
+    if bias_grad and inputs.bias is not None:
+        bias = torch.empty(inputs.bias.shape, dtype=inputs.bias.dtype, device=results.out.device)
     if inputs.sinks is not None:
         sinks = torch.empty_like(inputs.sinks)
     return (*(empty_as(t, t.shape[3]) for t in inputs[:3]), bias, sinks)
@@ -270,7 +270,7 @@ GENERATED = {
 }
 
 
-def register(name: str, function: Callable, fake: Callable) -> Callable:
+def register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """An operator's function on every device, its fake, and the function for generated code."""
 
     def with_offer(*args: Any) -> Any:

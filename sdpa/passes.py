@@ -7,6 +7,7 @@ there are, their sizes, strides, dtypes and device, and every other number. `cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from sdpa.problem import AttentionInputs, Gradients, Results
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
 NO_EXTRA: frozenset[str] = frozenset()
-PLAIN = (0, 1, 2)  # places of q, k and v
+PLAIN: tuple[Any, Any, Any] = (0, 1, 2)  # places of q, k and v
 FIRST_NUMBER, END_NUMBERS = 3, 7  # scale, left, right, bottom_right
 CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
 
@@ -35,11 +36,11 @@ class Form:
         first = {id(inputs[place]): number for number, place in reversed(list(enumerate(self.places)))}
         # Of tensors that are one and the same, the numbers of the first; recorded launches are given each once.
         self.firsts = tuple(sorted(first.values()))
-        self.template = [None if isinstance(value, Tensor) else value for value in inputs]
+        self.template: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
 
-    def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
+    def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
         """Those tensors, in the order of the fields, among the numbers."""
         if self.numbers is not None:
             return AttentionInputs(*tensors, *self.numbers)
@@ -59,7 +60,8 @@ class Form:
 
     def tensors(self, inputs: AttentionInputs) -> list[Tensor]:
         """The tensors of inputs of this form."""
-        return [inputs[place] for place in self.places]
+        values: Sequence[Any] = inputs
+        return [values[place] for place in self.places]
 
 
 PLAIN_REST = AttentionInputs(*PLAIN, 1.0)[END_NUMBERS:]
@@ -71,7 +73,7 @@ class RowsForm(Form):
 
     __slots__ = ()
 
-    def inputs(self, tensors: Sequence[Tensor]) -> AttentionInputs:
+    def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
         return super().inputs((*map(as_batch, tensors[:3]), *tensors[3:]))
 
 
@@ -89,17 +91,17 @@ class Pass:
     """One direction of the calls of one form.
 
     It is called with the form's tensors. For a backward they are followed by out, lse, the gradient of out and, where
-    one arrives, that of lse; for weights by lse.
+    one arrives, that of lse; for weights by lse. It returns Results, Gradients, or the weights.
     """
 
     __slots__ = ("again", "choice", "form", "is_passing")
 
     def __init__(self, form: Form, choice: Choice) -> None:
         self.form, self.choice = form, choice
-        self.again: Callable | None = None  # its recorded launches
+        self.again: Callable[..., Any] | None = None  # its recorded launches
         self.is_passing = False  # not expected to come again: launches are not recorded
 
-    def __call__(self, *tensors: Tensor) -> Results | Gradients | Tensor:
+    def __call__(self, *tensors: Tensor) -> Any:
         LAST.choice = self.choice
         try:
             if self.again is not None:
@@ -121,12 +123,12 @@ class Pass:
             self.again = again if len(self.form.firsts) == len(self.form.places) else self.once(again)
         return results
 
-    def once(self, again: Callable) -> Callable:
+    def once(self, again: Callable[..., Any]) -> Callable[..., Any]:
         """`again` of each tensor once."""
         firsts, count = self.form.firsts, len(self.form.places)
         return lambda *tensors: again(*[tensors[number] for number in firsts], *tensors[count:])
 
-    def nouns(self, tensors: Sequence[Tensor]) -> tuple:
+    def nouns(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the kernel's function of this direction takes."""
         number, direction = len(self.form.places), self.choice.problem.direction
         inputs, rest = self.form.inputs(tensors[:number]), tensors[number:]

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +33,10 @@ from sdpa.torch_private import saved_tensors_hooks
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 NAME = "scaled_dot_product_attention"
-ORIGINAL: Callable = F.scaled_dot_product_attention
+ORIGINAL: Callable[..., Any] = F.scaled_dot_product_attention
 
 
-def make_scriptable(function: Callable) -> None:
+def make_scriptable(function: Callable[..., Any]) -> None:
     """torch.jit.script looks functions up by identity, and compiles torch's operator where it finds ours, which it
     could not compile. Arguments that only ours has it refuses."""
     builtins = getattr(torch.jit, "_builtins", None)
@@ -130,14 +131,14 @@ def inside(function: FunctionType) -> FunctionType:
     return copy
 
 
-MULTIHEAD = F.multi_head_attention_forward
+MULTIHEAD: Any = F.multi_head_attention_forward
 MULTIHEAD_INSIDE = inside(MULTIHEAD)
 
 
 class Routing(TorchFunctionMode):
     """Answers torch's scaled_dot_product_attention in this thread, whoever holds the reference, until it is left."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (ORIGINAL, MULTIHEAD) and runs_again(function, args, kwargs or {}):
             pass
         elif function is ORIGINAL:
@@ -149,7 +150,7 @@ class Routing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def runs_again(function: FunctionType, args: tuple, kwargs: dict) -> bool:
+def runs_again(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether activation checkpointing will run a call again, where no mode is in force: what is dropped and saved must
     be the same then, so the call stays torch's. Checkpointing that is reentrant shows in dropout without gradients."""
     if torch.compiler.is_compiling():
@@ -163,7 +164,7 @@ def runs_again(function: FunctionType, args: tuple, kwargs: dict) -> bool:
     return bool(dropout) and (function is ORIGINAL or argument(args, kwargs, "training", 13, True))
 
 
-def argument(args: tuple, kwargs: dict, name: str, position: int, default: object) -> object:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], name: str, position: int, default: Any) -> Any:
     return kwargs.get(name, args[position] if len(args) > position else default)
 
 

@@ -6,11 +6,12 @@ Made once for each form by `entry`, and found again by `calls`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sdpa.derivatives import Attention, differentiable_backward, weights
+from sdpa.derivatives import Attention, Pair, differentiable_backward, weights
 from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
@@ -61,15 +62,15 @@ class Prepared:
         plain = self.form.numbers is not None and not returns_lse
         choice = select.choose(problem, setting, torch_toggles(), learns and plain)
         self.forward = Pass(self.form, choice)
-        self.backwards: dict[tuple, Pass] = {}
-        self.watch: Tensor | None = None
-        self.native = self.native_of(inputs, learns) if plain and (not learns or self.stays(problem)) else None
+        self.backwards: dict[tuple[Any, ...], Pass] = {}
+        self.watch: Any = None
+        self.native: Any = self.native_of(inputs, learns) if plain and (not learns or self.stays(problem)) else None
         if learns and self.native is not None:
             self.watch = self.make_watch()
-        self.run: Callable[..., Sequence[Tensor]] = self.forward  # inside of the node
+        self.run: Callable[..., Any] = self.forward  # inside of the node
         self.attend = self.entrance(learns)
 
-    def entrance(self, learns: bool) -> Callable[..., Sequence[Tensor]]:
+    def entrance(self, learns: bool) -> Callable[..., Any]:
         if self.native is None:
             return self.by_function if learns else self.forward
         return self.by_differentiable_operator if learns else self.by_operator
@@ -97,7 +98,7 @@ class Prepared:
             return backward.kernel is self.choice.kernel
         return learning.stays(self.choice.kernel, select.followers(problem, self.setting, torch_toggles()))
 
-    def by_operator(self, *tensors: Tensor) -> tuple[Tensor]:
+    def by_operator(self, *tensors: Tensor) -> Any:
         LAST.choice = self.choice
         try:
             return (self.native(*tensors),)
@@ -133,7 +134,7 @@ class Prepared:
             return None
         return readable(grad_out) if grad_out is not None and grad_out.is_cuda else None
 
-    def after_backward(self, grads: tuple, upstream: tuple) -> tuple | None:
+    def after_backward(self, grads: tuple[Any, ...], upstream: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled() or upstream[0] is None:
             return None
         node = current_node()
@@ -151,7 +152,7 @@ class Prepared:
         return found if self.returns_lse else (found,)
 
     def gradients(
-        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
         """The gradients of q, k, v, the bias and the sinks, None where there is none, of (out, lse) and the gradients
         that arrive at these."""
@@ -168,13 +169,13 @@ class Prepared:
         return found(*given)
 
     def differentiable(
-        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
         """The same by a node that has derivatives of its own."""
         inputs = self.form.inputs(tensors)
         return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
 
-    def backward(self, given: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool) -> Pass:
+    def backward(self, given: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool) -> Pass:
         inputs = self.batch_form.inputs(given[: len(self.form.places)])
         extra = {"bias_grad": bias_grad, "lse_grad": upstream[1] is not None}
         others = (*results, upstream[0])
@@ -196,28 +197,28 @@ class PreparedRows(Prepared):
         if not learns:
             self.attend = self.run_rows
 
-    def run_rows(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def run_rows(self, *tensors: Tensor) -> Pair:
         self.forward.is_passing, self.came = not self.came, True
         out, lse = self.forward(*tensors)
         return as_rows(out).data, lse  # a tensor and no view, which nobody could change in place
 
     def gradients(
-        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
         return self.as_batches(super().gradients, tensors, results, upstream, bias_grad)
 
     def differentiable(
-        self, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
         inputs = self.form.inputs(tensors)
 
-        def gradients(_, results, upstream, bias_grad):
+        def gradients(_: object, results: Pair, upstream: Pair, bias_grad: bool) -> Sequence[Tensor | None]:
             return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
 
         return self.as_batches(gradients, tensors, results, upstream, bias_grad)
 
     def as_batches(
-        self, gradients: Callable, tensors: Sequence[Tensor], results: tuple, upstream: tuple, bias_grad: bool
+        self, gradients: Callable[..., Any], tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
         batches = (*map(as_batch, tensors[:3]), *tensors[3:])
         results, upstream = (as_batch(results[0]), results[1]), (as_batch(upstream[0]), upstream[1])

@@ -21,19 +21,19 @@ TENSOR_FIELDS = ("lengths", "query_lengths", "segments", "cu_seqlens", "prefix",
 NAMES = tuple(field.name for field in fields(Mask))
 
 
-def flatten_mask(mask: Mask) -> tuple[list, tuple]:
+def flatten_mask(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
     """The tensors that a mask has; and their names, with the fields that are no tensors."""
     present = tuple(name for name in TENSOR_FIELDS if getattr(mask, name) is not None)
     constants = tuple(None if name in present else getattr(mask, name) for name in NAMES)
     return [getattr(mask, name) for name in present], (present, constants)
 
 
-def flatten_mask_with_keys(mask: Mask) -> tuple[list, tuple]:
+def flatten_mask_with_keys(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
     values, context = flatten_mask(mask)
     return [(GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
 
 
-def build_mask(values: Any, context: tuple) -> Mask:
+def build_mask(values: Any, context: tuple[Any, ...]) -> Mask:
     present, constants = context
     given = dict(zip(NAMES, constants, strict=True))
     given.update(zip(present, values, strict=True))
@@ -43,13 +43,13 @@ def build_mask(values: Any, context: tuple) -> Mask:
     return mask
 
 
-def dump_mask(context: tuple) -> list:
+def dump_mask(context: tuple[Any, ...]) -> list[Any]:
     """The context as JSON has it."""
     present, constants = context
     return [list(present), [list(value) if isinstance(value, tuple) else value for value in constants]]
 
 
-def load_mask(dumped: list) -> tuple:
+def load_mask(dumped: list[Any]) -> tuple[Any, ...]:
     present, constants = dumped
     return tuple(present), tuple(tuple(value) if isinstance(value, list) else value for value in constants)
 
@@ -64,6 +64,11 @@ register_pytree_node(
     flatten_with_keys_fn=flatten_mask_with_keys,
 )
 # A NamedTuple is a pytree by itself; a saved program needs its name.
-register_pytree_node(Results, lambda results: (list(results), None), Results._make, serialized_type_name="sdpa.Results")
+register_pytree_node(
+    Results,
+    lambda results: (list(results), None),
+    lambda values, _: Results._make(values),
+    serialized_type_name="sdpa.Results",
+)
 # Saved programs keep their example inputs, which torch.export.load reads with weights_only=True.
 torch.serialization.add_safe_globals([Mask, Results])

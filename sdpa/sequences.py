@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,8 @@ def is_one_line(inputs: AttentionInputs) -> bool:
 
 def as_segments(inputs: AttentionInputs) -> AttentionInputs:
     """One batch entry whose documents do not see each other."""
-    queries, keys = packing.segment_ids(inputs.cu_q, inputs.q.shape[2], inputs.k.shape[2])
+    cu_q: Any = inputs.cu_q
+    queries, keys = packing.segment_ids(cu_q, inputs.q.shape[2], inputs.k.shape[2])
     return inputs._replace(q_segments=queries, k_segments=keys, cu_q=None, cu_k=None, max_q=0, max_k=0)
 
 

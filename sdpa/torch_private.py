@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch._functorch.utils as functorch_utils
 import torch._guards
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad as forward_ad  # noqa: PLC0414
 
 ABSENT: list[str] = []
 
@@ -136,7 +136,7 @@ class DirectFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # of a base in C++
 
 
 # A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's

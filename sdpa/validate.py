@@ -63,9 +63,9 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor, options: Options) -> 
     check_sizes(query, key, value)
     check_options(options)
     lead = leading_shape(query, key, value)
-    heads = [t.shape[-3] if t.dim() > MIN_RANK else 1 for t in (query, key, value)]
-    check_heads(*heads, options.enable_gqa)
-    H = max(heads[1:]) if heads[0] == 1 and not options.enable_gqa else heads[0]
+    H, heads_k, heads_v = (t.shape[-3] if t.dim() > MIN_RANK else 1 for t in (query, key, value))
+    check_heads(H, heads_k, heads_v, options.enable_gqa)
+    H = max(heads_k, heads_v) if H == 1 and not options.enable_gqa else H
     check_sinks(options.sinks, query, H)
     mask = check_mask_argument(options, query)
     if mask is not None:

@@ -43,7 +43,7 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
 
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
-) -> tuple[Results, Callable[..., Results] | None]:
+) -> tuple[Results, Callable[..., Results | None] | None]:
     """Like `forward`, and what does it again for tensors of the same form (`read_of`): plain calls past all questions,
     others by the forward itself."""
     (inputs,) = tensors

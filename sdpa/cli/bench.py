@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -71,7 +72,7 @@ class Request:
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw it; of several suites each adds its name to FILE's.")
 @click.option("--from-csv", type=FILE, metavar="FILE", help="Draw what a CSV holds, and measure nothing.")
 @click.option("--from-json", type=FILE, metavar="FILE", help=f"The same of what suite {MODELS} wrote by --json.")
-def bench(list_suites: bool, threads: int | None, **options) -> None:
+def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
     """Times us beside torch, alternating in one run, after each result was held against float64.
 
     ratio = the best peer's time / ours, above 1 means ours is faster; the next column is the same with torch's backends
@@ -90,6 +91,7 @@ def bench(list_suites: bool, threads: int | None, **options) -> None:
         draw_csv(request)
         return
     if request.from_json is not None:
+        assert request.plot is not None  # see require_outputs
         draw_json(request.from_json, request.only, request.plot)
         return
     if MODELS in request.suites:
@@ -156,6 +158,7 @@ def require_outputs(request: Request) -> None:
 
 def draw_csv(request: Request) -> None:
     """A picture of each suite asked for, or of all that the CSV holds."""
+    assert request.from_csv is not None and request.plot is not None
     try:
         records = record.read(request.from_csv)[1]
     except (OSError, ValueError) as error:
@@ -211,7 +214,7 @@ def compile_all(
     return lost
 
 
-def open_table(request: Request, header: dict) -> record.Table | None:
+def open_table(request: Request, header: dict[str, Any]) -> record.Table | None:
     if request.csv is None:
         return None
     try:
@@ -244,7 +247,7 @@ def line(row: Row) -> str:
     own, label = row.own, row.problem.label
     peers = " ".join(map(told, sorted(row.peers, key=lambda peer: peer.seconds or float("inf"))))
     peers += f"; {own.note}" if own.note == NOT_TORCHS else ""
-    if own.seconds is None:
+    if own.seconds is None or own.timing is None:
         color = "red" if own.failed else "yellow"
         return f"[{color}]{escape(f'{label:<44} {own.name:<18} {own.reason}  {peers}')}"
     name = f"({own.kernel})" if own.name in (DEFAULT, OWN) else own.kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -32,7 +33,8 @@ def run_models(device: str, only: str, rounds: int | None, time_limit: float | N
     if not chosen:
         known = "; ".join(model.label for model in models(device))
         raise click.UsageError(f"no model of suite {SUITE} contains {only!r}; there are: {known}")
-    out, rows, well = console(), [], True
+    rows: list[dict[str, Any]] = []
+    out, well = console(), True
     measured = record.header(device) | {"suite": SUITE, "rows": rows}
     out.print(LINE.format("model", "variant", "per step", "tokens/s", "ratio", "peak"), style="bold", soft_wrap=True)
     for model in chosen:
@@ -64,7 +66,7 @@ def draw_json(path: Path, only: str, plot: Path) -> None:
     draw(plot, measured | {"rows": [row for row in measured["rows"] if only in row["model"]]})
 
 
-def draw(path: Path, measured: dict) -> None:
+def draw(path: Path, measured: dict[str, Any]) -> None:
     from sdpa.bench.model_plots import plot_models
 
     versions = " ".join(f"{name} {version}" for name, version in measured["versions"].items())
@@ -83,7 +85,7 @@ def show(out: Console, outcomes: list[Outcome]) -> None:
         out.print(LINE.format(outcome.model.label, outcome.variant, *times), soft_wrap=True, highlight=False)
 
 
-def as_dict(outcome: Outcome, outcomes: list[Outcome]) -> dict:
+def as_dict(outcome: Outcome, outcomes: list[Outcome]) -> dict[str, Any]:
     """ratio: the faster of torch's ways / this one, above 1 means faster than torch."""
     figures = {"model": outcome.model.label, "variant": outcome.variant, **outcome.timing.as_dict()}
     more = {"tokens_per_s": outcome.tokens_per_second, "peak_bytes": outcome.peak}

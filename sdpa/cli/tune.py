@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -52,7 +53,7 @@ SAVE_EVERY = 8
     "--prune", "table", type=TABLE, metavar="FILE", help="Drop from a CPU's table what the estimate says, too."
 )
 @device_option
-def tune(table: Path | None, threads: int | None, **options) -> None:
+def tune(table: Path | None, threads: int | None, **options: Any) -> None:
     """Times every able kernel, torch's own included, with each of its tiles, over a grid of problems, and writes the
     table the dispatcher reads.
 
@@ -135,7 +136,7 @@ class Book:
     path: Path
     device: str
     kernels: tuple[str, ...] = ()  # those measured; none: all
-    entries: dict[tuple, dict] = field(default_factory=dict)
+    entries: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def partial(self) -> Path:
@@ -152,7 +153,7 @@ class Book:
         entry = self.entries.get(tuner.entry_key(problem))
         return entry is not None and set(self.kernels) <= set(entry["ms"])
 
-    def add(self, entry: dict) -> None:
+    def add(self, entry: dict[str, Any]) -> None:
         """A new entry replaces the old one; where only some kernels were measured, their figures."""
         key = tuner.entry_key_of(entry)
         old = self.entries.get(key)
@@ -172,14 +173,14 @@ class Book:
         self.partial.unlink(missing_ok=True)
         clear_caches()
 
-    def data(self) -> dict:
+    def data(self) -> dict[str, Any]:
         facts = record.header(self.device)
         head = {"schema": tuning.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
         about = {"command": facts["command"], "description": facts["description"], "threads": facts["threads"]}
         return head | about | {"entries": list(self.entries.values())}
 
 
-def entries_of(file: Path, table: Path) -> list[dict]:
+def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
     """The entries of a file to go on with; of another torch, or broken, they are not mixed with new figures."""
     if not file.is_file():
         return []
@@ -196,7 +197,7 @@ def entries_of(file: Path, table: Path) -> list[dict]:
 
 def check_and_build(
     device: str, kernels: tuple[str, ...], todo: list[Problem], jobs: int, end: float, report: Callable[[str], object]
-) -> Callable | None:
+) -> Callable[..., Any] | None:
     """A table must not send calls to a kernel that is wrong. On a GPU also compiles what is to be measured, until
     `end`: which of it is ready to run."""
     names = tuple(kernels or (kernel.name for kernel in kernels_for(device.partition(":")[0])))
@@ -205,7 +206,7 @@ def check_and_build(
         refuse_wrong_kernels(run_check(names, cases, seed=0), device)
         return None
     begin = time.monotonic()
-    tasks = [(check_case, (names, case)) for case in without_most_halves(cases)]
+    tasks: list[pool.Task] = [(check_case, (names, case)) for case in without_most_halves(cases)]
     verdicts: list[Verdict] = []
 
     def judge(outcome: pool.Outcome) -> None:
@@ -248,7 +249,11 @@ def refuse_wrong_kernels(verdicts: Sequence[Verdict], device: str) -> None:
 
 
 def measure_all(
-    todo: list[Problem], end: float, book: Book, report: Callable[[str], object], ready: Callable | None = None
+    todo: list[Problem],
+    end: float,
+    book: Book,
+    report: Callable[[str], object],
+    ready: Callable[..., Any] | None = None,
 ) -> int:
     """Measure in the grid's order until the time `end`; the number of problems done. An interruption leaves the partial
     file with all that was measured."""

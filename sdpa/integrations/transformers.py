@@ -14,6 +14,8 @@ serve, Gemma 2 and gpt-oss among them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -69,7 +71,7 @@ def attention_forward(
     if position_bias is not None:
         bias = Mask(bias=position_bias[..., :N], causal=bool(causal))
         mask, causal = bias if mask is None else bias & mask, False
-    out = scaled_dot_product_attention(
+    out: Any = scaled_dot_product_attention(
         query,
         key,
         value,

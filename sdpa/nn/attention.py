@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             check_shapes(key_padding_mask, attn_mask if is_read else None, B, H, M, N)
             mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
         dropout_p, weights = self.dropout if self.training else 0.0, None
+        out: Any  # one tensor, since no log-sum-exp is asked for
         if need_weights:
             out, weights = attention_with_weights(q, k, v, Options(mask, dropout_p), average_attn_weights)
         else:
@@ -169,7 +171,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """The same for packed rows (T, E), with the padding left out (see sdpa.nn.padding)."""
         queries, keys = packing if isinstance(packing, Between) else (packing, packing)
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in self.project(query, key, value))
-        out = varlen_attention(
+        out: Any = varlen_attention(
             q, k, v, queries.cu, keys.cu, queries.longest, keys.longest,
             dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
         )  # fmt: skip
@@ -184,7 +186,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
             q = self.heads(F.linear(query, self.in_proj_weight[: self.embed_dim], bias), self.batch_first)
         keys, values = (t.to(q.dtype) for t in (stored.keys, stored.values))
-        return self.merge(scaled_dot_product_attention(q, keys, values, stored.mask(q.shape[2])), self.batch_first)
+        out: Any = scaled_dot_product_attention(q, keys, values, stored.mask(q.shape[2]))
+        return self.merge(out, self.batch_first)
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, S, D) of a memory, dense, for many steps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -97,21 +97,21 @@ class DecoderCache:
             tensor.copy_(tensor[order])
 
 
-def flatten_cache(cache: DecoderCache) -> tuple[list, bool]:
+def flatten_cache(cache: DecoderCache) -> tuple[list[Any], bool]:
     """Keys and values by layer, and once what layers share; the context is whether the memory has padding."""
     own, memory = ([(stored.keys, stored.values) for stored in stores] for stores in (cache.own, cache.memory))
     seen = [] if cache.seen is None else [cache.seen]
     return [own, memory, cache.lengths, *seen], bool(seen)
 
 
-def flatten_cache_with_keys(cache: DecoderCache) -> tuple[list, bool]:
+def flatten_cache_with_keys(cache: DecoderCache) -> tuple[list[Any], bool]:
     parts, context = flatten_cache(cache)
     return [
         (GetAttrKey(name), part) for name, part in zip(("own", "memory", "lengths", "seen"), parts, strict=False)
     ], context
 
 
-def build_cache(parts: Iterable, has_seen: bool) -> DecoderCache:
+def build_cache(parts: Iterable[Any], has_seen: bool) -> DecoderCache:
     own, memory, lengths, *seen = parts
     return DecoderCache(
         tuple(Stored(keys, values, lengths, None, grows=True) for keys, values in own),
@@ -133,7 +133,7 @@ torch.serialization.add_safe_globals([DecoderCache, Stored])
 
 
 @contextmanager
-def gathered(layer: torch.nn.Module) -> Iterator[None]:
+def gathered(layer: object) -> Iterator[None]:
     """The whole parameters of a layer that fully_shard (FSDP2) has sharded, which only its forward would gather."""
     if not isinstance(layer, Sharded):
         yield
