@@ -105,25 +105,23 @@ class Block:
         if is_dynamo_compiling():
             tracing.leave_traced()
             return
-        entries = CURRENT.get()
-        mine = [entry for entry in reversed(entries) if entry.block is self and not entry.ended]
-        for entry in mine:
-            if was_entered_here(entry):
+        entries, mine = CURRENT.get(), None
+        for entry in reversed(entries):
+            if entry.block is not self or entry.ended:
+                continue
+            mine = mine or entry
+            try:  # only a token knows whether this is the context that it was entered in
+                CURRENT.reset(entry.token)
+            except (ValueError, RuntimeError):
+                continue
+            if CURRENT.get() != entries[:-1] or entry is not entries[-1]:
                 CURRENT.set(tuple(other for other in entries if other is not entry))
-                self._open.remove(entry)
-                return
-        for entry in (mine or self._open[-1:])[:1]:  # of another context
-            entry.ended = True
             self._open.remove(entry)
-
-
-def was_entered_here(entry: Entry) -> bool:
-    """Whether this is the context that a block was entered in. Only a token knows, which puts the older value back."""
-    try:
-        CURRENT.reset(entry.token)
-    except (ValueError, RuntimeError):
-        return False
-    return True
+            return
+        mine = mine or (self._open[-1] if self._open else None)
+        if mine is not None:  # of another context
+            mine.ended = True
+            self._open.remove(mine)
 
 
 class sdpa_kernel(Block, ContextDecorator):
@@ -150,7 +148,8 @@ class sdpa_kernel(Block, ContextDecorator):
             text = TEXTS.get((backends, set_priority, strict))
         except TypeError:  # no hash: no name, which is told below
             text = None
-        super().__init__(find_text(backends, set_priority, strict) if text is None else text)
+        self._text = find_text(backends, set_priority, strict) if text is None else text
+        self._open = []  # as Block.__init__ has it, without its frame
 
     def __call__(self, function: Function) -> Function:
         """The function inside of a block of its own at each call, which Dynamo can trace."""

@@ -37,7 +37,7 @@ def constant(function: Function) -> Function:
 def is_recording() -> bool:
     """Whether this thread records a graph while Python runs as usual, as torch.export does where it is not strict.
     torch.compiler.is_compiling alone is true in all threads while one of them compiles."""
-    return is_compiling() and TracingContext.try_get() is not None
+    return TracingContext.try_get() is not None and is_compiling()
 
 
 def is_traced() -> bool:

@@ -39,6 +39,7 @@ from sdpa.torch_private import (
     SingleLevelFunction,
     TransformType,
     below_autograd,
+    compiled_autograd_key,
     dispatch_modes,
     enable_single_level_autograd_function,
     forward_level,
@@ -63,6 +64,8 @@ class Attention(SingleLevelFunction):
 
     `call` knows the rest: `prepared.Prepared` of an eager call, `OperatorCall` of an operator's.
     """
+
+    _compiled_autograd_key = staticmethod(compiled_autograd_key)
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:

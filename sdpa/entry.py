@@ -139,7 +139,7 @@ def answer(
     for is_alike, run, _ in recent:
         if is_alike(query, key, value, *others):
             found = run(query, key, value, *given)
-            return found if returns_lse else found[0]
+            return tuple(found) if returns_lse else found[0]
     return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
 
 
@@ -156,7 +156,7 @@ def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
             return ordinary(request)
         CALLS.keep(state, tensors, run)
     found = run(*tensors[:3], *given)
-    return found if request.returns_lse else found[0]
+    return tuple(found) if request.returns_lse else found[0]
 
 
 def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Tensor], tuple[Any, ...]] | None:

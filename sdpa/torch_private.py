@@ -145,6 +145,10 @@ class DirectFunction(torch.autograd.Function):
 SingleLevelFunction = part("torch.autograd.function._SingleLevelFunction", DirectFunction)
 
 
+# What compiled autograd knows a node's class by; `Function` has it, and a class of that base has to. Absent: none asks.
+compiled_autograd_key = part("torch.autograd.Function._compiled_autograd_key", never)
+
+
 def single_level(function: type[torch.autograd.Function]) -> type:
     """The same derivative as a class of that base."""
     names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")

@@ -27,7 +27,7 @@ GPU_KERNELS = [kernel for kernel in KERNELS if kernel.devices == ("cuda",)]
 @pytest.fixture
 def anywhere(monkeypatch):
     """As if the CPU's tensors lay on a GPU."""
-    monkeypatch.setattr("sdpa.problem.lies_on_gpu", lambda tensor: True)
+    monkeypatch.setattr("sdpa.alignment.lies_on_gpu", lambda tensor: True)
 
 
 @pytest.fixture

@@ -560,7 +560,7 @@ def test_torchs_block_and_ours_inside_a_compiled_function(compiled):
 def test_a_compiled_backward_outside_of_the_block_keeps_its_forwards_kernel(name, compiled):
     function = compiled(lambda q, k, v: attention(q, k, v).sum())
     with sdpa_kernel(name):
-        out = function(*qkv(requires_grad=True))
+        out = function(*qkv(grad=True))
     out.backward()
     assert last_choice().kernel.name == name and last_choice().problem.direction == "backward"
 
