@@ -187,11 +187,13 @@ def frames(call, own=False):
         if event == "call":
             files.append(frame.f_code.co_filename)
 
+    gc.disable()  # a finaliser's frames are not the call's
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return sum(not own or "/torch/" not in file for file in files) - 1  # `call` itself
 
 
