@@ -221,7 +221,10 @@ def with_toggles(text: str, toggles: int | None) -> str:
 def current_text() -> str:
     """The setting of the innermost with-block of this context, or ""."""
     entries = CURRENT.get()
-    return next((entry.text for entry in reversed(entries) if not entry.ended), "") if entries else ""
+    while entries and entries[-1].ended:  # in another context, which could not take it out of this one
+        entries = entries[:-1]
+        CURRENT.set(entries)
+    return entries[-1].text if entries else ""
 
 
 def recorded_text() -> str:

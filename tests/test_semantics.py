@@ -68,8 +68,10 @@ EMPTY = {
 def test_zero_sizes_give_zeros_with_zero_gradients(shapes, causal):
     leaves = [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
     out = attention(*leaves, is_causal=causal)
-    wanted = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-    assert out.shape == wanted.shape and torch.equal(out, wanted)
+    if leaves[0].shape[1]:  # torch 2.10 divides by the number of heads, which ends the process
+        wanted = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+        assert torch.equal(out, wanted)
+    assert out.shape == (*leaves[0].shape[:3], leaves[2].shape[3]) and not out.any()
     for grad, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
         assert grad.shape == leaf.shape and not grad.any()
 
