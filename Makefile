@@ -26,7 +26,7 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-torch test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-torch install-torch test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -39,6 +39,8 @@ test-ordinary: $(READY)
 # Triton reads the variable when it defines a kernel, so that these tests want a process of their own.
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
+
+install-torch: $(OTHER)/ready
 
 # With another torch and the library that was built with the torch of .venv.
 test-torch: $(OTHER)/ready
