@@ -151,8 +151,9 @@ compiled_autograd_key = part("torch.autograd.Function._compiled_autograd_key", n
 
 def single_level(function: type[torch.autograd.Function]) -> type:
     """The same derivative as a class of that base."""
-    names = ("forward", "setup_context", "backward", "jvp", "_compiled_autograd_key")
-    methods = {name: staticmethod(getattr(function, name)) for name in names if hasattr(function, name)}
+    names = ("forward", "setup_context", "backward", "jvp")
+    methods = {name: staticmethod(getattr(function, name)) for name in names}
+    methods["_compiled_autograd_key"] = staticmethod(compiled_autograd_key)
     return type(function.__name__, (SingleLevelFunction,), methods)
 
 
