@@ -9,7 +9,7 @@ from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from sdpa.dispatch import tracing
 from sdpa.dispatch.catalog import KERNELS, by_name
@@ -38,11 +38,12 @@ class Setting(NamedTuple):
     priority: bool = False  # the order given is the order of preference
     strict: bool = False  # falling to math is an error
     forced: bool = False  # asked for by kernel=: never falls back
+    decomposed: bool = False  # operations of torch's answer
     toggles: int | None = None  # torch's switches of a with-block inside of a graph, instead of those where it runs
 
     def encode(self) -> str:
         """As a string, the form in which a setting passes through an operator."""
-        flags = "".join(letter for letter, on in zip("psf", self[1:4], strict=True) if on)
+        flags = "".join(letter for letter, on in zip("psfd", self[1:5], strict=True) if on)
         flags += "" if self.toggles is None else f"t{self.toggles}"
         return ",".join(self.allowed) + (f";{flags}" if flags else "")
 
@@ -60,7 +61,8 @@ def decode(text: str) -> Setting:
     names, _, flags = text.partition(";")
     flags, _, toggles = flags.partition("t")
     allowed = tuple(name for name in names.split(",") if name)
-    return Setting(allowed, "p" in flags, "s" in flags, "f" in flags, int(toggles) if toggles else None)
+    priority, strict, forced, decomposed = (letter in flags for letter in "psfd")
+    return Setting(allowed, priority, strict, forced, decomposed, int(toggles) if toggles else None)
 
 
 class Entry:
@@ -79,6 +81,7 @@ class Entry:
 CURRENT: ContextVar[tuple[Entry, ...]] = ContextVar("sdpa_kernel", default=())
 
 
+DECOMPOSED = ";d"  # the text of a with-block that decomposes
 ALL: tuple[Any, ...] = ()
 # Settings made before; a dict and not lru_cache, which Dynamo warns about.
 TEXTS: dict[tuple[Any, ...], str] = {}
@@ -94,9 +97,10 @@ class Block:
 
     def __enter__(self) -> Block:
         if is_dynamo_compiling():
-            tracing.enter_traced(self._text)
+            tracing.enter_traced(nested_text(self._text, tracing.traced_text()))
             return self
-        entry = Entry(self, self._text)
+        outer = CURRENT.get() and current_text()
+        entry = Entry(self, nested_text(self._text, outer) if outer else self._text)
         entry.token = CURRENT.set((*CURRENT.get(), entry))
         self._open.append(entry)
         return self
@@ -122,6 +126,22 @@ class Block:
         if mine is not None:  # of another context
             mine.ended = True
             self._open.remove(mine)
+
+
+class PerCall(ContextDecorator):
+    """A with-block without arguments. As a decorator it makes a block at each call, which Dynamo can trace; it cannot
+    enter one that was made before."""
+
+    def __call__(self, function: Function) -> Function:
+        kind: Any = type(self)  # which has an __enter__ and an __exit__
+
+        @wraps(function)
+        def inside(*args: Any, **options: Any) -> Any:
+            with kind():
+                return function(*args, **options)
+
+        same: Any = inside  # called as the function is
+        return same
 
 
 class sdpa_kernel(Block, ContextDecorator):
@@ -218,6 +238,30 @@ def with_toggles(text: str, toggles: int | None) -> str:
     return text if toggles is None or toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
 
 
+@tracing.constant
+def nested_text(text: str, outer: str) -> str:
+    """The setting of a with-block of `text` inside of one of `outer`: the inner one says what may run, and inside of
+    `decomposed()` everything is decomposed."""
+    setting, around = Setting.decode(text), Setting.decode(outer)
+    if text == DECOMPOSED:
+        return around._replace(decomposed=True).encode()
+    return setting._replace(decomposed=around.decomposed).encode()
+
+
+def is_inside_decomposed() -> bool:
+    """Whether a with-block `decomposed()` is open: in this context, or, in a function that Dynamo traces, inside of the
+    function. torch.export also counts those around it; torch.compile, whose graph outlives them, does not."""
+    if is_dynamo_compiling():
+        return decomposes_traced()
+    return bool(CURRENT.get()) and Setting.decode(current_text()).decomposed
+
+
+@tracing.constant
+def decomposes_traced() -> bool:
+    held = current_text() if is_exporting() else ""
+    return Setting.decode(tracing.traced_text()).decomposed or Setting.decode(held).decomposed
+
+
 def current_text() -> str:
     """The setting of the innermost with-block of this context, or ""."""
     entries = CURRENT.get()
@@ -235,7 +279,8 @@ def recorded_text() -> str:
 def effective(text: str) -> str:
     """What an operator was asked, completed by the context it runs in: in a graph, "" means whatever holds."""
     if not text or text.startswith(";t"):  # names no kernel, and may only tell torch's switches
-        held = current_text() or environment_text()
+        held = current_text()
+        held = environment_text() if held in ("", DECOMPOSED) else held
         return with_toggles(held, Setting.decode(text).toggles) if text else held
     return text
 

@@ -6,17 +6,15 @@ that function stands for it. Everything else is the composition of kernels/math,
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
-from contextlib import ContextDecorator
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdpa.dispatch.context import DECOMPOSED, Block, PerCall, is_inside_decomposed
 from sdpa.kernels.math.composite import backward_terms, forward_terms
 from sdpa.kernels.math.weights import composite_weights
 from sdpa.problem import UNLIMITED, AttentionInputs, Gradients, Results
@@ -28,64 +26,32 @@ from sdpa.torch_private import (
     peek_interpreter_stack,
 )
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 TORCHS: Callable[..., Any] = F.scaled_dot_product_attention
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 # torch.jit.trace warns of every decision about a size. Ours are of numbers of dimensions and of heads.
 warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"sdpa\.")
 
 
-class _State(threading.local):
-    """How many blocks of this thread are open; Dynamo reads it, which cannot read a ContextVar."""
-
-    depth = 0
-
-
-STATE = _State()
-OPEN: list[None] = []  # one for each open block of all threads: the memory of calls is past where there is none
-
-
-class Block(ContextDecorator):
-    """A with-block without arguments. As a decorator it makes a block at each call, which Dynamo can trace; it cannot
-    enter one that was made before."""
-
-    def __call__(self, function: Function) -> Function:
-        kind: Any = type(self)  # which has an __enter__ and an __exit__
-
-        @wraps(function)
-        def inside(*args: Any, **options: Any) -> Any:
-            with kind():
-                return function(*args, **options)
-
-        same: Any = inside  # called as the function is
-        return same
-
-
-class decomposed(Block):
+class decomposed(Block, PerCall):
     """Answer attention by torch's own operations, in this thread, until the with-block ends.
 
     For tools that know only these: torch.onnx.export, runtimes that read exported programs, torch.jit.trace of calls
     with a `Mask`. The results are the same numbers, with M x N of them in memory; `kernel=` asks for nothing here.
-    Nests, and decorates functions:
+    In a function under torch.compile only the blocks inside of it count: its graph outlives those around it. Nests,
+    also with `sdpa_kernel`, and decorates functions:
 
         with sdpa.decomposed():
             program = torch.export.export(model, (x,))
     """
 
-    def __enter__(self) -> decomposed:
-        STATE.depth += 1
-        OPEN.append(None)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        OPEN.pop()
-        STATE.depth -= 1
+    def __init__(self) -> None:
+        super().__init__(DECOMPOSED)
 
 
 def is_decomposed() -> bool:
     """Whether operations of torch's have to answer: in a block, for tracers that would lose gradients or know no
     operator of ours, and for torch.func.functionalize, which has no rule for an autograd.Function."""
-    return STATE.depth > 0 or is_traced_by_torch() or is_functionalized()
+    return is_inside_decomposed() or is_traced_by_torch() or is_functionalized()
 
 
 def is_functionalized() -> bool:

@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
 from sdpa.calls import ALIGNMENT_BITS, CALLS, PLAIN_TYPES, form_of
-from sdpa.decomposed import OPEN, is_decomposed
+from sdpa.decomposed import is_decomposed
 from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
@@ -110,7 +110,7 @@ def answer(
     # fmt: off
     if (
         is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
-        or OPEN or jit_tracing() is not None
+        or jit_tracing() is not None
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
     ):

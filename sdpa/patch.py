@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from sdpa.decomposed import Block
+from sdpa.dispatch.context import PerCall
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.torch_private import saved_tensors_hooks
 
@@ -58,7 +58,7 @@ class _State:
     replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
 
 
-class patch(Block):
+class patch(PerCall):
     """Use sdpa wherever torch's scaled_dot_product_attention is called until the with-block ends, in every thread.
 
     Nests, also across threads: the last block to end gives torch its function back. A model needs no change:

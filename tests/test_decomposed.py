@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from importlib.util import find_spec
 
@@ -12,7 +13,8 @@ from torch.func import jacfwd, jacrev
 
 import sdpa
 from helpers import CLOSE, draw, operands
-from sdpa import Mask, nn
+from sdpa import Mask, nn, sdpa_kernel
+from sdpa.decomposed import is_decomposed
 
 attention = sdpa.scaled_dot_product_attention
 B, H, M, N, D = 2, 4, 5, 7, 8
@@ -132,6 +134,58 @@ def test_block_inside_of_a_compiled_function(qkv):
 
     torch.testing.assert_close(compiled(*qkv), (attention(*qkv, Mask(causal=True)), attention(*qkv)), **CLOSE)
     assert len([n for n in graphs[0].graph.nodes if "attention_forward" in str(n.target)]) == 1
+
+
+def nodes(graph):
+    return str([node.target for node in graph.graph.nodes])
+
+
+def test_compiled_functions_do_not_depend_on_the_block_around(qkv):
+    """Their graph outlives it. A graph that was compiled with a block inside changes no other."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def plain(q, k, v):
+        return attention(q, k, v)
+
+    def inside(q, k, v):
+        with sdpa.decomposed(), sdpa_kernel("cpu_flash"):
+            return attention(q, k, v)
+
+    for function in (inside, plain, plain):
+        torch.compiler.reset()
+        with sdpa.decomposed():
+            torch.compile(function, backend=backend, fullgraph=True)(*qkv)
+    assert ["attention_forward" in nodes(graph) for graph in graphs] == [False, True, True]
+
+
+def test_blocks_of_kernels_inside_and_outside(qkv):
+    """Inside of decomposed() no kernel runs, also where a block of kernels is the innermost."""
+    with sdpa_kernel("cpu_flash"), sdpa.decomposed(), sdpa_kernel("vendor_math"):
+        before = sdpa.last_choice()
+        attention(*qkv)
+        assert sdpa.last_choice() is before
+    with sdpa.decomposed(), sdpa_kernel("vendor_math"):
+        pass
+    with sdpa_kernel("vendor_math"):
+        attention(*qkv)
+        assert sdpa.last_choice().kernel.name == "vendor_math"
+
+
+def test_a_block_left_in_another_context(qkv):
+    def generator():
+        with sdpa.decomposed():
+            yield
+
+    steps = generator()
+    contextvars.copy_context().run(next, steps)
+    steps.close()
+    assert not is_decomposed()
+    with sdpa.decomposed():
+        assert is_decomposed()
 
 
 @pytest.mark.parametrize("name", CALLS)

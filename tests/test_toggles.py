@@ -585,7 +585,8 @@ def test_exported_functions_keep_the_block_inside_of_them_only(strict):
 
 
 def test_settings_with_torchs_switches_travel_as_text():
-    for setting in (Setting(toggles=4), Setting(("math",), True, True, False, 15), Setting(("flash",), toggles=0)):
+    every = Setting(("math",), True, True, False, True, 15)
+    for setting in (Setting(toggles=4), every, Setting(("flash",), toggles=0), Setting(decomposed=True)):
         assert Setting.decode(setting.encode()) == setting
     with sdpa_kernel("vendor_math"):
         assert effective(";t5") == "vendor_math;t5" and effective("flash;t5") == "flash;t5"
