@@ -28,7 +28,7 @@ SPILL = 8.0
 
 # A copy's seconds on the host, by type of device.
 COPY_OVERHEAD = {"cpu": 2e-6}
-GPU_COPY_OVERHEAD = 6e-6
+GPU_COPY_OVERHEAD = 6e-6  # as of every launch of an operation of torch's
 # How much longer a GPU kernel takes that can read, but not by vectors or TMA: by the bytes that it loads at a time.
 # Below 4 there is no asynchronous copy into shared memory.
 SLOWING = {16: 1.0, 8: 1.3, 4: 1.6, 2: 3.0, 1: 3.0, 0: 1.0}
@@ -57,7 +57,7 @@ def estimate(kernel: Kernel, problem: AttentionProblem, tile: Tile | None = None
             moving = max(moving, one_program(grid, problem, device))
         if not fits(problem, device, tile):
             computing *= SPILL
-    return max(computing, moving) + kernel.overhead
+    return max(computing, moving) + kernel.overhead + masking(kernel, problem)
 
 
 def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
@@ -125,6 +125,14 @@ def copying(problem: AttentionProblem, names: Iterable[str]) -> float:
     moved = 2 * sum(elements(problem, name) for name in whole) * problem.dtype.itemsize
     overhead = COPY_OVERHEAD.get(problem.device_type, GPU_COPY_OVERHEAD)
     return moved / device_of(problem.device).bandwidth + len(whole) * overhead
+
+
+def masking(kernel: Kernel, problem: AttentionProblem) -> float:
+    """Seconds of the operations of torch's that prepare a dense mask for a kernel and settle the rows without a key."""
+    if not kernel.mask_launches or not problem.features & {"bias", "allowed"}:
+        return 0.0
+    moved = kernel.mask_launches * elements(problem, "bias") * problem.dtype.itemsize
+    return moved / device_of(problem.device).bandwidth + kernel.mask_launches * GPU_COPY_OVERHEAD
 
 
 def elements(problem: AttentionProblem, name: str) -> int:

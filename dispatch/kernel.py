@@ -56,6 +56,7 @@ class Kernel:
     deterministic: bool = True
     efficiency: float = 0.5
     overhead: float = 5e-6
+    mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
     splits_keys: bool = False  # spreads the keys of few queries over programs, heads of a group in one
     # Bytes of whose multiples it needs the addresses and strides of what it reads by vectors; 1: a last stride of 1, at

@@ -36,17 +36,23 @@ def is_native(kernel: Kernel) -> bool:
     return hasattr(kernel.load(), "native")
 
 
+def seconds_of(candidate: Candidate) -> float:
+    """What a small call takes: the device's time, which tables hold, or the host's where that is longer."""
+    return max(candidate.time, candidate.kernel.overhead)
+
+
 def seconds_together(candidate: Candidate, backward: Iterable[Candidate]) -> float:
     """A forward and the backward that then costs least."""
+    first = seconds_of(candidate)
     if candidate.copies:  # which torch would not make again
-        return candidate.time + min((follower.time for follower in backward), default=0.0) + OWN_NODE
-    return candidate.time + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
+        return first + min(map(seconds_of, backward), default=0.0) + OWN_NODE
+    return first + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
 
 
 def after(kernel: Kernel, follower: Candidate) -> float:
     """Seconds of a backward behind the forward of `kernel`, and of the node between them."""
     left = follower.kernel is kernel and is_native(kernel) and not follower.copies
-    return follower.time + (0.0 if left else OWN_NODE)
+    return seconds_of(follower) + (0.0 if left else OWN_NODE)
 
 
 def stays(kernel: Kernel, backward: Iterable[Candidate]) -> bool:

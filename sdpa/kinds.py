@@ -161,7 +161,7 @@ def gather_dense(call: Call, inputs: AttentionInputs) -> Gather:
         if sinks is not None:
             tensors.append(sinks)
         if dropping:
-            tensors.append(philox.draw_seed(device))
+            tensors.append(philox.next_seed(device))
         return tensors
 
     return gather
@@ -236,7 +236,7 @@ def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) ->
     def rows(
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
     ) -> Sequence[Tensor]:
-        seed = (philox.draw_seed(device),) if dropping else ()
+        seed = (philox.next_seed(device),) if dropping else ()
         return (query, key, value, *seed, places[0]) if alike else (query, key, value, *seed, *places[:2])
 
     def segments(
@@ -244,14 +244,14 @@ def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) ->
     ) -> Sequence[Tensor]:
         q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         ids = packing.segment_ids(places[0], T_q, T_k)
-        return (q, k, v, *ids, philox.draw_seed(device)) if dropping else (q, k, v, *ids)
+        return (q, k, v, *ids, philox.next_seed(device)) if dropping else (q, k, v, *ids)
 
     def apart(
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
     ) -> Sequence[Tensor]:
         q, k, v = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         found = packing.batch_entries((q, k, v), places[0], places[1], size_q, size_k)
-        return (*found, philox.draw_seed(device)) if dropping else found
+        return (*found, philox.next_seed(device)) if dropping else found
 
     if served:
         return (rows, True) if contiguous else (gather_any(PACKED, call, form), False)
@@ -272,7 +272,7 @@ def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> 
     ) -> Sequence[Tensor]:
         table, lengths = places
         lengths = lengths.clamp(0, limit).to(torch.int32).contiguous()
-        seed = (philox.draw_seed(device),) if dropping else ()
+        seed = (philox.next_seed(device),) if dropping else ()
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if served:
             return (q, k, v, lengths, *seed, table.contiguous())

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from sdpa.torch_private import current_stream
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -12,9 +19,79 @@ WORD = 0xFFFFFFFF
 HALF = 0xFFFF
 
 
+OFFSET_STEP = 4  # torch's CUDA generators count in steps of the four words of one Philox block
+SEEDS = 1 << 16  # in one tensor of 1 MiB
+MAX_POOLS = 16
+GOLDEN = 0x9E3779B97F4A7C15
+WORD64 = 0xFFFFFFFFFFFFFFFF
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """A (2,) int64 key and offset from torch's generator of `device`, so that manual_seed and checkpointing hold."""
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def next_seed(device: torch.device) -> Tensor:
+    """The same for an eager call. On a CUDA device without a launch, except while a CUDA graph is captured."""
+    if device.type != "cuda" or current_stream is None:
+        return draw_seed(device)
+    index = device.index
+    assert index is not None  # of a tensor's device
+    try:
+        return POOLS.draw(torch.cuda.default_generators[index], index, current_stream(index))
+    except (RuntimeError, AttributeError):  # a captured generator has no offset
+        return draw_seed(device)
+
+
+class SeedPools:
+    """Seeds of CUDA devices, made many at a time.
+
+    The seed of a call is a function of the generator's seed and offset alone, and every call moves the offset on. So
+    manual_seed, set_rng_state and checkpointing, which set these, bring the same seeds again. A pool holds the seeds of
+    SEEDS consecutive steps of the offset. It is written and read on one stream.
+    """
+
+    def __init__(self, make: Callable[[int, int], Tensor]) -> None:
+        self.make = make  # (key, device index) -> (SEEDS, 2) int64
+        self.pools: OrderedDict[tuple[int, int, int, int], Tensor] = OrderedDict()
+        self.lock = threading.RLock()
+
+    def draw(self, generator: Any, index: int, stream: int) -> Tensor:
+        """(2,) int64: the seed at the generator's offset, which moves on by one step."""
+        with self.lock:
+            offset, seed = generator.get_offset(), generator.initial_seed()
+            block, number = divmod(offset // OFFSET_STEP, SEEDS)
+            place = index, stream, seed, block
+            pool = self.pools.get(place)
+            if pool is None:
+                pool = self.pools[place] = self.make(mixed(seed, block), index)
+                while len(self.pools) > MAX_POOLS:
+                    self.pools.popitem(last=False)
+            generator.set_offset(offset + OFFSET_STEP)
+        return pool.select(0, number)
+
+
+def mixed(seed: int, block: int) -> int:
+    """A key of 63 bits for a generator's seed and a block of its offsets, by SplitMix64 (Steele et al., OOPSLA 2014).
+    It differs from the seed, which is the key of torch's own Philox streams."""
+    state = seed & WORD64
+    for number in (block, 1):
+        state = (state + (number + 1) * GOLDEN) & WORD64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD64
+        state ^= state >> 31
+    return state >> 1
+
+
+def make_pool(key: int, index: int) -> Tensor:
+    device = torch.device("cuda", index)
+    with torch.inference_mode(False):  # where a call with gradients may read it later
+        pool = torch.full((SEEDS, 2), key, dtype=torch.int64, device=device)
+        pool[:, 1] = torch.arange(SEEDS, device=device)
+    return pool
+
+
+POOLS = SeedPools(make_pool)
 
 
 def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sdpa.dispatch import cost, device
+from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.kernel import Kernel
 from sdpa.kernels.cpu import library
 from sdpa.problem import AttentionProblem, Tile
@@ -113,6 +114,18 @@ def test_few_programs_are_slower_than_their_operations_say(gpu):
     assert alone >= 0.99 * spread, "one program on one multiprocessor takes as long as one on each"
     just_over = cost.estimate(FUSED, full._replace(M=full.M + 1)) - FUSED.overhead
     assert just_over == pytest.approx(2 * spread, rel=0.02), "a second wave for one program"
+
+
+def test_masks_that_torch_converts_are_paid_for(gpu):
+    """Each operation beside the kernel is a launch, and on large masks memory."""
+    torchs = dataclasses.replace(FUSED, mask_launches=5)
+    small, masked = PROBLEM._replace(B=1, H=1, Hkv=1, M=16, N=16), {"features": frozenset({"allowed"})}
+    assert cost.estimate(torchs, small) == cost.estimate(FUSED, small)
+    beside = cost.estimate(torchs, small._replace(**masked)) - cost.estimate(FUSED, small._replace(**masked))
+    assert beside == pytest.approx(5 * cost.GPU_COPY_OVERHEAD, rel=0.01)
+    large = PROBLEM._replace(B=8, H=16, M=4096, N=4096, **masked)
+    assert cost.estimate(torchs, large) - cost.estimate(FUSED, large) > 10 * beside
+    assert cost.masking(by_name()["vendor_efficient"], small._replace(**masked)) > 0
 
 
 def test_padded_rows_are_paid_for(gpu):

@@ -128,3 +128,46 @@ def test_philox_known_answer():
     full = philox.philox(words(ones, ones, ones, ones), words(ones, ones))
     assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert [int(w) for w in full] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+class Generator:
+    """What SeedPools asks of a CUDA generator."""
+
+    def __init__(self, seed, offset=0):
+        self.seed, self.offset = seed, offset
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+
+def host_pool(key, index):
+    return torch.stack((torch.full((philox.SEEDS,), key), torch.arange(philox.SEEDS)), 1)
+
+
+def test_pooled_seeds_follow_the_generators_state():
+    made = []
+    pools = philox.SeedPools(lambda key, index: made.append(key) or host_pool(key, index))
+    generator = Generator(7)
+    first = [pools.draw(generator, 0, 0).tolist() for _ in range(3)]
+    assert len(set(map(tuple, first))) == 3 and generator.offset == 12 and len(made) == 1
+    generator.offset = 4  # as set_rng_state and checkpointing leave it
+    assert pools.draw(generator, 0, 0).tolist() == first[1]
+    assert pools.draw(Generator(7), 0, 5).tolist() == first[0]  # on another stream
+    assert pools.draw(Generator(8), 0, 0).tolist() != first[0]
+    later = Generator(7, 4 * philox.SEEDS)
+    assert pools.draw(later, 0, 0).tolist()[0] != first[0][0]
+    for seed in range(40):
+        pools.draw(Generator(seed), 0, 0)
+    assert len(pools.pools) == philox.MAX_POOLS
+
+
+def test_keys_of_pools_differ():
+    keys = {philox.mixed(seed, block) for seed in range(64) for block in range(64)}
+    assert len(keys) == 64 * 64 and all(0 <= key < 2**63 for key in keys)
+    assert philox.mixed(2**64 - 1, 0) != philox.mixed(0, 0)

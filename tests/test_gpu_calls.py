@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from remembered import forwards, remembered
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
+from torch.utils.checkpoint import checkpoint
 
 import helpers
 import sdpa
@@ -240,3 +241,56 @@ def test_captured_steps_of_a_decoder():
             close(out, want)
         assert cache.lengths.tolist() == [tgt.shape[1]] * 2
     assert not torch.equal(wanted[0], wanted[1])
+
+
+def dropping(q, k, v):
+    return attend(q, k, v, dropout_p=0.5)
+
+
+def test_dropouts_seeds_follow_torchs_generator():
+    """Eager seeds are drawn without a launch, and torch.cuda's generator decides them all the same."""
+    q, k, v = qkv()
+    torch.manual_seed(3)
+    first = [dropping(q, k, v) for _ in range(3)]
+    state = torch.cuda.get_rng_state()
+    fourth = dropping(q, k, v)
+    assert not any(torch.equal(a, b) for a, b in zip(first, [*first[1:], fourth], strict=True))
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(dropping(q, k, v), fourth)
+    torch.manual_seed(3)
+    assert all(torch.equal(dropping(q, k, v), out) for out in first)
+    torch.manual_seed(4)
+    assert not torch.equal(dropping(q, k, v), first[0])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.manual_seed(3)
+        assert torch.equal(dropping(q, k, v), first[0])
+
+
+def test_dropout_under_checkpointing_and_in_inference_mode():
+    q, k, v = (t.requires_grad_() for t in qkv())
+    with torch.inference_mode():
+        torch.manual_seed(11)
+        dropping(q, k, v)
+    grads = []
+    for run in (dropping, partial(checkpoint, dropping, use_reentrant=False)):
+        torch.manual_seed(11)
+        grads.append(torch.autograd.grad(run(q, k, v).float().square().sum(), (q, k, v)))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropout_in_a_captured_graph():
+    """The seed is drawn by each replay."""
+    q, k, v = qkv()
+    for _ in range(3):
+        dropping(q, k, v)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=side):
+        out = dropping(q, k, v)
+    found = []
+    for _ in range(3):
+        graph.replay()
+        found.append(out.clone())
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+    assert all(torch.isfinite(out).all() for out in found)

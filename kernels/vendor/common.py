@@ -28,9 +28,9 @@ def float_mask(inputs: AttentionInputs) -> Tensor | None:
     """Bias and bool mask as one additive mask in the query's dtype, in the mask's own shape, not expanded in memory."""
     if inputs.allowed is None:
         return inputs.bias
-    q = inputs.q
-    zero = torch.zeros((), dtype=q.dtype, device=q.device)
-    return torch.where(inputs.allowed, zero if inputs.bias is None else inputs.bias, -torch.inf)
+    if inputs.bias is not None:
+        return inputs.bias.masked_fill(~inputs.allowed, -torch.inf)
+    return torch.full_like(inputs.allowed, -torch.inf, dtype=inputs.q.dtype).masked_fill_(inputs.allowed, 0.0)
 
 
 def expanded_mask(inputs: AttentionInputs) -> Tensor | None:
@@ -49,12 +49,20 @@ def no_rng(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def settle(inputs: AttentionInputs, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Results with output 0 and log-sum-exp -inf in rows that see no key by the mask itself."""
-    mask = float_mask(inputs)
-    if mask is None:
+    """The operator's results, in which rows that see no key by the mask itself get output 0 and log-sum-exp -inf."""
+    dead = rows_without_keys(inputs)
+    if dead is None:
         return out, lse
-    dead = (mask == -torch.inf).all(-1)  # [B|1, H|1, M|1]
-    return out.masked_fill(dead.unsqueeze(-1), 0.0), None if lse is None else lse.masked_fill(dead, -torch.inf)
+    return out.masked_fill_(dead.unsqueeze(-1), 0.0), None if lse is None else lse.masked_fill_(dead, -torch.inf)
+
+
+def rows_without_keys(inputs: AttentionInputs) -> Tensor | None:
+    """Bool [B|1, H|1, M|1]; None without a dense mask."""
+    if inputs.bias is None:
+        return None if inputs.allowed is None else inputs.allowed.any(-1).logical_not_()
+    mask = float_mask(inputs)
+    assert mask is not None
+    return mask.amax(-1) == -torch.inf
 
 
 def dense(tensor: Tensor) -> Tensor:
