@@ -1,6 +1,6 @@
 """From a public function to what answers its call: what a call like it before came to, or the ordinary way.
 
-The ordinary way asks, in this order: __torch_function__, nested tensors, autocast; then the call is checked and
+The ordinary way asks, in this order: __torch_function__, autocast, nested tensors; then the call is checked and
 normalised. A plain eager call is then prepared, remembered by `calls`, and from now on recognised there. A call under a
 compiler, functorch, forward mode or a mode, or of a subclass of Tensor, is that of the operator.
 """
@@ -23,7 +23,7 @@ from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
-from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_cast, is_nested, nested_attention
+from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_nested, nested_attention
 from sdpa.kernels.math.weights import composite_weights
 from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
 from sdpa.mask import Mask
@@ -54,6 +54,7 @@ band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
 NUMBERS = (NoneType, float)
+MASK, SINKS = (Options._fields.index(name) for name in ("attn_mask", "sinks"))
 is_nested_tensor = attrgetter("is_nested")  # has no strides, for which a guard ends the process
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -116,6 +117,8 @@ def answer(
     ):
         # fmt: on
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
+    if autocast_is_on() and not has_torch_function(tensors):
+        return under_autocast(kind, tensors, options, returns_lse, kernel, places)
     parts = NOTHING if mask is None and sinks is None and places is None else parts_of(mask, sinks, places)
     if parts is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
@@ -126,7 +129,7 @@ def answer(
         state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
                  CURRENT.get() and current_text(),
                  flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
-                 float32_precision(), grad_enabled(), autocast_is_on() and autocast_dtype(query),
+                 float32_precision(), grad_enabled(),
                  query.is_cuda and (form_of((query, key, value, *others)) if others else
                                     (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNMENT_BITS))
         # fmt: on
@@ -141,6 +144,19 @@ def answer(
             found = run(query, key, value, *given)
             return tuple(found) if returns_lse else found[0]
     return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
+
+
+def under_autocast(
+    kind: Kind, tensors: tuple[Any, ...], options: tuple[Any, ...], returns_lse: bool, kernel: str | None, places: Any
+) -> Any:
+    """The call in the dtype of its device's autocast, if that is on, and outside of every autocast."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is not None:
+        tensors = tuple([cast(t, dtype) for t in tensors])
+        if options[MASK] is not None or options[SINKS] is not None:
+            options = cast_options(Options(*options), dtype)
+    with torch.autocast(tensors[0].device.type, enabled=False) if is_dynamo_compiling() else without_autocast():
+        return answer(kind, tensors, options, returns_lse, kernel, places)
 
 
 def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
@@ -226,9 +242,6 @@ def prepare(request: Request) -> Run | None:
     """What answers calls like this one, given query, key, value and what `parts_of` says; None for a call without
     anything to compute."""
     kind, call, returns_lse = request.kind, request.call, request.returns_lse
-    dtype = autocast_dtype(call.query)
-    if dtype is not None:
-        return prepare_under_autocast(request, dtype)
     setting = effective(request_text(request.kernel))
     kind.check(*call)
     with torch.no_grad():  # saved tensors' hooks are to see those of the call itself alone
@@ -267,34 +280,6 @@ def learned(call: Call) -> list[Tensor]:
     return [t for t in (call.query, call.key, call.value, bias, call.options.sinks) if t is not None]
 
 
-def cast_call(call: Call, dtype: torch.dtype) -> Call:
-    """A call's tensors as autocast makes them."""
-    query, key, value = (cast(t, dtype) for t in call[:3])
-    return Call(query, key, value, cast_options(call.options, dtype), call.places)
-
-
-def prepare_under_autocast(request: Request, dtype: torch.dtype) -> Run | None:
-    """The same of tensors in autocast's dtype, which each call makes first."""
-    with without_autocast():
-        run = prepare(request._replace(call=cast_call(request.call, dtype)))
-    if run is None:
-        return None
-    call = request.call
-    casts = [is_cast(t) for t in (call.query, call.key, call.value)]
-
-    def under_autocast(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Sequence[Any]:
-        tensors = [t.to(dtype) if cast else t for t, cast in zip((query, key, value), casts, strict=True)]
-        if given:
-            mask, *rest = given
-            sinks = rest[0] if rest else None
-            options = cast_options(Options(mask, sinks=sinks), dtype)
-            given = (options.attn_mask, options.sinks, *rest[1:])
-        with without_autocast():
-            return run(*tensors, *given)
-
-    return under_autocast
-
-
 # -- the ordinary way -------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +295,8 @@ def ordinary(request: Request) -> Any:
         if call.options.is_causal:
             raise ValueError("CausalBias should not be used with causal=True")
         call = call._replace(options=call.options._replace(attn_mask=mask))
+    if autocast_dtype(call.query) is not None:
+        return under_autocast(kind, call[:3], call.options, returns_lse, kernel, call.places)
     setting = request_text(kernel)
     if kind is DENSE and is_nested(*call[:3]):
 
@@ -335,10 +322,6 @@ def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
 def operator_results(request: Request, setting: str) -> Sequence[Any]:
     """The output, the log-sum-exp where it is asked for, and the weights where those are."""
     kind, call = request.kind, request.call
-    dtype = autocast_dtype(call.query)
-    if dtype is not None:
-        with torch.autocast(call.query.device.type, enabled=False):
-            return operator_results(request._replace(call=cast_call(call, dtype)), setting)
     kind.check(*call)
     inputs = with_dropout(kind.normalise(*call), call.options)
     form = served_form(inputs)

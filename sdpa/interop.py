@@ -22,13 +22,11 @@ def autocast_dtype(query: object) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def is_cast(tensor: object) -> bool:
-    """float64 stays, as torch's rule for this function has it."""
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-
-
 def cast(tensor: Any, dtype: torch.dtype) -> Any:
-    return tensor.to(dtype) if is_cast(tensor) else tensor
+    """A floating tensor in autocast's dtype. float64 stays, as torch's rule for this function has it."""
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(dtype)
+    return tensor
 
 
 def cast_options(options: Options, dtype: torch.dtype) -> Options:

@@ -47,10 +47,6 @@ def never(*_: object) -> bool:
     return False
 
 
-def always() -> bool:
-    return True
-
-
 # Recognises tensors by type, dispatch keys, dtype, device, sizes, strides and requires_grad in one call. Absent: calls
 # are found by a key of these, which takes three times as long.
 TensorGuards = part("torch._C._dynamo.guards.TensorGuards", None)
@@ -104,8 +100,10 @@ def forward_level() -> int:
 # Guards of the dispatcher's state. Needed likewise.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 without_autocast = torch._C._DisableAutocast
-# Absent: every call asks for the autocast of its own device; torch.is_autocast_enabled alone would ask for CUDA's.
-autocast_is_on: Callable[[], bool] = part("torch._C._is_any_autocast_enabled", always)
+# Whether autocast is on for any device. Absent: those of the devices that kernels run on are asked.
+autocast_is_on: Callable[[], bool] = part(
+    "torch._C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+)
 
 # The node that is being run, and hooks of saved tensors (activation checkpointing). Absent: torch's own operators are
 # not left to differentiate themselves, and a call under hooks is taken for one without.
