@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from cpu_cases import DTYPES, Case, Sizes, check_forward, coins, expect, lay_out, lengths, make, random, run_forward
 from torch import Tensor
 
+import sdpa
 from sdpa import philox
 from sdpa.dense import visible
 from sdpa.kernels.cpu import flash, library
@@ -361,7 +363,7 @@ def test_calls_made_again(masks):
 
     first, second = problem(0), problem(1)
     assert not any(map(torch.equal, read_of(first), read_of(second)))
-    kind, back = AttentionProblem.of(first), AttentionProblem.of(first, "backward")
+    kind, back = AttentionProblem.of(first, extra={"lse"}), AttentionProblem.of(first, "backward")
     results, again = flash.record((first,), kind, None)
     expected = flash.forward(second, kind)
     assert all(map(torch.equal, results, flash.forward(first, kind)))
@@ -373,6 +375,50 @@ def test_calls_made_again(masks):
     found = again(*read_of(second), *expected, other.out)
     assert all(map(torch.equal, found[:3], flash.backward(second, expected, other, back)[:3]))
     assert not any(map(torch.equal, gradients[:3], found[:3]))
+
+
+def test_a_split_forward_made_again_without_a_log_sum_exp(two_threads):
+    """Threads share the keys of one query, and combine what they found."""
+    first, second = ([random(1, 1, n, 64) for n in (1, 8192, 8192)] for _ in range(2))
+    inputs, others = AttentionInputs(*first, 1.0), AttentionInputs(*second, 1.0)
+    problem = AttentionProblem.of(inputs)
+    again = flash.record((inputs,), problem, None)[1]
+    assert torch.equal(again(*second)[0], flash.forward(others, problem).out)
+
+
+@pytest.mark.parametrize("layout", ["bhmd", "bmhd"])
+def test_outputs_made_again_lie_as_the_first(layout):
+    q, k, v = (random(2, 5, 3, 8).transpose(1, 2) if layout == "bmhd" else random(2, 3, 5, 8) for _ in range(3))
+    inputs = AttentionInputs(q, k, v, 1.0)
+    results, again = flash.record((inputs,), AttentionProblem.of(inputs), None)
+    assert again(q, k, v)[0].stride() == results.out.stride()
+    assert (results.out.stride(1) < results.out.stride(2)) == (layout == "bmhd")
+
+
+def test_the_operator_is_called_where_addresses_do_not_do():
+    """Tensors without memory are for torch to refuse, and a profiler wants to see an operator."""
+    first = make(Case(S, {}), torch.float32, 0)
+    problem = AttentionProblem.of(first)
+    again = flash.record((first,), problem, None)[1]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert again(*read_of(first)) is None
+        sdpa.scaled_dot_product_attention(*first[:3], enable_gqa=True, kernel="cpu_flash")
+    assert any("sdpa_cpu::flash_forward" in event.key for event in profile.key_averages())
+    freed = [t.clone() for t in read_of(first)]
+    freed[1].untyped_storage().resize_(0)
+    assert again(*freed) is None
+
+
+def test_a_recorded_forward_is_freed(monkeypatch):
+    freed, known = [], flash.functions()
+    monkeypatch.setattr(flash, "functions", lambda: known._replace(forget_forward=freed.append))
+    first = make(Case(S, {}), torch.float32, 0)
+    again = flash.record((first,), AttentionProblem.of(first), None)[1]
+    assert not freed
+    del again
+    gc.collect()
+    assert len(freed) == 1
+    known.forget_forward(*freed)
 
 
 AGAIN = {
@@ -388,10 +434,12 @@ def test_calls_of_every_kind_made_again(kind):
     """With a gradient of the log-sum-exp, and of a bias."""
     torch.manual_seed(3)
     first, second = (make(Case(S, AGAIN[kind]()), torch.float32, seed) for seed in (0, 1))
-    forward = AttentionProblem.of(first)
+    forward = AttentionProblem.of(first, extra={"lse"})
     results, again = flash.record((first,), forward, None)
     expected = flash.forward(second, forward)
     assert all(map(torch.equal, again(*read_of(second)), expected))
+    without, lse = flash.record((first,), AttentionProblem.of(first), None)[1](*read_of(second))
+    assert torch.equal(without, expected.out) and lse is None
     assert not torch.equal(results.out, expected.out)
     asked = AttentionProblem.of(first, "backward", frozenset({"lse_grad", *["bias_grad"] * (kind == "bias")}))
     upstream, other = (Results(random(S.B, S.H, S.M, S.Dv), random(S.B, S.H, S.M)) for _ in range(2))

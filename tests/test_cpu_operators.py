@@ -63,6 +63,12 @@ def test_options_that_do_not_fit_are_refused(name):
         OPERATORS.flash_forward(*tensors(), SCALE, **{name: REFUSED[name]})
 
 
+@pytest.mark.parametrize("out", [None, torch.zeros(B, H, M, DV + 1), torch.zeros(B, H, M, DV, dtype=torch.float64)])
+def test_a_forward_is_recorded_with_its_output(out):
+    with pytest.raises(RuntimeError, match="cpu_flash: expected out"):
+        OPERATORS.record_forward(*tensors(), SCALE, out=out)
+
+
 @pytest.mark.parametrize("wrong", ["grad_out", "out", "lse", "grad_lse"])
 def test_a_backward_refuses_results_of_other_sizes(wrong):
     q, k, v = tensors()

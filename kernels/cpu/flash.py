@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from sdpa.kernels.cpu.library import load_error
+from sdpa.kernels.cpu.library import functions, load_error
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
+from sdpa.torch_private import empty_strided_cpu, profiler_enabled
 
 # The library's own choice, which depends on the instruction set, the direction and the threads; others gained at most
 # 2 % on one thread of a Zen 4.
@@ -57,14 +59,12 @@ def record(
     names = [name for name in OPTIONS if isinstance(getattr(inputs, name), Tensor)]
     if len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
         return results, _refilling(tensors, problem, tile)
-    is_dense = _is_plain(problem, inputs, tile, learning[1]) if learning else _is_dense(inputs, tile)
-    if is_dense:
-        return results, _dense_again(inputs, bool(learning))
+    if not learning:
+        return results, _forward_again(inputs, problem, tile, results)
+    if _is_plain(problem, inputs, tile, learning[1]):
+        return results, _dense_backward_again(inputs)
     band, numbers = inputs[FIRST_NUMBER:FIRST_OPTION], _options(inputs, tile)
     numbers = {name: value for name, value in numbers.items() if name not in names}
-    if not learning:
-        run = _operator("flash_forward")
-        return results, lambda q, k, v, *rest: run(q, k, v, *band, **dict(zip(names, rest, strict=True)), **numbers)
     run_back, count = _operator("flash_backward"), len(names)
     bias_grad, sinks = "bias_grad" in problem.features, inputs.sinks is not None
 
@@ -80,17 +80,50 @@ def record(
     return results, again
 
 
-def _dense_again(inputs: AttentionInputs, learning: bool) -> Callable[..., tuple]:
-    """The same of what has nothing but a band, a bias and a dense mask."""
-    band = inputs[FIRST_NUMBER:FIRST_OPTION]
+class _Recorded:
+    """The library's memory of a forward, freed with this object."""
+
+    def __init__(self, address: int) -> None:
+        self.address, self.forget = address, functions().forget_forward
+
+    def __del__(self) -> None:
+        self.forget(self.address)
+
+
+def _forward_again(
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None, results: Results
+) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
+    """The forward of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. None
+    where the operator has to be called: under a profiler, of tensors without memory, and for its errors."""
+    recorded = _Recorded(_operator("record_forward")(*inputs[:FIRST_OPTION], **_options(inputs, tile), out=results.out))
+    run = functions().run_forward
+    size, stride, dtype = tuple(results.out.shape), results.out.stride(), results.out.dtype
+    lse_form = (tuple(results.lse.shape), results.lse.stride(), results.lse.dtype) if results.lse is not None else ()
+    needs_lse = "lse" in problem.features
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        q_at, k_at, v_at, others_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), None
+        if not (q_at and k_at and v_at) or profiler_enabled():
+            return None
+        if others:
+            addresses = [tensor.data_ptr() for tensor in others]
+            if 0 in addresses:
+                return None
+            others_at = (ctypes.c_void_p * len(addresses))(*addresses)
+        out = empty_strided_cpu(size, stride, dtype)
+        if not needs_lse:
+            return None if run(recorded.address, out.data_ptr(), None, q_at, k_at, v_at, others_at) else (out, None)
+        lse = empty_strided_cpu(*lse_form)
+        failed = run(recorded.address, out.data_ptr(), lse.data_ptr(), q_at, k_at, v_at, others_at)
+        return None if failed else (out, lse)
+
+    return again
+
+
+def _dense_backward_again(inputs: AttentionInputs) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward of what has nothing but a band, a bias and a dense mask."""
+    band, run_back = inputs[FIRST_NUMBER:FIRST_OPTION], _operator("flash_backward_dense")
     before, after = (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
-    if not learning:
-        run = _operator("flash_forward_dense")
-        if inputs.bias is None and inputs.allowed is None:
-            scale, left, right, bottom_right = band  # told one by one: 0.1 us less
-            return lambda q, k, v: run(q, k, v, scale, left, right, bottom_right, None, None)
-        return lambda q, k, v, *masks: run(q, k, v, *band, *before, *masks, *after)
-    run_back = _operator("flash_backward_dense")
 
     def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
         *masks, out, lse, grad_out = rest

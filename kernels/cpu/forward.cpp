@@ -246,8 +246,9 @@ class Forward {
     void finish_rows(int64_t h) const {
       if (h >= heads_) return;
       const int64_t row = h * rows_;
-      T* lse = static_cast<T*>(f_.results_.lse) + ((batch_ * p_.H + head_ + h) * p_.M + query_);
-      for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = finish_row(row + i, lse + i);
+      T* lse = static_cast<T*>(f_.results_.lse);
+      if (lse) lse += (batch_ * p_.H + head_ + h) * p_.M + query_;
+      for (int64_t i = 0; i < queries_; ++i) state_.row_max[row + i] = finish_row(row + i, lse ? lse + i : nullptr);
       f_.prim_.store_rows(state_.acc + row * f_.v_ld_, f_.v_ld_, state_.row_max + row, queries_, p_.Dv,
                           f_.results_.out.at(batch_, head_ + h, query_), p_.q.dtype, f_.results_.out.stride[2]);
     }
@@ -421,18 +422,18 @@ class Forward {
         }
     }
 
-    // Writes the log-sum-exp of a row, and returns the factor that makes its output of acc.
+    // Writes the log-sum-exp of a row where it is wanted, and returns the factor that makes its output of acc.
     T finish_row(int64_t row, T* lse) const {
       const T* lanes = state_.row_sum + row * kMaxLanes;
       T partial[4] = {};  // short chains of additions, because small calls feel their latency
       for (int64_t lane = 0; lane < kMaxLanes; ++lane) partial[lane % 4] += lanes[lane];
       const T sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
       if (sum == T(0)) {
-        *lse = -std::numeric_limits<T>::infinity();
+        if (lse) *lse = -std::numeric_limits<T>::infinity();
         std::fill_n(state_.acc + row * f_.v_ld_, f_.v_ld_, T(0));
         return T(0);
       }
-      *lse = state_.row_max[row] + std::log(sum);
+      if (lse) *lse = state_.row_max[row] + std::log(sum);
       return T(1) / sum;
     }
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +41,23 @@ def _load() -> str | None:
             )
         set_isa(wanted)
     return None
+
+
+class Functions(NamedTuple):
+    """The library's functions that are called past torch."""
+
+    run_forward: Callable[..., int]  # (recorded, out, lse, q, k, v, others), addresses all; 0 where it went well
+    forget_forward: Callable[[int], None]
+
+
+@cache
+def functions() -> Functions:
+    """They release the interpreter's lock, as torch's operators do while they compute."""
+    library = ctypes.CDLL(str(LIBRARY))
+    run, forget = library.sdpa_cpu_run_forward, library.sdpa_cpu_forget_forward
+    run.argtypes, run.restype = [ctypes.c_void_p] * 7, ctypes.c_int
+    forget.argtypes, forget.restype = [ctypes.c_void_p], None
+    return Functions(run, forget)
 
 
 def isa() -> str:

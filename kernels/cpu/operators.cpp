@@ -1,4 +1,5 @@
-// The operators that torch sees: they take arguments off the stack, check them, and call the loops.
+// The operators that torch sees: they take arguments off the stack, check them, and call the loops. And what runs a
+// call again that one of them has checked.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -258,6 +259,13 @@ Toolbox<T> toolbox(Dtype dtype) {
     return {*set.f32, dtype == Dtype::kBFloat16 ? set.bf16 : nullptr};
 }
 
+void run_forward(const AttentionParams& p, const ForwardResults& results) {
+  if (p.q.dtype == Dtype::kFloat64)
+    attention_forward(p, toolbox<double>(p.q.dtype), results);
+  else
+    attention_forward(p, toolbox<float>(p.q.dtype), results);
+}
+
 // A dense call has no options but a bias and a dense mask. Reading the other options takes as long as a small call.
 template <bool kDense>
 void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
@@ -273,12 +281,48 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   const AttentionParams& p = call.params;
   const Tensor out = new_like(call.q, p.Dv);
   const Tensor lse = new_tensor({p.B, p.H, p.M}, {p.H * p.M, p.M, 1}, compute_code(p.q.dtype));
-  const ForwardResults results = {view_of(out), lse.data_ptr()};
-  if (p.q.dtype == Dtype::kFloat64)
-    attention_forward(p, toolbox<double>(p.q.dtype), results);
-  else
-    attention_forward(p, toolbox<float>(p.q.dtype), results);
+  run_forward(p, {view_of(out), lse.data_ptr()});
   put(stack, out, lse);
+}
+
+// A forward that was checked, for others of the same form, whose tensors differ in their addresses alone.
+struct RecordedForward {
+  AttentionParams params;
+  View out;
+  int64_t rng_stride;  // in words
+};
+
+void record_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Call call;
+  call.take_tensors(&in);
+  call.take_band(&in);
+  call.take_options(&in);
+  const std::optional<Tensor> out = in.next_optional();
+  call.read();
+  const AttentionParams& p = call.params;
+  STD_TORCH_CHECK(out.has_value(), "cpu_flash: expected out, whose memory order the others get");
+  check_sizes("out", out->sizes(), {p.B, p.H, p.M, p.Dv});
+  STD_TORCH_CHECK(dtype_of(*out) == p.q.dtype, "cpu_flash: expected out in the dtype of q");
+  const int64_t rng_stride = call.rng ? call.rng->stride(0) : 0;
+  put(stack, reinterpret_cast<int64_t>(new RecordedForward{p, view_of(*out), rng_stride}));
+}
+
+// `others` are the addresses of the optional tensors that are there, in the order of the arguments.
+void run_again(const RecordedForward& recorded, void* out, void* lse, char* q, char* k, char* v, char* const* others) {
+  AttentionParams p = recorded.params;
+  p.q.data = q, p.k.data = k, p.v.data = v;
+  for (View* view :
+       {&p.bias, &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments, &p.k_segments, &p.prefix, &p.alibi, &p.sinks})
+    if (*view) view->data = *others++;
+  if (recorded.rng_stride) {
+    const auto* words = reinterpret_cast<const uint64_t*>(*others);
+    p.philox_key = words[0], p.philox_offset = words[recorded.rng_stride];
+  }
+  p.threads = torch::stable::get_num_threads();
+  ForwardResults results = {recorded.out, lse};
+  results.out.data = static_cast<char*>(out);
+  run_forward(p, results);
 }
 
 // A gradient that is summed in the type computed in, and returned in the type of its tensor.
@@ -402,6 +446,8 @@ STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
                "Tensor? grad_lse=None, " + kOptions +
                ", bool bias_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
                   .c_str());
+  library.def(
+      ("record_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ", Tensor? out=None) -> int").c_str());
   library.def("isa() -> str");
   library.def("isas() -> str");
   library.def("set_isa(str name) -> ()");
@@ -410,6 +456,7 @@ STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CPU, library) {
   library.impl("flash_forward", &flash_forward<false>);
   library.impl("flash_forward_dense", &flash_forward<true>);
+  library.impl("record_forward", &record_forward);
   library.impl("flash_backward", &flash_backward<false>);
   library.impl("flash_backward_dense", &flash_backward<true>);
 }
@@ -421,3 +468,19 @@ STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CompositeExplicitAutograd, library) {
 }
 
 }  // namespace sdpa_cpu
+
+// Called by ctypes, past torch's dispatcher. A result other than 0: the operator says what is wrong.
+extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run_forward(const void* recorded, void* out, void* lse,
+                                                                           char* q, char* k, char* v,
+                                                                           char* const* others) {
+  try {
+    sdpa_cpu::run_again(*static_cast<const sdpa_cpu::RecordedForward*>(recorded), out, lse, q, k, v, others);
+    return 0;
+  } catch (...) {
+    return 1;
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void sdpa_cpu_forget_forward(const void* recorded) {
+  delete static_cast<const sdpa_cpu::RecordedForward*>(recorded);
+}

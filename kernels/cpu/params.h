@@ -57,7 +57,8 @@ struct AttentionParams {
   int64_t G() const { return H / Hkv; }
 };
 
-// Where a forward writes. The last dimension of out has stride 1; lse is contiguous [B, H, M].
+// Where a forward writes. The last dimension of out has stride 1; lse is contiguous [B, H, M], or null where it is not
+// wanted.
 struct ForwardResults {
   View out;
   void* lse;
