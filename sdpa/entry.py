@@ -140,8 +140,8 @@ def answer(
     if recent is None:
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
     for is_alike, run, _ in recent:
-        if is_alike(query, key, value, *others):
-            found = run(query, key, value, *given)
+        if is_alike(query, key, value, *others) if others else is_alike(query, key, value):
+            found = run(query, key, value, *given) if given else run(query, key, value)
             return tuple(found) if returns_lse else found[0]
     return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
 

@@ -67,12 +67,12 @@ class Prepared:
         self.native: Any = self.native_of(inputs, learns) if plain and (not learns or self.stays(problem)) else None
         if learns and self.native is not None:
             self.watch = self.make_watch()
-        self.run: Callable[..., Any] = self.forward  # inside of the node
+        self.run: Callable[..., Any] = self.forward.__call__  # inside of the node
         self.attend = self.entrance(learns)
 
     def entrance(self, learns: bool) -> Callable[..., Any]:
         if self.native is None:
-            return self.by_function if learns else self.forward
+            return self.by_function if learns else self.forward.__call__  # bound: 0.1 us less than the object
         return self.by_differentiable_operator if learns else self.by_operator
 
     @property

@@ -130,7 +130,7 @@ def made(monkeypatch, tmp_path, case, **changes):
 def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path):
     """Each launch finds the addresses and the stream that its own thread has written."""
     launch, _ = made(monkeypatch, tmp_path, CASES["decode in one part"])
-    mixed, number = [], len(launch.pointers)
+    mixed, number = [], len(launch.blueprint[0].pointers)
 
     def read(config_at, function, places_at, extra):
         time.sleep(0)  # another thread may go on here
@@ -141,8 +141,8 @@ def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path):
         return 0
 
     launch.launch = read
-    assert [word for word, _ in launch.pointers] == list(range(number))
-    order = [which for _, which in launch.pointers]
+    assert [word for word, _ in launch.blueprint[0].pointers] == list(range(number))
+    order = [which for _, which in launch.blueprint[0].pointers]
 
     def many(first):
         addresses = [0] * (1 + max(order))
@@ -166,11 +166,22 @@ class Interrupted(list):
         super().__init__(addresses)
         self.at, self.then = at, then
 
-    def __getitem__(self, number):
-        if number == self.at and self.then is not None:
+    def __getitem__(self, part):
+        if self.at in range(*part.indices(len(self))) and self.then is not None:
             then, self.then = self.then, None
             then()
-        return super().__getitem__(number)
+        return super().__getitem__(part)
+
+
+def test_runs_of_addresses_are_written_at_once():
+    pointers = [(0, 0), (1, 1), (2, 2), (5, 3), (6, 4), (8, 1), (9, 0)]
+    found = list(driver_launch.writes_of(pointers))
+    assert [write[1:] for write in found] == [(0, 0, 3), (40, 3, 5), (64, 1, 2), (72, 0, 1)]
+    words, addresses = (ctypes.c_uint64 * 10)(), [2**64 - 1, 20, 30, 40, 50]
+    for pack, place, begin, end in found:
+        pack(words, place, *addresses[begin:end])
+    assert list(words) == [2**64 - 1, 20, 30, 0, 0, 40, 50, 0, 20, 2**64 - 1]
+    assert list(driver_launch.writes_of([])) == []
 
 
 @ours
@@ -178,8 +189,8 @@ class Interrupted(list):
 def test_a_launch_inside_of_itself_changes_nothing(depth, monkeypatch, tmp_path):
     """A signal handler or a finaliser that calls attention again between the writing of two addresses."""
     launch, _ = made(monkeypatch, tmp_path, CASES["decode in one part"])
-    seen, number = [], len(launch.pointers)
-    order = [which for _, which in launch.pointers]
+    seen, number = [], len(launch.blueprint[0].pointers)
+    order = [which for _, which in launch.blueprint[0].pointers]
 
     def read(config_at, function, places_at, extra):
         places = (ctypes.c_void_p * number).from_address(places_at)
@@ -205,7 +216,7 @@ def test_a_launch_inside_of_itself_changes_nothing(depth, monkeypatch, tmp_path)
 def test_a_launch_that_is_cut_off_leaves_the_next_one_right(monkeypatch, tmp_path):
     """An exception of a signal handler, as Ctrl-C raises one, between two addresses."""
     launch, told = made(monkeypatch, tmp_path, CASES["decode in one part"])
-    order = [which for _, which in launch.pointers]
+    order = [which for _, which in launch.blueprint[0].pointers]
 
     def interrupt():
         raise KeyboardInterrupt

@@ -111,6 +111,7 @@ class Layout:
         self.attribute = Attribute(PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_ubyte * 64)(1))
         self.config = Config(*config, None, ctypes.pointer(self.attribute), int(dependent))
         bases = [(maps + offset, number) for offset, number in arguments.bases]
+        self.stream = 0  # of the launch before
         self.parts = self.words, bases, self.config, ctypes.addressof(self.config), ctypes.addressof(self.places)
 
 
@@ -124,7 +125,7 @@ class DriverLaunch:
 
     def __init__(self, cuda: Driver, function: int, arguments: Arguments, *config: Any) -> None:
         self.launch, self.readdress, self.function = *cuda, function
-        self.pointers, self.blueprint = tuple(arguments.pointers), (arguments, *config)
+        self.writes, self.blueprint = tuple(writes_of(arguments.pointers)), (arguments, *config)
         self.free = [Layout(*self.blueprint)]
 
     def __call__(self, addresses: Sequence[int], stream: int) -> int:
@@ -133,15 +134,28 @@ class DriverLaunch:
         except IndexError:
             layout = Layout(*self.blueprint)
         words, bases, config, config_at, places_at = layout.parts
-        for word, number in self.pointers:
-            words[word] = addresses[number]
+        for pack, place, begin, end in self.writes:
+            pack(words, place, *addresses[begin:end])
         answer = 0
         for place, number in bases:
             answer = answer or self.readdress(place, addresses[number])
-        config.stream = stream
+        if stream != layout.stream:
+            config.stream = layout.stream = stream
         answer = answer or self.launch(config_at, self.function, places_at, None)
         self.free.append(layout)
         return answer
+
+
+def writes_of(pointers: Sequence[tuple[int, int]]) -> Iterator[tuple[Callable[..., None], int, int, int]]:
+    """(what packs addresses, offset in bytes, first address, end of addresses) for each run of words that are pointers
+    to tensors one after the other: one call for a run takes a third of the time of a word each."""
+    run: list[tuple[int, int]] = []
+    for pointer in (*pointers, None):
+        if run and pointer != (run[-1][0] + 1, run[-1][1] + 1):
+            yield struct.Struct(f"={len(run)}Q").pack_into, run[0][0] * WORD, run[0][1], run[-1][1] + 1
+            run = []
+        if pointer is not None:
+            run.append(pointer)
 
 
 def driver_launch(
