@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SMALL_FLOPS = 2e10
 # Seconds by which the host of an H200 is longer at a forward and a backward through our node, of 1 x 4 x 16 x 64.
 OWN_NODE = 6e-5
+# Seconds of the same host for a backward, from one kernel of torch's as from another: which of two is the faster on the
+# device does not matter below.
+HOST_BACKWARD = 6e-5
 
 
 def is_small(problem: AttentionProblem) -> bool:
@@ -37,22 +40,26 @@ def is_native(kernel: Kernel) -> bool:
 
 
 def seconds_of(candidate: Candidate) -> float:
-    """What a small call takes: the device's time, which tables hold, or the host's where that is longer."""
+    """What a small forward takes: the device's time, which tables hold, or the host's where that is longer."""
     return max(candidate.time, candidate.kernel.overhead)
+
+
+def backward_seconds(follower: Candidate) -> float:
+    return max(follower.time, HOST_BACKWARD)
 
 
 def seconds_together(candidate: Candidate, backward: Iterable[Candidate]) -> float:
     """A forward and the backward that then costs least."""
     first = seconds_of(candidate)
     if candidate.copies:  # which torch would not make again
-        return first + min(map(seconds_of, backward), default=0.0) + OWN_NODE
+        return first + min(map(backward_seconds, backward), default=0.0) + OWN_NODE
     return first + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
 
 
 def after(kernel: Kernel, follower: Candidate) -> float:
     """Seconds of a backward behind the forward of `kernel`, and of the node between them."""
     left = follower.kernel is kernel and is_native(kernel) and not follower.copies
-    return seconds_of(follower) + (0.0 if left else OWN_NODE)
+    return backward_seconds(follower) + (0.0 if left else OWN_NODE)
 
 
 def stays(kernel: Kernel, backward: Iterable[Candidate]) -> bool:

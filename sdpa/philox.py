@@ -22,6 +22,7 @@ HALF = 0xFFFF
 OFFSET_STEP = 4  # torch's CUDA generators count in steps of the four words of one Philox block
 SEEDS = 1 << 16  # in one tensor of 1 MiB
 MAX_POOLS = 16
+VIEWS = 64
 GOLDEN = 0x9E3779B97F4A7C15
 WORD64 = 0xFFFFFFFFFFFFFFFF
 
@@ -43,6 +44,22 @@ def next_seed(device: torch.device) -> Tensor:
         return draw_seed(device)
 
 
+class Pool:
+    """Consecutive seeds in one tensor, handed out as views that are made VIEWS at a time."""
+
+    def __init__(self, seeds: Tensor) -> None:
+        self.seeds, self.first = seeds, -VIEWS
+        self.views: tuple[Tensor, ...] = ()
+
+    def seed(self, number: int) -> Tensor:
+        place = number - self.first
+        if not 0 <= place < VIEWS:
+            self.first, place = number, 0
+            with torch.inference_mode(False):
+                self.views = self.seeds[number : number + VIEWS].unbind(0)
+        return self.views[place]
+
+
 class SeedPools:
     """Seeds of CUDA devices, made many at a time.
 
@@ -53,7 +70,7 @@ class SeedPools:
 
     def __init__(self, make: Callable[[int, int], Tensor]) -> None:
         self.make = make  # (key, device index) -> (SEEDS, 2) int64
-        self.pools: OrderedDict[tuple[int, int, int, int], Tensor] = OrderedDict()
+        self.pools: OrderedDict[tuple[int, int, int, int], Pool] = OrderedDict()
         self.lock = threading.RLock()
 
     def draw(self, generator: Any, index: int, stream: int) -> Tensor:
@@ -64,11 +81,11 @@ class SeedPools:
             place = index, stream, seed, block
             pool = self.pools.get(place)
             if pool is None:
-                pool = self.pools[place] = self.make(mixed(seed, block), index)
+                pool = self.pools[place] = Pool(self.make(mixed(seed, block), index))
                 while len(self.pools) > MAX_POOLS:
                     self.pools.popitem(last=False)
             generator.set_offset(offset + OFFSET_STEP)
-        return pool.select(0, number)
+            return pool.seed(number)
 
 
 def mixed(seed: int, block: int) -> int:
