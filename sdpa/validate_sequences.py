@@ -13,6 +13,7 @@ from sdpa.validate import (
     Sizes,
     check_count,
     check_dimensions,
+    check_head_sizes,
     check_heads,
     check_int32,
     check_mask,
@@ -113,14 +114,6 @@ def check_rows(query: Tensor, key: Tensor, value: Tensor, documents: Documents) 
             f"{shapes(key=key, value=value)} instead."
         )
     check_documents(documents, query)
-
-
-def check_head_sizes(query: Tensor, name: str, key: Tensor) -> None:
-    if query.shape[-1] != key.shape[-1]:
-        raise RuntimeError(
-            f"Expected query and {name} to have the same head size (last dimension), but got "
-            f"{shapes(**{'query': query, name: key})} instead."
-        )
 
 
 def check_documents(documents: Documents, query: Tensor) -> None:
