@@ -88,24 +88,36 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not is_batched:
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        q, k, v = self.all_heads((q, k, v), batch_first)
-        N, extra, mask = k.shape[2], 0, None
-        if self.bias_k is not None or self.add_zero_attn:
-            k, v, extra = self.extend(k, v)
-        if key_padding_mask is not None or attn_mask is not None:
-            is_read = not is_causal or need_weights or key_padding_mask is not None or extra > 0
-            check_shapes(key_padding_mask, attn_mask if is_read else None, q, N)
-            mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
-        dropout_p, weights = self.dropout if self.training else 0.0, None
-        out: Any  # one tensor, since no log-sum-exp is asked for
-        if need_weights:
-            out, weights = attention_with_weights(q, k, v, Options(mask, dropout_p), average_attn_weights)
-        else:
-            out = scaled_dot_product_attention(q, k, v, mask, dropout_p)
+        heads = self.all_heads((q, k, v), batch_first)
+        average = bool(average_attn_weights) if need_weights else None
+        out, weights = self.attend(heads, key_padding_mask, attn_mask, is_causal, average)
         out = self.merge(out, batch_first)
         if is_batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def attend(
+        self,
+        heads: Sequence[Tensor],
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        average: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, H, L, D) of projected heads, and the weights, of which `average` says: averaged, by head, or None."""
+        q, k, v = heads
+        N, extra, mask = k.shape[2], 0, None
+        if self.bias_k is not None or self.add_zero_attn:
+            k, v, extra = self.extend(k, v)
+        if key_padding_mask is not None or attn_mask is not None:
+            is_read = not is_causal or average is not None or key_padding_mask is not None or extra > 0
+            check_shapes(key_padding_mask, attn_mask if is_read else None, q, N)
+            mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
+        dropout_p = self.dropout if self.training else 0.0
+        if average is not None:
+            return attention_with_weights(q, k, v, Options(mask, dropout_p), average)
+        out: Any = scaled_dot_product_attention(q, k, v, mask, dropout_p)  # one tensor: no log-sum-exp is asked for
+        return out, None
 
     def check_call(
         self,
@@ -124,10 +136,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_batched = mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if key_padding_mask is not None or attn_mask is not None or is_causal:
             check_masks(key_padding_mask, attn_mask, is_causal)
-        self.check_sizes(query, key, value)
-        return is_batched
-
-    def check_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
         if self._qkv_same_embed_dim and key.shape != value.shape:
@@ -141,6 +149,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise RuntimeError(
                 f"Expected query and key to have one batch size, but got {query.shape[batch]} and {key.shape[batch]}."
             )
+        return is_batched
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (..., E); of one tensor in one product, as views of its result."""
