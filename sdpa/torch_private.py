@@ -81,6 +81,15 @@ TRACERS = tuple(
 # Whether torch.jit.trace records. Absent: it does not.
 jit_tracing = part("torch._C._get_tracing_state", lambda: None)
 
+
+def is_batch(query: torch.Tensor, *_: object) -> bool:
+    return query.dim() == 3
+
+
+# Whether inputs of MultiheadAttention have a batch dimension, with torch's complaints about other dimensions. Absent:
+# what does not fit is refused by whichever operation meets it.
+mha_shape_check: Callable[..., bool] = part("torch.nn.functional._mha_shape_check", is_batch)
+
 # functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
 # ImportError.
 TransformType = torch._C._functorch.TransformType

@@ -226,11 +226,7 @@ def check_strided(name: str, tensor: Tensor) -> None:
 
 def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Head size of query and key, and length of key and value, agree."""
-    if query.shape[-1] != key.shape[-1]:
-        raise RuntimeError(
-            "Expected query and key to have the same head size (last dimension), but got "
-            f"{shapes(query=query, key=key)} instead."
-        )
+    check_head_sizes(query, "key", key)
     if key.shape[-2] != value.shape[-2]:
         raise RuntimeError(
             "Expected key and value to have the same length (second to last dimension), but got "
@@ -320,6 +316,14 @@ def check_int32(name: str, tensor: Tensor, query: Tensor) -> None:
     if tensor.dtype != torch.int32:
         raise RuntimeError(f"Expected {name} to be int32, but got {dtype_name(tensor.dtype)} instead.")
     check_same_device(name, tensor, query)
+
+
+def check_head_sizes(query: Tensor, name: str, key: Tensor) -> None:
+    if query.shape[-1] != key.shape[-1]:
+        raise RuntimeError(
+            f"Expected query and {name} to have the same head size (last dimension), but got "
+            f"{shapes(**{'query': query, name: key})} instead."
+        )
 
 
 def shapes(**tensors: Tensor) -> str:

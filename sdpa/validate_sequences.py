@@ -13,6 +13,7 @@ from sdpa.validate import (
     Sizes,
     check_count,
     check_dimensions,
+    check_head_sizes,
     check_heads,
     check_int32,
     check_mask,
@@ -106,11 +107,7 @@ def check_rows(query: Tensor, key: Tensor, value: Tensor, documents: Documents) 
     check_tensors(query, key, value, "varlen_attention")
     for name, tensor, last in (("query", query, "D"), ("key", key, "D"), ("value", value, "Dv")):
         check_dimensions(name, tensor, f"T, {'H' if name == 'query' else 'Hkv'}, {last}")
-    if query.shape[2] != key.shape[2]:
-        raise RuntimeError(
-            "Expected query and key to have the same head size (last dimension), but got "
-            f"{shapes(query=query, key=key)} instead."
-        )
+    check_head_sizes(query, "key", key)
     if key.shape[0] != value.shape[0]:
         raise RuntimeError(
             "Expected key and value to have the same number of rows (first dimension), but got "
@@ -147,11 +144,7 @@ def check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor, pages: P
             "Expected query of shape (B, M, H, D) to have as many heads as the caches of shape (pages, page_size, Hkv, "
             f"D), or a multiple, but got {shapes(query=query, key_cache=key_cache)} instead."
         )
-    if query.shape[3] != key_cache.shape[3]:
-        raise RuntimeError(
-            "Expected query and key_cache to have the same head size (last dimension), but got "
-            f"{shapes(query=query, key_cache=key_cache)} instead."
-        )
+    check_head_sizes(query, "key_cache", key_cache)
     if key_cache.shape[:3] != value_cache.shape[:3]:
         raise RuntimeError(
             "Expected key_cache and value_cache to have the same pages, page size and heads, but got "

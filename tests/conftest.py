@@ -142,6 +142,14 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def nothing_remembered():
+    """No call and no choice from before, nor left for later."""
+    clear_caches()
+    yield
+    clear_caches()
+
+
+@pytest.fixture
 def packed(monkeypatch):
     """A list that grows whenever sdpa.nn packs a padded batch."""
     made, of = [], Packing.of

@@ -66,6 +66,13 @@ def python_calls(function) -> int:
     return entered - 1
 
 
+# tensors of integers
+
+
+def integers(*numbers: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
 # contests
 
 

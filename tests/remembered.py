@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import sdpa
 from sdpa.calls import CALLS
 from sdpa.passes import Pass
 from sdpa.prepared import Prepared, PreparedWeights
 
 DENSE, PACKED, PAGED = "scaled_dot_product_attention", "varlen_attention", "paged_attention"
+
+
+class Other(sdpa.Mask):
+    """A mask that may be read in another way: its calls are the operator's."""
 
 
 def runs(name: str = DENSE) -> list:

@@ -29,7 +29,6 @@ PUBLIC = {
 # Functions that want a noun, each with the reason why they have none yet.
 KNOWN_SIGNATURES = {
     ("sdpa/cli/explain.py", "problem_of"): "takes every option of the command",
-    ("sdpa/nn/stacks.py", "decode"): "torch's parameters of a decoder's forward, passed on",
     ("sdpa/testing.py", "compare"): "what tests compare: no noun yet",
 }
 

@@ -10,24 +10,19 @@ from itertools import permutations
 
 import pytest
 import torch
-from remembered import remembered
+from remembered import Other, remembered
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
 import sdpa.nn
+from helpers import integers
 from sdpa import calls as memory
 from sdpa import entry
 from sdpa import scaled_dot_product_attention as attend
 from sdpa.calls import CALLS
-from sdpa.dispatch import select
 from sdpa.passes import Pass
 
-
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    select.clear_caches()
-    yield
-    select.clear_caches()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 @pytest.fixture
@@ -48,10 +43,6 @@ def small_memory(monkeypatch, calls, states=memory.MAX_STATES):
     monkeypatch.setattr(memory, "MAX_STATES", states)
 
 
-class Other(sdpa.Mask):
-    """A mask that may be read in another way: its calls are the operator's."""
-
-
 def operators(query, key, value, **options):
     """The same call as the operator's, of which nothing is remembered."""
     CALLS.clear()
@@ -61,10 +52,6 @@ def operators(query, key, value, **options):
 def qkv(N=12, grad=False, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, 4, n, 8, generator=generator).to(dtype).requires_grad_(grad) for n in (12, N, N)]
-
-
-def integers(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 # -- what is dropped --------------------------------------------------------------------------------------------------

@@ -28,11 +28,7 @@ PLAIN = AttentionProblem("cpu", torch.float32, 2, 4, 4, 128, 128, 64, 64)
 GPU = device.Device("cuda", "A GPU", ("nvidia_test",), 132, 9e14, 6e13, 3e13, 3e12)
 
 
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    select.clear_caches()
-    yield
-    select.clear_caches()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 def problem(**changes):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from remembered import forwards, remembered
+from remembered import Other, forwards, remembered
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +25,7 @@ NATIVE = {"vendor_efficient": "ScaledDotProductEfficient", "vendor_flash": "Scal
 NATIVE["vendor_cudnn"] = "ScaledDotProductCudnn"
 AGAIN = ("triton_flash", "triton_efficient", "triton_hopper", "triton_decode")
 qkv = partial(helpers.qkv, H=4, M=64, N=64, D=64, dtype=torch.bfloat16, device="cuda")
+integers = partial(helpers.integers, device="cuda")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
@@ -89,14 +90,6 @@ def test_masked_calls_again(name, kind):
     field = AttentionInputs._fields.index("bias" if kind == "bias" else "allowed")
     runs = [run for run in forwards() if run.choice.kernel.name == name]
     assert any(run.again is not None and run.form.places == (0, 1, 2, field) for run in runs)
-
-
-class Other(sdpa.Mask):
-    """A mask that may be read in another way: its calls are the operator's."""
-
-
-def integers(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
 
 
 FIELDS = {

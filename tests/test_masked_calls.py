@@ -7,14 +7,16 @@ import weakref
 
 import pytest
 import torch
-from remembered import forwards, remembered
+from remembered import Other, forwards, remembered
 
 import sdpa
+from helpers import integers
 from sdpa import entry
 from sdpa import scaled_dot_product_attention as attend
 from sdpa.calls import CALLS
-from sdpa.dispatch import select
 from sdpa.kernels.math import composite as math
+
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 B, H, M, N = 2, 4, 12, 15
 BANDS = {
@@ -26,10 +28,6 @@ BANDS = {
 }
 
 IDS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3]
-
-
-def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=dtype)
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -67,13 +65,6 @@ MASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    select.clear_caches()
-    yield
-    select.clear_caches()
-
-
 @pytest.fixture
 def ways(monkeypatch):
     """The calls that went to the operator."""
@@ -90,10 +81,6 @@ def ways(monkeypatch):
 def qkv(grad: bool = False, dtype: torch.dtype = torch.float64, keys: int = N):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(B, H, n, 8, generator=generator, dtype=dtype).requires_grad_(grad) for n in (M, keys, keys)]
-
-
-class Other(sdpa.Mask):
-    """A mask that may be read in another way: its calls are the operator's."""
 
 
 def ordinary(*given, **options):

@@ -228,3 +228,30 @@ def test_a_layer_with_code_of_its_own_has_no_cache():
     decoder = nn.TransformerDecoder(Own(D, HEADS, 32, batch_first=True, dtype=torch.float64), 1)
     with pytest.raises(TypeError, match="got Own as layer 0"):
         decoder.new_cache(draw(S, True, 4), T)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, query, key, value, **options):
+        return super().forward(query, key, value, **options)
+
+
+@pytest.mark.parametrize("name", ["self_attn", "multihead_attn"])
+def test_an_attention_with_code_of_its_own_has_no_cache(name):
+    decoder = decoder_of(True, False)
+    setattr(decoder.layers[1], name, OwnAttention(D, HEADS, batch_first=True, dtype=torch.float64))
+    with pytest.raises(TypeError, match=f"needs sdpa.nn.MultiheadAttention, got OwnAttention as {name} of layer 1"):
+        decoder.new_cache(draw(S, True, 4), T)
+    assert decoder(draw(T, True, 1), draw(S, True, 4)).shape == (B, T, D)
+
+
+def test_hooks_see_the_positions_of_a_step():
+    decoder, seen, x = decoder_of(True, False), [], draw(2, True, 1)
+    for name, module in decoder.named_modules():
+        module.register_forward_pre_hook(lambda module, inputs, name=name: seen.append((name, inputs[0].shape)))
+        module.register_forward_hook(lambda module, inputs, output, name=name: seen.append(f"after {name}"))
+    cache = decoder.new_cache(draw(S, True, 2), T)
+    got = decoder.step(x, cache)
+    for part in ("", ".self_attn", ".multihead_attn", ".norm3"):
+        for layer in ("layers.0", "layers.1"):
+            assert seen.count((layer + part, x.shape)) == 1 and seen.count(f"after {layer}{part}") == 1
+    torch.testing.assert_close(got, decoder_of(True, False).step(x, decoder.new_cache(draw(S, True, 2), T)))

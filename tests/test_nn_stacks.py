@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
 
@@ -108,9 +109,9 @@ def test_encoder_packs_any_pattern(batch_first, causal, training, packed, monkey
     layer = nn.TransformerEncoderLayer(D, HEADS, 32, 0.0, batch_first=batch_first, dtype=torch.float64)
     encoder = nn.TransformerEncoder(layer, 2, torch.nn.LayerNorm(D, dtype=torch.float64)).train(training)
     src, mask, seen = draw(S, batch_first), holes(S), []
-    attend = nn.MultiheadAttention.attend_packed
-    spy = lambda module, query, *rest: seen.append(query.shape) or attend(module, query, *rest)  # noqa: E731
-    monkeypatch.setattr(nn.MultiheadAttention, "attend_packed", spy)
+    attend = padding.Packed.attend
+    spy = lambda inside, module, query, key: seen.append(query.shape) or attend(inside, module, query, key)  # noqa: E731
+    monkeypatch.setattr(padding.Packed, "attend", spy)
     attn_mask = torch.ones(S, S, dtype=torch.bool).triu(1) if causal else None
     out = encoder(src, attn_mask, mask)
     assert len(packed) == 1 and seen == [(int((~mask).sum()), D)] * 2
@@ -198,6 +199,44 @@ def test_learned_keys_belong_to_no_sequence():
     assert not stacks.takes_rows(encoder.layers[0])
     src, mask = draw(S, True), holes(S)
     assert not encoder(src, src_key_padding_mask=mask)[mask].any()
+
+
+def inner_objects():
+    """What stacks tell their attentions instead of masks."""
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, HEADS, 32, batch_first=True), 1)
+    packing, cache = padding.Packing.of(holes(S), True), decoder.new_cache(draw(S, True).float(), T)
+    return packing, padding.Packed(packing, packing), cache.own[0], cache.memory[0]
+
+
+@pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer"])
+def test_a_mask_is_a_tensor(name):
+    """What stacks say to their layers is no mask."""
+    module = getattr(nn, name)(D, HEADS, batch_first=True)
+    inputs = [draw(S, True).float()] * {"MultiheadAttention": 3, "TransformerEncoderLayer": 1}.get(name, 2)
+    masks = [mask for mask in inspect.signature(module.forward).parameters if mask.endswith("mask")]
+    assert masks and "_inside" not in inspect.signature(module.forward).parameters
+    for mask, given in itertools.product(masks, inner_objects()):
+        message = rf"{name}\(\): argument '{mask}' must be Tensor or None, not {type(given).__name__}"
+        with pytest.raises(TypeError, match=message):
+            module(*inputs, **{mask: given})
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_hooks_of_every_module_see_the_rows(stack, packed):
+    """Those of all modules at once, which profilers have, fire for packed layers and attentions."""
+    model, mask, seen = transformers(batch_first=True)[1], holes(S), []
+    x = draw(S, True)
+    inputs, given = (
+        ((x,), {"src_key_padding_mask": mask}) if stack == "encoder" else ((x, x), {"tgt_key_padding_mask": mask})
+    )
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, i, o: seen.append((type(m), i[0].shape)))
+    try:
+        getattr(model, stack)(*inputs, **given)
+    finally:
+        handle.remove()
+    rows = (int((~mask).sum()), D)
+    kind, attentions = (nn.TransformerEncoderLayer, 2) if stack == "encoder" else (nn.TransformerDecoderLayer, 4)
+    assert packed and seen.count((kind, rows)) == 2 and seen.count((nn.MultiheadAttention, rows)) == attentions
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -33,11 +33,7 @@ MASKED_CASES = [
 SEEDS = (1, 2, 2)
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    select.clear_caches()
-    yield
-    select.clear_caches()
+pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
 
 def fresh(operator, *given):

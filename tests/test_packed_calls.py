@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from remembered import PACKED, prepared, remembered
+from remembered import PACKED, Other, prepared, remembered
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
 from sdpa import entry, kinds, varlen_attention
-from sdpa.dispatch import select
 from sdpa.prepared import PreparedRows
 
 NODE = "AttentionBackward"
@@ -17,13 +16,10 @@ T, LONGEST = 10, 7
 
 
 @pytest.fixture(autouse=True)
-def packed(monkeypatch):
+def packed(nothing_remembered, monkeypatch):
     """A device whose kernels take packed sequences as they are: here math, which takes everything."""
     for module in (entry, kinds):
         monkeypatch.setattr(module, "served_form", lambda inputs: inputs)
-    select.clear_caches()
-    yield
-    select.clear_caches()
 
 
 def rows(dtype=torch.float64, heads=(4, 2)):
@@ -48,10 +44,6 @@ def ways(monkeypatch):
 
     monkeypatch.setattr(entry, "operator_results", counted)
     return taken
-
-
-class Other(sdpa.Mask):
-    """A mask that may be read in another way: its calls are the operator's."""
 
 
 def call(tensors, cu, **options):

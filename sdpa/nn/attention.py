@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,25 @@ from torch import Tensor
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.inputs import Options
-from sdpa.nn.generation import Stored
 from sdpa.nn.masks import check_kinds, check_lengths, check_masks, check_shapes, mask_of
-from sdpa.nn.padding import Between, Packing, is_lengths
+from sdpa.nn.padding import is_lengths
 from sdpa.nn.weights import attention_with_weights
-from sdpa.varlen import varlen_attention
+from sdpa.torch_private import mha_shape_check
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def like(original: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """A decorator: the decorated function has the signature of torch's `original`, for editors and checkers, too."""
+    return wraps(original, assigned=())
+
+
+class Inside(Protocol):
+    """What a stack tells its attentions instead of masks: that rows are packed, or which keys earlier steps left."""
+
+    def attend(self, attention: MultiheadAttention, query: Tensor, key: Tensor) -> Tensor:
+        """The attention's output for rows of queries and of keys, which are its values, too."""
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -27,6 +42,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     are never read on the host; a bool mask stays bool, and a mismatch of mask dtypes is no reason to warn.
     """
 
+    @like(torch.nn.MultiheadAttention.forward)
     def forward(
         self,
         query: Tensor,
@@ -37,6 +53,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        _inside: Inside | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of projected queries to projected keys. L queries, S keys, E = embed_dim, B batch, H heads.
 
@@ -56,50 +74,68 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             AssertionError, RuntimeError: shapes and dtypes that do not fit, in torch's words.
             TypeError: what is no tensor.
         """
-        if isinstance(key_padding_mask, Packing | Between):
-            return self.attend_packed(query, key, value, key_padding_mask, is_causal), None
-        if isinstance(key_padding_mask, Stored):
-            return self.attend_stored(query, key_padding_mask), None
+        if _inside is not None:
+            return _inside.attend(self, query, key), None
         inputs = {"query": query, "key": key, "value": value}
         check_kinds(self, inputs, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
         if query.is_nested or key.is_nested or value.is_nested:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
-        padding, masked = key_padding_mask, key_padding_mask is not None or attn_mask is not None
-        if masked:
-            check_lengths(key_padding_mask, query)
-            padding = None if is_lengths(key_padding_mask) and query.dim() == 3 else key_padding_mask
-        is_batched = F._mha_shape_check(query, key, value, padding, attn_mask, self.num_heads)  # type: ignore[attr-defined]
-        if masked or is_causal:
-            check_masks(padding, attn_mask, is_causal)
-        self.check_sizes(query, key, value)
+        is_batched = self.check_call(query, key, value, key_padding_mask, attn_mask, is_causal)
+        batch_first = self.batch_first or not is_batched
         q, k, v = self.project(query, key, value)
         if not is_batched:
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        batch_first = self.batch_first or not is_batched
-        q, k, v = self.all_heads((q, k, v), batch_first)
-        N, extra, mask = k.shape[2], 0, None
-        if self.bias_k is not None or self.add_zero_attn:
-            k, v, extra = self.extend(k, v)
-        if masked:
-            is_read = not is_causal or need_weights or key_padding_mask is not None or extra > 0
-            B, H, M, _ = q.shape
-            check_shapes(key_padding_mask, attn_mask if is_read else None, B, H, M, N)
-            mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
-        dropout_p, weights = self.dropout if self.training else 0.0, None
-        out: Any  # one tensor, since no log-sum-exp is asked for
-        if need_weights:
-            out, weights = attention_with_weights(q, k, v, Options(mask, dropout_p), average_attn_weights)
-        else:
-            out = scaled_dot_product_attention(q, k, v, mask, dropout_p)
+        heads = self.all_heads((q, k, v), batch_first)
+        average = bool(average_attn_weights) if need_weights else None
+        out, weights = self.attend(heads, key_padding_mask, attn_mask, is_causal, average)
         out = self.merge(out, batch_first)
         if is_batched:
             return out, weights
         return out.squeeze(0), None if weights is None else weights.squeeze(0)
 
-    def check_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def attend(
+        self,
+        heads: Sequence[Tensor],
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        average: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, H, L, D) of projected heads, and the weights, of which `average` says: averaged, by head, or None."""
+        q, k, v = heads
+        N, extra, mask = k.shape[2], 0, None
+        if self.bias_k is not None or self.add_zero_attn:
+            k, v, extra = self.extend(k, v)
+        if key_padding_mask is not None or attn_mask is not None:
+            is_read = not is_causal or average is not None or key_padding_mask is not None or extra > 0
+            check_shapes(key_padding_mask, attn_mask if is_read else None, q, N)
+            mask = mask_of(key_padding_mask, attn_mask, is_causal, N, extra, q)
+        dropout_p = self.dropout if self.training else 0.0
+        if average is not None:
+            return attention_with_weights(q, k, v, Options(mask, dropout_p), average)
+        out: Any = scaled_dot_product_attention(q, k, v, mask, dropout_p)  # one tensor: no log-sum-exp is asked for
+        return out, None
+
+    def check_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> bool:
+        """torch's complaints, in its words. Returns whether the inputs have a batch dimension."""
+        if key_padding_mask is not None:
+            check_lengths(key_padding_mask, query)
+            if is_lengths(key_padding_mask) and query.dim() == 3:
+                key_padding_mask = None  # torch knows no lengths
+        is_batched = mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        if key_padding_mask is not None or attn_mask is not None or is_causal:
+            check_masks(key_padding_mask, attn_mask, is_causal)
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
         if self._qkv_same_embed_dim and key.shape != value.shape:
@@ -113,6 +149,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise RuntimeError(
                 f"Expected query and key to have one batch size, but got {query.shape[batch]} and {key.shape[batch]}."
             )
+        return is_batched
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (..., E); of one tensor in one product, as views of its result."""
@@ -133,12 +170,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         q, k, v = (F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
 
-    def heads(self, rows: Tensor, batch_first: bool) -> Tensor:
-        """(B, H, L, D), a view of projected (B, L, E) or (L, B, E)."""
-        return self.all_heads((rows,), batch_first)[0]
+    def project_query(self, query: Tensor) -> Tensor:
+        """Queries (..., E) alone, where a memory's keys are there already."""
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
+        return F.linear(query, self.in_proj_weight[: self.embed_dim], bias)
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, H, S, D) of a memory, dense, for many steps."""
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
+        rows = F.linear(memory, self.in_proj_weight[self.embed_dim :], bias).chunk(2, -1)
+        keys, values = (t.contiguous() for t in self.all_heads(rows, self.batch_first))
+        return keys, values
 
     def all_heads(self, projected: Sequence[Tensor], batch_first: bool) -> list[Tensor]:
-        """The same of several."""
+        """(B, H, L, D) of each, a view of projected (B, L, E) or (L, B, E)."""
         H, found = self.num_heads, []
         for rows in projected:
             split = rows.view(*rows.shape[:-1], H, rows.shape[-1] // H)
@@ -148,7 +193,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def merge(self, out: Tensor, batch_first: bool) -> Tensor:
         """The last projection of the heads' results (B, H, L, D)."""
         rows = out.transpose(1, 2) if batch_first else out.permute(2, 0, 1, 3)
-        return F.linear(rows.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        last = self.out_proj
+        return F.linear(rows.flatten(-2), last.weight, last.bias)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
         """Keys and values (B, H, S, D) with the learned and the zero one behind them, and how many those are."""
@@ -164,37 +210,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
             extra += 1
         return k, v, extra
-
-    def attend_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing | Between, is_causal: bool
-    ) -> Tensor:
-        """The same for packed rows (T, E), with the padding left out (see sdpa.nn.padding)."""
-        queries, keys = packing if isinstance(packing, Between) else (packing, packing)
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in self.project(query, key, value))
-        out: Any = varlen_attention(
-            q, k, v, queries.cu, keys.cu, queries.longest, keys.longest,
-            dropout_p=self.dropout if self.training else 0.0, is_causal=is_causal,
-        )  # fmt: skip
-        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
-
-    def attend_stored(self, query: Tensor, stored: Stored) -> Tensor:
-        """The same for the queries of a step, with keys and values of steps before it (see sdpa.nn.generation)."""
-        if stored.grows:
-            q, k, v = (self.heads(t, self.batch_first) for t in self.project(query, query, query))
-            stored.append(k, v)
-        else:
-            bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-            q = self.heads(F.linear(query, self.in_proj_weight[: self.embed_dim], bias), self.batch_first)
-        keys, values = (t.to(q.dtype) for t in (stored.keys, stored.values))
-        out: Any = scaled_dot_product_attention(q, keys, values, stored.mask(q.shape[2]))
-        return self.merge(out, self.batch_first)
-
-    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, H, S, D) of a memory, dense, for many steps."""
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[self.embed_dim :]
-        rows = F.linear(memory, self.in_proj_weight[self.embed_dim :], bias).chunk(2, -1)
-        keys, values = (self.heads(t, self.batch_first).contiguous() for t in rows)
-        return keys, values
 
     def __prepare_scriptable__(self) -> torch.nn.Module:
         """What torch.jit.script asks first."""

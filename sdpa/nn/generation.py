@@ -1,7 +1,7 @@
 """Generation with a decoder: keys and values kept from step to step, in tensors that never change their size.
 
-A `Stored` stands in a layer's call where the padding mask stood (as a Packing does), so that a step runs the very
-layers that training runs. Nothing is read on the host: a step can be captured in a CUDA graph and replayed.
+A step runs the very layers that training runs, called with `Stored` instead of masks. Nothing is read on the host: a
+step can be captured in a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
+
+if TYPE_CHECKING:
+    from sdpa.nn.attention import MultiheadAttention
+    from sdpa.nn.layers import TransformerDecoderLayer
 
 INDICES = (torch.int64, torch.int32)  # torch takes bool and uint8 for a mask, which it reads on the host
 
@@ -28,6 +33,18 @@ class Stored(NamedTuple):
     lengths: Tensor | None  # (B,) how many are there before this step; None: all of them
     seen: Tensor | None  # bool (B, 1, 1, N), of a memory with padding
     grows: bool  # a step's own keys and values are added: self-attention
+
+    def attend(self, attention: MultiheadAttention, query: Tensor, key: Tensor) -> Tensor:
+        """The attention's output for the queries of a step, (B, M, E) or (M, B, E); `key` is not read."""
+        batch_first = attention.batch_first
+        if self.grows:
+            q, k, v = attention.all_heads(attention.project(query, query, query), batch_first)
+            self.append(k, v)
+        else:
+            (q,) = attention.all_heads((attention.project_query(query),), batch_first)
+        keys, values = (t.to(q.dtype) for t in (self.keys, self.values))
+        out: Any = scaled_dot_product_attention(q, keys, values, self.mask(q.shape[2]))
+        return attention.merge(out, batch_first)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Write the keys and values (B, H, M, D) of a step behind those that are there."""
@@ -154,27 +171,8 @@ class Sharded(Protocol):
     def reshard(self) -> object: ...
 
 
-class Attention(Protocol):
-    """What a cache asks of an attention: MultiheadAttention has it."""
-
-    num_heads: int
-    head_dim: int
-    batch_first: bool
-
-    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class Layer(Protocol):
-    """A layer of a decoder, by its two attentions."""
-
-    @property
-    def self_attn(self) -> Attention: ...
-    @property
-    def multihead_attn(self) -> Attention: ...
-
-
 def new_cache(
-    layers: Sequence[Layer], memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None
+    layers: Sequence[TransformerDecoderLayer], memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None
 ) -> DecoderCache:
     """Empty target stores and the projected memory of each layer."""
     B = memory.shape[0] if layers[0].self_attn.batch_first else memory.shape[1]

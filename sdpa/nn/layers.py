@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sdpa.nn.attention import MultiheadAttention
-from sdpa.nn.masks import check_kinds
+from sdpa.nn.attention import Inside, MultiheadAttention, like
+from sdpa.nn.masks import check_decoder, check_kinds
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def like(original: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """A decorator: the decorated function has the signature of torch's `original`, for editors and checkers, too."""
-    return wraps(original)
+Block = Callable[[Tensor], Tensor]
 
 
 def take_over(module: torch.nn.Module) -> None:
@@ -38,12 +31,15 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         super().__init__(*args, **kwargs)
         take_over(self)
 
+    @like(torch.nn.TransformerEncoderLayer.forward)
     def forward(
         self,
         src: Tensor,
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        _inside: Inside | None = None,
     ) -> Tensor:
         """As torch's; masks reach the attention as they are.
 
@@ -53,21 +49,26 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             src_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
             is_causal: a hint that src_mask is causal.
         """
+        if _inside is not None:
+            return self._run(src, lambda x: self.dropout1(self.self_attn(x, x, x, _inside=_inside)[0]))
         is_ours = isinstance(self.self_attn, MultiheadAttention)
         if is_ours:
             check_kinds(self, {"src": src}, {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask})
         if src.is_nested or not is_ours:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        x = src
+        return self._run(src, lambda x: self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal))
+
+    def _run(self, x: Tensor, attend: Block) -> Tensor:
+        """The layer around its attention, of a batch or of packed rows."""
         if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), src_mask, src_key_padding_mask, is_causal=is_causal)
+            x = x + attend(self.norm1(x))
             return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal))
+        x = self.norm1(x + attend(x))
         return self.norm2(x + self._ff_block(x))
 
 
 class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
-    """torch.nn.TransformerDecoderLayer, whose forward needs no change but a check: its two attentions are ours."""
+    """torch.nn.TransformerDecoderLayer, whose two attentions are ours."""
 
     self_attn: MultiheadAttention
     multihead_attn: MultiheadAttention
@@ -77,6 +78,7 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         super().__init__(*args, **kwargs)
         take_over(self)
 
+    @like(torch.nn.TransformerDecoderLayer.forward)
     def forward(
         self,
         tgt: Tensor,
@@ -87,6 +89,8 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
+        *,
+        _inside: tuple[Inside, Inside] | None = None,
     ) -> Tensor:
         """As torch's; masks reach the attentions as they are.
 
@@ -98,21 +102,28 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
                 lengths.
             tgt_is_causal, memory_is_causal: hints that a mask is causal.
         """
-        masks = {
-            "tgt_mask": tgt_mask,
-            "memory_mask": memory_mask,
-            "tgt_key_padding_mask": tgt_key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-        }
+        if _inside is not None:
+            own, across = _inside
+            return self._run(
+                tgt,
+                lambda x: self.dropout1(self.self_attn(x, x, x, _inside=own)[0]),
+                lambda x: self.dropout2(self.multihead_attn(x, memory, memory, _inside=across)[0]),
+            )
         if isinstance(self.self_attn, MultiheadAttention) and isinstance(self.multihead_attn, MultiheadAttention):
-            check_kinds(self, {"tgt": tgt, "memory": memory}, masks)
-        return super().forward(
+            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            check_decoder(self, (tgt, memory), masks)
+        return self._run(
             tgt,
-            memory,
-            tgt_mask,
-            memory_mask,
-            tgt_key_padding_mask,
-            memory_key_padding_mask,
-            tgt_is_causal,
-            memory_is_causal,
+            lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
         )
+
+    def _run(self, x: Tensor, attend: Block, attend_memory: Block) -> Tensor:
+        """The layer around its attentions, of a batch or of packed rows."""
+        if self.norm_first:
+            x = x + attend(self.norm1(x))
+            x = x + attend_memory(self.norm2(x))
+            return x + self._ff_block(self.norm3(x))
+        x = self.norm1(x + attend(x))
+        x = self.norm2(x + attend_memory(x))
+        return self.norm3(x + self._ff_block(x))

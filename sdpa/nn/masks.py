@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdpa.mask import Mask
-from sdpa.nn.generation import Stored
-from sdpa.nn.padding import Between, Packing, is_lengths
+from sdpa.nn.padding import is_lengths
 from sdpa.validate import check_tensor
 
 NAMES = ("key_padding_mask", "attn_mask")  # what a caller knows them by
-KINDS = (Tensor, Packing, Between, Stored)  # of a padding mask: inside of a stack others stand in its place
+DECODER_INPUTS = ("tgt", "memory")
+DECODER_MASKS = ("tgt_mask", "memory_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
 
 
 def check_kinds(module: torch.nn.Module, inputs: Mapping[str, object], masks: Mapping[str, object]) -> None:
@@ -24,9 +24,14 @@ def check_kinds(module: torch.nn.Module, inputs: Mapping[str, object], masks: Ma
             refuse_proxy(module, given)
             check_tensor(name, given, type(module).__name__)
     for name, given in masks.items():
-        if given is not None and not isinstance(given, KINDS):
+        if given is not None and not isinstance(given, Tensor):
             kind = type(given).__name__
             raise TypeError(f"{type(module).__name__}(): argument '{name}' must be Tensor or None, not {kind}")
+
+
+def check_decoder(module: torch.nn.Module, inputs: tuple[object, ...], masks: tuple[object, ...]) -> None:
+    """The same of a decoder or a layer of one."""
+    check_kinds(module, dict(zip(DECODER_INPUTS, inputs, strict=True)), dict(zip(DECODER_MASKS, masks, strict=True)))
 
 
 def refuse_proxy(module: torch.nn.Module, given: object) -> None:
@@ -65,7 +70,9 @@ def check_lengths(key_padding_mask: Tensor | None, query: Tensor) -> None:
     )
 
 
-def check_shapes(key_padding_mask: Tensor | None, attn_mask: Tensor | None, B: int, H: int, M: int, N: int) -> None:
+def check_shapes(key_padding_mask: Tensor | None, attn_mask: Tensor | None, query: Tensor, N: int) -> None:
+    """Of the masks for queries (B, H, M, D) and N keys."""
+    B, H, M, _ = query.shape
     if attn_mask is not None:
         wanted = (M, N) if attn_mask.dim() == 2 else (B * H, M, N)
         if tuple(attn_mask.shape) != wanted:

@@ -1,18 +1,22 @@
 """Padded batches as packed rows: what a mask leaves of (B, L, E) or (L, B, E), one sequence after the other.
 
-A `Packing` stands in a layer's call where the padding mask stood, and packed rows where the padded batch stood: norms,
-projections and dropout work on rows, and attention inside each sequence (`varlen_attention`).
+Norms, projections and dropout work on rows, and attention inside each sequence: a layer is called with packed rows
+where the padded batch stood, and with `Packed` instead of masks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from sdpa.mask import is_integer
 from sdpa.torch_private import TRACERS, get_dispatch_mode, peek_interpreter_stack
+from sdpa.varlen import varlen_attention
+
+if TYPE_CHECKING:
+    from sdpa.nn.attention import MultiheadAttention
 
 
 class Packing(NamedTuple):
@@ -56,11 +60,23 @@ def places_of(there: Tensor, number: int) -> Tensor:
     return torch.nonzero_static(there, size=number).squeeze(1)
 
 
-class Between(NamedTuple):
-    """The packings of a cross-attention: of its queries and of its keys."""
+class Packed(NamedTuple):
+    """Attention inside of each packed sequence: to its own rows, or to those of a memory."""
 
     queries: Packing
     keys: Packing
+    is_causal: bool = False
+
+    def attend(self, attention: MultiheadAttention, query: Tensor, key: Tensor) -> Tensor:
+        """The attention's output (T, E) for packed queries (T, E) and keys (U, E), which are its values, too."""
+        q, k, v = (t.unflatten(-1, (attention.num_heads, -1)) for t in attention.project(query, key, key))
+        queries, keys = self.queries, self.keys
+        out: Any = varlen_attention(
+            q, k, v, queries.cu, keys.cu, queries.longest, keys.longest,
+            dropout_p=attention.dropout if attention.training else 0.0, is_causal=self.is_causal,
+        )  # fmt: skip
+        last = attention.out_proj
+        return torch.nn.functional.linear(out.flatten(-2), last.weight, last.bias)
 
 
 def whole(batch: Tensor, batch_first: bool) -> Packing:

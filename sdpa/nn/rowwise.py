@@ -8,7 +8,7 @@ from torch import Tensor
 from sdpa.nn.attention import MultiheadAttention
 from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 
-BLOCKS = frozenset({"forward", "_sa_block", "_mha_block", "_ff_block"})  # what a subclass overrides
+BLOCKS = frozenset({"forward", "_run", "_sa_block", "_mha_block", "_ff_block"})  # what a subclass overrides
 NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm)
 EACH_ROW_ALONE = (
     torch.nn.Linear,

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdpa.nn.attention import MultiheadAttention, like
 from sdpa.nn.generation import DecoderCache, check_memory, check_step, new_cache
-from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, like, take_over
-from sdpa.nn.masks import check_kinds, check_masks
-from sdpa.nn.padding import Between, Packing, can_pack, clear_padding, is_lengths, whole
+from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, take_over
+from sdpa.nn.masks import check_decoder, check_kinds, check_masks
+from sdpa.nn.padding import Packed, Packing, can_pack, clear_padding, is_lengths, whole
 from sdpa.nn.rowwise import has_values, is_rowwise, is_unchanged, takes_rows
 
 
@@ -57,13 +58,11 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         causal = looks_causal(mask, is_causal, src, batch_first)
         packings = packings_of(self, ((src, src_key_padding_mask),), batch_first) if mask is None or causal else None
         if packings is None:
-            output = through(self.layers, src, mask, src_key_padding_mask, causal)
-            output = output if self.norm is None else self.norm(output)
+            output = through(self, src, src_mask=mask, is_causal=causal, src_key_padding_mask=src_key_padding_mask)
             return clear_padding(output, src_key_padding_mask, batch_first)
         (packing,) = packings
-        output = through(self.layers, packing.pack(src), None, packing, causal)
-        output = output if self.norm is None else self.norm(output)
-        return packing.unpack(output, src)
+        rows = through(self, packing.pack(src), _inside=Packed(packing, packing, causal))
+        return packing.unpack(rows, src)
 
 
 class TransformerDecoder(torch.nn.TransformerDecoder):
@@ -95,12 +94,6 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 lengths.
             tgt_is_causal, memory_is_causal: hints that a mask is causal; None: look.
         """
-        masks = {
-            "tgt_mask": tgt_mask,
-            "memory_mask": memory_mask,
-            "tgt_key_padding_mask": tgt_key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-        }
         if not are_ours(self.layers):
             return super().forward(
                 tgt,
@@ -112,48 +105,35 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 tgt_is_causal,
                 memory_is_causal,
             )
-        check_kinds(self, {"tgt": tgt, "memory": memory}, masks)
+        check_decoder(self, (tgt, memory), (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask))
         batch_first = is_batch_first(self)
-        for side, x, hint in (("tgt", tgt, tgt_is_causal), ("memory", memory, memory_is_causal)):
+        for side, x, mask, padding, hint in (
+            ("tgt", tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            ("memory", memory, memory_mask, memory_key_padding_mask, memory_is_causal),
+        ):
             names = (f"{side}_key_padding_mask", f"{side}_mask")
-            padding, mask = (masks[name] for name in names)
             check_masks(None if is_lengths(padding) and x.dim() == 3 else padding, mask, bool(hint), names)
         causal = looks_causal(tgt_mask, tgt_is_causal, tgt, batch_first)
         structured = (tgt_mask is None or causal) and memory_mask is None and not memory_is_causal
         sides = ((tgt, tgt_key_padding_mask), (memory, memory_key_padding_mask))
         packings = packings_of(self, sides, batch_first) if structured else None
         if packings is None:
-            paddings = tgt_key_padding_mask, memory_key_padding_mask
-            output = self.decode(tgt, memory, tgt_mask, memory_mask, *paddings, causal, memory_is_causal)
-            return clear_padding(output, tgt_key_padding_mask, batch_first)
-        queries, keys = packings
-        rows = self.decode(queries.pack(tgt), keys.pack(memory), None, None, queries, Between(queries, keys), causal)
-        return queries.unpack(rows, tgt)
-
-    def decode(
-        self,
-        tgt: Tensor,
-        memory: Tensor,
-        tgt_mask: Tensor | None,
-        memory_mask: Tensor | None,
-        tgt_padding: Tensor | Packing | None,
-        memory_padding: Tensor | Between | None,
-        tgt_is_causal: bool,
-        memory_is_causal: bool = False,
-    ) -> Tensor:
-        """Layers and the last norm, of padded batches or packed rows."""
-        for layer in self.layers:
-            tgt = layer(
+            output = through(
+                self,
                 tgt,
                 memory,
                 tgt_mask=tgt_mask,
                 memory_mask=memory_mask,
-                tgt_key_padding_mask=tgt_padding,
-                memory_key_padding_mask=memory_padding,
-                tgt_is_causal=tgt_is_causal,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=causal,
                 memory_is_causal=memory_is_causal,
             )
-        return tgt if self.norm is None else self.norm(tgt)
+            return clear_padding(output, tgt_key_padding_mask, batch_first)
+        queries, keys = packings
+        inside = Packed(queries, queries, causal), Packed(queries, keys)
+        rows = through(self, queries.pack(tgt), keys.pack(memory), _inside=inside)
+        return queries.unpack(rows, tgt)
 
     def new_cache(self, memory: Tensor, max_length: int, memory_key_padding_mask: Tensor | None = None) -> DecoderCache:
         """What `step` keeps for sequences of up to `max_length` positions; the memory is projected here, once.
@@ -166,23 +146,12 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             memory_key_padding_mask: bool (B, S), True = padding.
 
         Raises:
-            TypeError: a layer that is not ours, a memory or mask that is no tensor.
+            TypeError: a layer or an attention that is not ours, a memory or mask that is no tensor.
             ValueError: a layer with learned or zero keys, a memory or mask of another shape, a mask that is not bool,
                 a length that is no positive integer.
             RuntimeError: a memory that requires a gradient while gradients are recorded.
         """
-        layers = []
-        for number, layer in enumerate(self.layers):
-            # fully_shard (FSDP2) makes a class of its own of ours.
-            if not isinstance(layer, TransformerDecoderLayer) or not is_unchanged(layer, TransformerDecoderLayer):
-                raise TypeError(
-                    f"step needs sdpa.nn.TransformerDecoderLayer, got {type(layer).__name__} as layer {number}"
-                )
-            if not (layer.self_attn.can_pack() and layer.multihead_attn.can_pack()):
-                raise ValueError(
-                    f"step knows no keys beside those of positions, layer {number} has bias_k or a zero key"
-                )
-            layers.append(layer)
+        layers = [steppable(layer, number) for number, layer in enumerate(self.layers)]
         check_memory(memory, max_length, memory_key_padding_mask, is_batch_first(self))
         with torch.no_grad():
             return new_cache(layers, memory, max_length, memory_key_padding_mask)
@@ -210,7 +179,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         check_step(tgt, cache, len(self.layers), batch_first)
         with torch.no_grad():
             for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
-                tgt = layer(tgt, tgt, tgt_key_padding_mask=own, memory_key_padding_mask=memory)
+                tgt = layer(tgt, tgt, _inside=(own, memory))  # the memory is in the cache
             cache.lengths.add_(tgt.shape[1] if batch_first else tgt.shape[0])
             return tgt if self.norm is None else self.norm(tgt)
 
@@ -253,12 +222,26 @@ def are_ours(layers: torch.nn.ModuleList) -> bool:
     return all(isinstance(layer, tuple(LAYERS.values())) for layer in layers)
 
 
-def through(
-    layers: torch.nn.ModuleList, x: Tensor, mask: Tensor | None, padding: Tensor | Packing | None, is_causal: bool
-) -> Tensor:
-    for layer in layers:
-        x = layer(x, src_mask=mask, is_causal=is_causal, src_key_padding_mask=padding)
-    return x
+def through(stack: TransformerEncoder | TransformerDecoder, x: Tensor, *memory: Tensor, **how: Any) -> Tensor:
+    """Layers and the last norm, of padded batches with their masks or of packed rows."""
+    for layer in stack.layers:
+        x = layer(x, *memory, **how)
+    return x if stack.norm is None else stack.norm(x)
+
+
+def steppable(layer: torch.nn.Module, number: int) -> TransformerDecoderLayer:
+    """A decoder's layer if it and its attentions run our code: `step` gives them what no code of others expects."""
+    # fully_shard (FSDP2) makes a class of its own of ours.
+    if not isinstance(layer, TransformerDecoderLayer) or not is_unchanged(layer, TransformerDecoderLayer):
+        raise TypeError(f"step needs sdpa.nn.TransformerDecoderLayer, got {type(layer).__name__} as layer {number}")
+    for name, attention in (("self_attn", layer.self_attn), ("multihead_attn", layer.multihead_attn)):
+        if not isinstance(attention, MultiheadAttention) or not is_unchanged(attention, MultiheadAttention):
+            raise TypeError(
+                f"step needs sdpa.nn.MultiheadAttention, got {type(attention).__name__} as {name} of layer {number}"
+            )
+        if not attention.can_pack():
+            raise ValueError(f"step knows no keys beside those of positions, layer {number} has bias_k or a zero key")
+    return layer
 
 
 def is_batch_first(stack: TransformerEncoder | TransformerDecoder) -> bool:
