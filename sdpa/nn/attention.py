@@ -84,11 +84,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         is_batched = self.check_call(query, key, value, key_padding_mask, attn_mask, is_causal)
         batch_first = self.batch_first or not is_batched
-        q, k, v = self.project(query, key, value)
-        if not is_batched:
-            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        heads = self.all_heads((q, k, v), batch_first)
+        if is_batched and query is key and key is value and self._qkv_same_embed_dim and not torch.is_grad_enabled():
+            heads = self.own_heads(query)
+        else:
+            projected = self.project(query, key, value)
+            if not is_batched:
+                projected = [t.unsqueeze(0) for t in projected]
+                key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            heads = self.all_heads(projected, batch_first)
         average = bool(average_attn_weights) if need_weights else None
         out, weights = self.attend(heads, key_padding_mask, attn_mask, is_causal, average)
         out = self.merge(out, batch_first)
@@ -151,14 +154,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         return is_batched
 
-    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def own_heads(self, query: Tensor) -> Sequence[Tensor]:
+        """(B, H, L, D) of self-attention's queries, keys and values, as views made of one product at once.
+
+        Without gradients alone: those of three views that are made one by one are put together in one copy less.
+        """
+        rows = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+        first, second, width = rows.shape
+        split = rows.view(first, second, 3, self.num_heads, width // (3 * self.num_heads))
+        return split.permute((2, 0, 3, 1, 4) if self.batch_first else (2, 1, 3, 0, 4)).unbind()
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values (..., E); of one tensor in one product, as views of its result."""
         bias = self.in_proj_bias
         if self._qkv_same_embed_dim:
             weight, E = self.in_proj_weight, self.embed_dim
             if query is key and key is value:
-                q, k, v = F.linear(query, weight, bias).chunk(3, -1)
-                return q, k, v
+                return F.linear(query, weight, bias).chunk(3, -1)
             if key is value:
                 own, other = (None, None) if bias is None else bias.split([E, 2 * E])
                 k, v = F.linear(key, weight[E:], other).chunk(2, -1)
@@ -167,8 +179,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        q, k, v = (F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True))
-        return q, k, v
+        return [F.linear(*of) for of in zip((query, key, value), weights, biases, strict=True)]
 
     def project_query(self, query: Tensor) -> Tensor:
         """Queries (..., E) alone, where a memory's keys are there already."""
