@@ -21,7 +21,7 @@ from sdpa.bench.matrix_ways import TOGETHER, WAYS, Wrong
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "matrix.md"
 OWN = ("/sdpa/", "/dispatch/", "/kernels/")
-LONGEST = 220
+LONGEST = 220  # characters of an error that is not ours
 HEAD = """# What works with what
 
 Kinds of call (rows) in the ways that torch has of running one (columns), on a CPU, with torch {torch}. Made by
@@ -57,7 +57,7 @@ def told(error: BaseException) -> str:
     sentence = next((link for link in chain if is_ours(link)), None)
     if sentence is not None:
         return f"refused: {text_of(sentence)}"
-    return f"ERROR: {type(chain[-1]).__name__}: {text_of(chain[-1])}"
+    return f"ERROR: {type(chain[-1]).__name__}: {text_of(chain[-1])[:LONGEST]}"
 
 
 def is_ours(error: BaseException) -> bool:
@@ -67,7 +67,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    return " ".join(str(error).split())[:LONGEST]
+    return " ".join(str(error).split())
 
 
 def run(names: list[str], ways: list[str], found: dict[str, dict[str, str]], save: Callable[[], None]) -> None:
