@@ -88,9 +88,9 @@ jit_tracing = part("torch._C._get_tracing_state", lambda: None)
 
 def is_exporting() -> bool:
     """Whether operations are recorded by name, for tools that may know few of them; also in other threads' exports."""
-    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
-        return True
-    return not torch.compiler.is_dynamo_compiling() and any(map(get_dispatch_mode, TRACERS))
+    if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
+        return torch.compiler.is_exporting()
+    return jit_tracing() is not None or any(map(get_dispatch_mode, TRACERS))
 
 
 # functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
