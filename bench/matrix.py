@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from sdpa.bench.cpp_program import Refused
 from sdpa.bench.matrix_kinds import Kind, kinds
 from sdpa.bench.matrix_ways import TOGETHER, WAYS, Wrong
 
@@ -33,7 +34,8 @@ Kinds of call (rows) in the ways that torch has of running one (columns), on a C
 - a number: refused, with the sentence below.
 - `-`: not run for this page.
 
-A program in C++ loads the packages of the column "AOTInductor, decomposed": they name no operator of ours.
+The packages of the column "AOTInductor in C++" are those of "AOTInductor", run by a program in C++ that has loaded
+`sdpa.operators_library()`. Those of "AOTInductor, decomposed" name no operator of ours and need no library.
 """
 
 
@@ -45,6 +47,8 @@ def cell(kind: Kind, way: Callable[[Kind], str | None]) -> str:
         return way(kind) or "ok"
     except Wrong as error:
         return f"WRONG: {error}"
+    except Refused as error:
+        return f"refused: {error}"
     except Exception as error:
         return told(error)
 
