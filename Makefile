@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
-NATIVE := $(wildcard bench/*.c kernels/cpu/*.cpp kernels/cpu/*.h kernels/cuda/*.cpp kernels/cuda/*.h kernels/cuda/*.cuh kernels/cuda/*/*.cuh)
+NATIVE := $(wildcard bench/*.c examples/*.cpp kernels/cpu/*.cpp kernels/cpu/*/*.cpp kernels/cpu/*.h kernels/cuda/*.cpp kernels/cuda/*.h kernels/cuda/*.cuh kernels/cuda/*/*.cuh)
 # Headers that the CUDA kernels are built with, where there is an nvcc.
 CUTLASS ?= 4.2.0.0
 SANITIZER ?= compute-sanitizer

@@ -29,6 +29,9 @@ MAPPED = {
 }
 LIBRARY = "kernels/cpu/libsdpa_cpu.so"
 CUDA_LIBRARY = "kernels/cuda/libsdpa_cuda.so"
+# The operators of programs without Python, which finds the CPU's library beside itself.
+STANDALONE = "kernels/cpu/libsdpa_operators.so"
+STANDALONE_SOURCE = "kernels/cpu/standalone/operators.cpp"
 OBJECTS = "build/native"
 
 OLDEST_TORCH = (2, 10)  # the first whose stable ABI has all that the library uses
@@ -51,7 +54,7 @@ ISA_FLAGS = {
     "ARM": {"_neon": f"{NEON} -march=armv8-a", "_neonbf16": f"{NEON} -march=armv8.2-a+bf16"},
 }
 # On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
-LINK_FLAGS = "-ltorch_cpu -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
+LINK_FLAGS = "-ltorch_cpu -ldl -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # of instances.def: a line, its head sizes
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
@@ -236,6 +239,8 @@ def ninja_text(torch: Path) -> str:
         objects.append(f"{OBJECTS}/{source.stem}.o")
         lines += [f"build {objects[-1]}: compile {source.relative_to(ROOT)}", f"  isa = {flags}"]
     lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
+    alone = f"{OBJECTS}/standalone.o"
+    lines += [f"build {alone}: compile {STANDALONE_SOURCE}", f"build {STANDALONE}: link {alone}"]
     compiler, headers = nvcc(), cutlass()
     if os.environ.get("SDPA_BUILD_CUDA") == "0":
         print("SDPA_BUILD_CUDA is 0: the CUDA kernels are not built")
@@ -264,7 +269,7 @@ class BuildNative(build_ext):
         if self.inplace:
             link_mapped()
         else:
-            for library in filter(lambda name: (ROOT / name).exists(), (LIBRARY, CUDA_LIBRARY)):
+            for library in filter(lambda name: (ROOT / name).exists(), (LIBRARY, STANDALONE, CUDA_LIBRARY)):
                 shutil.copy2(ROOT / library, Path(self.build_lib, "sdpa", library))
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
+from sdpa.bench.cpp_program import Refused
 from sdpa.bench.matrix_kinds import Kind, kinds
 from sdpa.bench.matrix_ways import TOGETHER, WAYS, Wrong
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "matrix.md"
 OWN = ("/sdpa/", "/dispatch/", "/kernels/")
-LONGEST = 220
+LONGEST = 220  # characters of an error that is not ours
 HEAD = """# What works with what
 
 Kinds of call (rows) in the ways that torch has of running one (columns), on a CPU, with torch {torch}. Made by
@@ -33,7 +34,8 @@ Kinds of call (rows) in the ways that torch has of running one (columns), on a C
 - a number: refused, with the sentence below.
 - `-`: not run for this page.
 
-A program in C++ loads the packages of the column "AOTInductor, decomposed": they name no operator of ours.
+The packages of the column "AOTInductor in C++" are those of "AOTInductor", run by a program in C++ that has loaded
+`sdpa.operators_library()`. Those of "AOTInductor, decomposed" name no operator of ours and need no library.
 """
 
 
@@ -45,6 +47,8 @@ def cell(kind: Kind, way: Callable[[Kind], str | None]) -> str:
         return way(kind) or "ok"
     except Wrong as error:
         return f"WRONG: {error}"
+    except Refused as error:
+        return f"refused: {error}"
     except Exception as error:
         return told(error)
 
@@ -57,7 +61,7 @@ def told(error: BaseException) -> str:
     sentence = next((link for link in chain if is_ours(link)), None)
     if sentence is not None:
         return f"refused: {text_of(sentence)}"
-    return f"ERROR: {type(chain[-1]).__name__}: {text_of(chain[-1])}"
+    return f"ERROR: {type(chain[-1]).__name__}: {text_of(chain[-1])[:LONGEST]}"
 
 
 def is_ours(error: BaseException) -> bool:
@@ -67,7 +71,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    return " ".join(str(error).split())[:LONGEST]
+    return " ".join(str(error).split())
 
 
 def run(names: list[str], ways: list[str], found: dict[str, dict[str, str]], save: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import sdpa
+from sdpa.bench.cpp_program import SEED, Refused, run_package
 from sdpa.bench.matrix_kinds import Calling, Kind
 
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}  # float64 sums in another order, also of second derivatives
@@ -139,24 +140,50 @@ class Several(torch.nn.Module):
 def packaged(kinds: dict[str, Kind], table: bool) -> dict[str, Callable[[], None]]:
     """Made by AOTInductor and run: what compares each kind; with the table the package knows no operator of ours, as a
     program in C++ wants it."""
-    calls = {name: Calling(kind) for name, kind in kinds.items()}
     tensors = tuple(kind.tensors for kind in kinds.values())
-    settings = {"fallback_random": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        wanted = [expected(calls[name], *kind.tensors) for name, kind in kinds.items()]
-        program = torch.export.export(Several(list(calls.values())), tensors)
-        if table:
-            program = program.run_decompositions(sdpa.decomposition_table())
-        with torch._inductor.config.patch(settings):
-            path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "package.pt2"))
-        if table and b"sdpa::" in Path(path).read_bytes():
+        wanted = [expected(Calling(kind), *kind.tensors) for kind in kinds.values()]
+        path = package(kinds, table, folder)
+        if table and b"sdpa::" in path.read_bytes():
             raise Wrong("the package names an operator of ours")
-        found = seeded(torch._inductor.aoti_load_package(path), *tensors)
+        found = seeded(torch._inductor.aoti_load_package(str(path)), *tensors)
     return {name: partial(compare, *pair) for name, pair in zip(kinds, zip(found, wanted, strict=True), strict=True)}
 
 
-def packaged_alone(kind: Kind, table: bool) -> None:
-    packaged({"": kind}, table)[""]()
+def package(kinds: dict[str, Kind], table: bool, folder: str) -> Path:
+    tensors = tuple(kind.tensors for kind in kinds.values())
+    program = torch.export.export(Several([Calling(kind) for kind in kinds.values()]), tensors)
+    if table:
+        program = program.run_decompositions(sdpa.decomposition_table())
+    with torch._inductor.config.patch({"fallback_random": True, "aot_inductor.compile_wrapper_opt_level": "O0"}):
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(Path(folder) / "package.pt2"))
+    return Path(path)
+
+
+def packaged_for_cpp(kinds: dict[str, Kind]) -> dict[str, Callable[[], None]]:
+    """The same run by a program without Python; one that ends for one kind is halved until that kind is alone."""
+    seed = partial(torch.manual_seed, SEED)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        tensors = [t for kind in kinds.values() for t in kind.tensors]
+        with sdpa.decomposed():
+            wanted = {name: (seed(), flat(Calling(kind)(*kind.tensors)))[1] for name, kind in kinds.items()}
+        try:
+            found = iter(run_package(package(kinds, False, folder), tensors, sdpa.operators_library()))
+        except (Refused, RuntimeError) as error:
+            if len(kinds) == 1:
+                return dict.fromkeys(kinds, partial(fail, error))
+            names, half = list(kinds), len(kinds) // 2
+            parts = [{name: kinds[name] for name in some} for some in (names[:half], names[half:])]
+            return packaged_for_cpp(parts[0]) | packaged_for_cpp(parts[1])
+    return {name: partial(compare, [next(found) for _ in numbers], numbers) for name, numbers in wanted.items()}
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def alone(way: Callable[[dict[str, Kind]], dict[str, Callable[[], None]]], kind: Kind) -> None:
+    way({"": kind})[""]()
 
 
 def mapped(kind: Kind) -> None:
@@ -318,14 +345,14 @@ def to_onnx(kind: Kind) -> str | None:
 
 
 def compiled_autograd(kind: Kind) -> None:
-    if without_gradients(kind):
-        return
+    """Gradients; of a call that has none its results, which it must leave as they are."""
 
-    def run() -> list[Tensor | None]:
+    def by_backward() -> list[Tensor | None]:
         tensors = leaves(kind)
         loss(Calling(kind)(*tensors)).backward()
         return [t.grad for t in tensors[: kind.learn]]
 
+    run = partial(Calling(kind), *kind.tensors) if without_gradients(kind) else by_backward
     wanted = expected(run)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
         compare(seeded(run), wanted)
@@ -337,8 +364,9 @@ WAYS: dict[str, Way] = {
     "dynamic": dynamic,
     "export": partial(exported, strict=False),
     "export strict": partial(exported, strict=True),
-    "AOTInductor": partial(packaged_alone, table=False),
-    "AOTInductor, decomposed": partial(packaged_alone, table=True),
+    "AOTInductor": partial(alone, partial(packaged, table=False)),
+    "AOTInductor, decomposed": partial(alone, partial(packaged, table=True)),
+    "AOTInductor in C++": partial(alone, packaged_for_cpp),
     "vmap": mapped,
     "jvp": pushed,
     "jacrev": partial(transformed, torch.func.jacrev),
@@ -356,7 +384,8 @@ WAYS: dict[str, Way] = {
     "compiled autograd": compiled_autograd,
 }
 # Those that answer many kinds at once.
-TOGETHER = {
+TOGETHER: dict[str, Callable[[dict[str, Kind]], dict[str, Callable[[], None]]]] = {
     "AOTInductor": partial(packaged, table=False),
     "AOTInductor, decomposed": partial(packaged, table=True),
+    "AOTInductor in C++": packaged_for_cpp,
 }

@@ -14,6 +14,7 @@ from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 from sdpa.patch import install, patch, uninstall
 from sdpa.problem import AttentionProblem
+from sdpa.standalone import operators_library
 from sdpa.varlen import paged_attention, varlen_attention
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "explain",
     "install",
     "last_choice",
+    "operators_library",
     "paged_attention",
     "patch",
     "restore",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sdpa import philox
 from sdpa.mask import Mask
+from sdpa.packing import ends_before
 from sdpa.problem import UNLIMITED, AttentionInputs, Results, lengths_of
 from sdpa.torch_private import jit_tracing
 from sdpa.validate import Options, Sizes, check_dense, leading_shape
@@ -184,7 +185,7 @@ def fit_segments(mask: Mask, M: int, N: int) -> tuple[Tensor, Tensor]:
     given: Any = mask.segments if mask.segments is not None else mask.cu_seqlens
     pair: tuple[Tensor, ...] = given if isinstance(given, tuple) else (given, given)
     if mask.cu_seqlens is not None:
-        pair = tuple(ids_of(cu, size) for cu, size in zip(pair, (M, N), strict=True))
+        pair = tuple(ends_before(cu[1:], size) for cu, size in zip(pair, (M, N), strict=True))
     queries, keys = (ids.reshape(-1, size) for ids, size in zip(pair, (M, N), strict=True))
     if torch.int64 not in (queries.dtype, keys.dtype):
         return as_int32(queries), as_int32(keys)
@@ -206,12 +207,6 @@ def rank(ids: Tensor) -> Tensor:
     ordered, places = ids.sort(dim=1)
     steps = torch.nn.functional.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
     return torch.empty_like(steps).scatter_(1, places, steps).to(torch.int32)
-
-
-def ids_of(cu_seqlens: Tensor, size: int) -> Tensor:
-    """Document ids of `size` positions from cumulative lengths (documents + 1,), without synchronising."""
-    positions = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True, out_int32=True)
 
 
 def fit_dense(mask: Tensor, lead: Sequence[int]) -> Tensor:

@@ -276,7 +276,7 @@ def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> 
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if served:
             return (q, k, v, lengths, *seed, table.contiguous())
-        k, v = packing.page_rows(k, table), packing.page_rows(v, table)
+        k, v = packing.page_rows(k, v, table)
         return (q, k, v, lengths.clamp(max=k.shape[2]), *seed)
 
     return gather

@@ -51,8 +51,14 @@ SCHEMAS = {
     ),
 }
 LIBRARY = torch.library.Library("sdpa", "DEF")
-for _name, _schema in SCHEMAS.items():
-    LIBRARY.define(_name + _schema)
+try:
+    for _name, _schema in SCHEMAS.items():
+        LIBRARY.define(_name + _schema)
+except RuntimeError as error:
+    raise ImportError(
+        "operators of sdpa are registered already: import sdpa before this process loads libsdpa_operators.so, "
+        "which is for programs without Python"
+    ) from error
 
 FIELDS = len(AttentionInputs._fields)
 BAND_END = AttentionInputs._fields.index("bottom_right") + 1

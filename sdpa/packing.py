@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa.problem import AttentionInputs, Results
+from sdpa.torch_private import is_exporting
 
 
 def is_ordinary(inputs: AttentionInputs) -> bool:
@@ -116,14 +117,25 @@ def rows_of(results: tuple[Tensor, Tensor | None], cu: Tensor, T: int) -> tuple[
 
 def positions(cu: Tensor, T: int) -> tuple[Tensor, Tensor]:
     """Of T packed rows the document, -1 before the first and B behind the last, and the position in it."""
-    document = documents_of(cu, T)
+    document = documents_of(cu, T).long()  # as torch indexes, and ONNX only so
     return document, torch.arange(T, device=cu.device) - cu[document.clamp(min=0)]
 
 
 def documents_of(cu: Tensor, T: int) -> Tensor:
     """(T,) int32: the document of each packed row, -1 before the first and B behind the last."""
-    rows = torch.arange(T, device=cu.device, dtype=cu.dtype)
-    return torch.searchsorted(cu, rows, right=True, out_int32=True) - 1
+    return ends_before(cu, T) - 1
+
+
+def ends_before(ends: Tensor, size: int) -> Tensor:
+    """(size,) int32: how many of the ascending `ends` are at or before each position, without synchronising.
+
+    A graph that is exported gets a sum of marks, because torch.onnx.export has no searchsorted."""
+    if not is_exporting():
+        positions = torch.arange(size, device=ends.device, dtype=ends.dtype)
+        return torch.searchsorted(ends.contiguous(), positions, right=True, out_int32=True)
+    places = ends.clamp(0, size).long()
+    marks = torch.zeros(size + 1, dtype=torch.int64, device=ends.device)
+    return marks.scatter_add(0, places, torch.ones_like(places)).cumsum(0)[:size].int()
 
 
 def segment_ids(cu: Tensor, T_q: int, T_k: int) -> tuple[Tensor, Tensor]:
@@ -164,15 +176,22 @@ def gathered(inputs: AttentionInputs) -> AttentionInputs:
     """Each sequence's pages one after the other; what the table says beyond the lengths is read and hidden by them."""
     table, lengths = inputs.block_table, inputs.k_lengths
     assert table is not None and lengths is not None  # paged keys have both
-    k, v = (page_rows(cache, table) for cache in (inputs.k, inputs.v))
+    k, v = page_rows(inputs.k, inputs.v, table)
     return inputs._replace(k=k, v=v, k_lengths=lengths.clamp(max=k.shape[2]), block_table=None)
 
 
-def page_rows(cache: Tensor, block_table: Tensor) -> Tensor:
-    """(B, Hkv, N, .) of a cache (pages, Hkv, page_size, .)."""
+def page_rows(k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, Hkv, N, .) of caches (pages, Hkv, page_size, .). The table is clamped once for both: of one tensor clamped
+    twice alike onnxscript 0.7 makes an invalid model."""
+    table = block_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
+    return rows_in(k_cache, table), rows_in(v_cache, table)
+
+
+def rows_in(cache: Tensor, table: Tensor) -> Tensor:
+    """(B, Hkv, N, .) of one cache (pages, Hkv, page_size, .), by a table of pages that there are."""
     pages, Hkv, page_size, size = cache.shape
-    B, per_sequence = block_table.shape
+    B, per_sequence = table.shape
     if pages == 0:
         return cache.new_zeros(B, Hkv, 0, size)
-    rows = cache.transpose(1, 2)[block_table.clamp(0, pages - 1).long()]  # [B, per_sequence, page_size, Hkv, .]
+    rows = cache.transpose(1, 2)[table]  # [B, per_sequence, page_size, Hkv, .]
     return rows.reshape(B, per_sequence * page_size, Hkv, size).transpose(1, 2)

@@ -90,6 +90,14 @@ def is_batch(query: torch.Tensor, *_: object) -> bool:
 # what does not fit is refused by whichever operation meets it.
 mha_shape_check: Callable[..., bool] = part("torch.nn.functional._mha_shape_check", is_batch)
 
+
+def is_exporting() -> bool:
+    """Whether operations are recorded by name, for tools that may know few of them; also in other threads' exports."""
+    if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
+        return torch.compiler.is_exporting()
+    return jit_tracing() is not None or any(map(get_dispatch_mode, TRACERS))
+
+
 # functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
 # ImportError.
 TransformType = torch._C._functorch.TransformType

@@ -60,6 +60,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.patch",
         "sdpa.pytrees",
         "sdpa.checkpointing",
+        "sdpa.standalone",
     ),
     "modules": ("sdpa.nn.", "sdpa.distributed.", "sdpa.integrations."),
     "testing": ("sdpa.testing",),
@@ -93,6 +94,7 @@ KNOWN_ARROWS: dict[tuple[str, str], str] = {
     ("sdpa.decomposed", "sdpa.kernels.math.weights"): "the same of the weights",
     ("sdpa.entry", "sdpa.kernels.math.weights"): "the same of the weights",
     ("sdpa.bench.warm", "sdpa.kernels.triton.arguments"): "compiles ahead what a kernel would be called with",
+    ("sdpa.standalone", "sdpa.kernels.cpu.library"): "says where the library for C++ programs lies",
     ("sdpa.cli.info", "sdpa.kernels.cpu.library"): "says which instruction sets the library found",
 }
 

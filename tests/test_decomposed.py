@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -13,7 +14,7 @@ from torch.func import jacfwd, jacrev
 
 import sdpa
 from helpers import CLOSE, draw, operands
-from sdpa import Mask, nn, sdpa_kernel
+from sdpa import Mask, nn, packing, sdpa_kernel
 from sdpa.decomposed import is_decomposed
 
 attention = sdpa.scaled_dot_product_attention
@@ -221,6 +222,62 @@ def test_table_rewrites_weights_and_packed_rows():
     assert not any("sdpa" in target for target in targets(program))
     for a, b in zip(program.module()(*given), module(*given), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
+
+
+# Documents and pages: tensors, and a call of them.
+ROWS = draw(8, H, D)
+CU, CU_K = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 0, 6], dtype=torch.int32)
+TABLE, LENGTHS = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32), torch.tensor([5, 7])
+PLACED = {
+    "mask": ((draw(B, H, M, D), CU), lambda q, cu: attention(q, q, q, Mask(cu_seqlens=cu))),
+    "packed": ((ROWS, CU), lambda q, cu: sdpa.varlen_attention(q, q, q, cu, cu, 8, 8)),
+    "apart": ((ROWS, CU, CU_K), lambda q, cu, cu_k: sdpa.varlen_attention(q, q, q, cu, cu_k, 8, 6)),
+    "pages": ((draw(B, 1, H, D), draw(4, 4, H, D), TABLE, LENGTHS), lambda q, c, *p: sdpa.paged_attention(q, c, c, *p)),
+}
+
+
+def placed_module(name):
+    class Placed(torch.nn.Module):
+        def forward(self, *tensors):
+            return PLACED[name][1](*tensors)
+
+    return Placed(), PLACED[name][0]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["table", "inside"])
+@pytest.mark.parametrize("name", PLACED)
+def test_exported_documents_and_pages(name, inside):
+    """No torch.searchsorted, which ONNX lacks, and the right numbers of other documents than those of the export."""
+    module, tensors = placed_module(name)
+    with sdpa.decomposed() if inside else nullcontext():
+        program = torch.export.export(module, tensors)
+    if not inside:
+        program = program.run_decompositions(sdpa.decomposition_table())
+    assert not any("sdpa" in target or "searchsorted" in target for target in targets(program))
+    for given in (tensors, tuple(t if t.is_floating_point() else (t - 1).clamp(min=0) for t in tensors)):
+        torch.testing.assert_close(program.module()(*given), module(*given), **CLOSE)
+
+
+@pytest.mark.parametrize("cu", [[0], [3], [0, 1, 4], [0, 0, 0, 6], [-2, -1, 5], [2, 2, 9, 12]], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 6])
+def test_marks_say_what_a_search_says(cu, size, monkeypatch):
+    ends = torch.tensor(cu, dtype=torch.int32)
+    searched = packing.ends_before(ends, size)
+    monkeypatch.setattr(packing, "is_exporting", lambda: True)
+    summed = packing.ends_before(ends, size)
+    assert summed.dtype == searched.dtype == torch.int32
+    assert summed.tolist() == searched.tolist() == [sum(end <= place for end in cu) for place in range(size)]
+
+
+@pytest.mark.skipif(find_spec("onnxscript") is None, reason="torch.onnx.export needs onnxscript")
+@pytest.mark.parametrize("name", PLACED)
+def test_onnx_has_documents_and_pages(name):
+    runtime = pytest.importorskip("onnxruntime")
+    module, tensors = placed_module(name)
+    model = torch.onnx.export(module, tensors, dynamo=True, verbose=False).model_proto
+    session = runtime.InferenceSession(model.SerializeToString())
+    given = {one.name: tensor.numpy() for one, tensor in zip(session.get_inputs(), tensors, strict=True)}
+    torch.testing.assert_close(torch.from_numpy(session.run(None, given)[0]), module(*tensors), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])

@@ -119,6 +119,14 @@ WRONG = {
 }
 
 
+def test_fx_is_told_what_can_trace_a_step():
+    decoder = decoder_of(True, False)
+    cache = decoder.new_cache(MEMORY, T)
+    for call in (lambda memory: decoder.new_cache(memory, T), lambda tgt: decoder.step(tgt, cache)):
+        with pytest.raises(TypeError, match=r"must be a Tensor, got Proxy: .* use torch\.export$"):
+            torch.fx.symbolic_trace(call)
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     decoder = decoder_of(True, False)

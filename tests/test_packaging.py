@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAPPED = ("sdpa", "dispatch", "kernels", "tuning_tables", "bench")
 LIBRARY = "sdpa/kernels/cpu/libsdpa_cpu.so"
+OPERATORS = "sdpa/kernels/cpu/libsdpa_operators.so"
 HEAVY = ("triton", "matplotlib", "rich", "click")
 
 
@@ -79,7 +80,7 @@ def test_wheel_fits_every_python_of_one_platform(wheel):
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert LIBRARY in names
+    assert {LIBRARY, OPERATORS} <= set(names)
     assert {"sdpa/py.typed", "sdpa/tuning_tables/__init__.py", "sdpa/bench/__init__.py"} <= set(names)
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"sdpa"}
     assert not [name for name in names if name.endswith((".cpp", ".h", ".o")) or "test_" in name]

@@ -155,6 +155,9 @@ def test_step_under_vmap_with_a_shared_cache_is_refused(decoder):
     cache = decoder.new_cache(draw(B, 6, 24), 8)
     with pytest.raises(RuntimeError, match="call new_cache inside of the mapped function"):
         torch.vmap(lambda x: decoder.step(x, cache))(draw(SAMPLES, B, 3, 24))
+    memory = draw(B, 6, 24)
+    with pytest.raises(RuntimeError, match="with a memory that is mapped"):
+        torch.vmap(lambda x: decoder.step(x, decoder.new_cache(memory, 8)))(draw(SAMPLES, B, 3, 24))
 
 
 def test_nothing_is_imported_for_it():

@@ -13,6 +13,7 @@ import torch
 from sdpa.environment import VariableError, cpu_isa
 
 LIBRARY = Path(__file__).with_name("libsdpa_cpu.so")
+OPERATORS = Path(__file__).with_name("libsdpa_operators.so")  # of programs without Python; never loaded here
 
 _outcome: list[str | None] = []  # empty until the library was tried
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "isa.h"
 #include "params.h"
 
@@ -18,27 +19,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// The arguments of a boxed call, taken one after the other.
-class Arguments {
- public:
-  explicit Arguments(StableIValue* stack) : stack_(stack) {}
-  template <typename A>
-  A next() {
-    return torch::stable::detail::to<A>(stack_[position_++]);
-  }
-  std::optional<Tensor> next_optional() { return next<std::optional<Tensor>>(); }
-
- private:
-  StableIValue* stack_;
-  int position_ = 0;
-};
-
-template <typename... Values>
-void put(StableIValue* stack, const Values&... values) {
-  int position = 0;
-  ((stack[position++] = torch::stable::detail::from(values)), ...);
-}
 
 Dtype dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {

@@ -78,7 +78,11 @@ def gpu(index: int) -> str:
 
 
 def libraries() -> Section:
-    return {"sdpa": probe(lambda: Path(sdpa.__file__).parent), "CPU library": probe(cpu_library)}
+    return {
+        "sdpa": probe(lambda: Path(sdpa.__file__).parent),
+        "CPU library": probe(cpu_library),
+        "operators for C++": probe(sdpa.operators_library),
+    }
 
 
 def cpu_library() -> str:

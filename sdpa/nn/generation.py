@@ -65,7 +65,8 @@ class Stored(NamedTuple):
                 raise
             raise RuntimeError(
                 "a step stores in place, so that under vmap the cache has to be mapped as tgt is: call new_cache "
-                "inside of the mapped function, or give the cache to it as an argument."
+                "inside of the mapped function with a memory that is mapped, or give the cache to it as a mapped "
+                "argument."
             ) from error
 
     def mask(self, M: int) -> Mask | None:
@@ -236,4 +237,6 @@ def check_batch(name: str, batch: Tensor, batch_first: bool) -> tuple[int, int]:
 
 def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        by_fx = type(tensor).__module__ == "torch.fx.proxy"
+        advice = ": torch.fx.symbolic_trace cannot trace steps that store in place, use torch.export" if by_fx else ""
+        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}{advice}")

@@ -49,6 +49,8 @@ def copy_sources() -> None:
         (to / stale).unlink()
     for path in wanted:
         shutil.copy2(path, to / path.name)
+    # Built with the rest, and not called.
+    shutil.copytree(ROOT / "kernels/cpu/standalone", to / "standalone", dirs_exist_ok=True)
 
 
 def build() -> None:
