@@ -1,4 +1,4 @@
-"""torch's neighbours of a plain call: autocast, CausalBias and jagged nested tensors."""
+"""What surrounds a plain call in torch: autocast, CausalBias and jagged nested tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def autocast_dtype(query: object) -> torch.dtype | None:
 
 
 def is_cast(tensor: object) -> bool:
-    """float64 stays, as torch's rule for this function has it."""
+    """Whether autocast casts the tensor: float64 is left as it is, as torch's rule for this function has it."""
     return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
@@ -57,7 +57,7 @@ def is_nested(query: object, key: object, value: object) -> bool:
 def nested_attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool, attend: Callable[..., Any]
 ) -> Tensor:
-    """Jagged (batch, H, length, D) tensors as one packed batch entry, by `attend` of what it is given."""
+    """Jagged (batch, H, length, D) tensors as one packed batch entry. `attend` computes attention of that entry."""
     if nested.are_strided(query, key, value):
         refuse_mask(options)
 
@@ -74,7 +74,7 @@ def nested_attention(
 def pack_jagged(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """Checked jagged tensors as (1, H, T, D), and the options by which their documents do not see each other."""
+    """Checked jagged tensors as (1, H, T, D), and options whose mask keeps their documents apart."""
     check_jagged(query, key, value, options)
     if return_lse:
         raise RuntimeError("return_lse=True is not supported with nested tensors: call with padded or packed tensors.")
