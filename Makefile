@@ -90,7 +90,7 @@ $(VENV)/torch-$(TORCH): | $(BIN)/python
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
-	@echo "installing sdpa-kernels and what its tests and tables need"
+	@echo "installing sdpa and what its tests and tables need"
 	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test]"
 	touch $@
 

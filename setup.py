@@ -96,10 +96,10 @@ def torch_folder() -> Path:
     """Where torch's headers and libraries are; torch itself is not imported, which takes seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        raise SystemExit("building sdpa-kernels needs torch >= 2.10 for its headers; got none: pip install torch")
+        raise SystemExit("building sdpa needs torch >= 2.10 for its headers; got none: pip install torch")
     found = version("torch")
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_TORCH:
-        raise SystemExit(f"building sdpa-kernels needs torch >= 2.10 for its headers; got {found}")
+        raise SystemExit(f"building sdpa needs torch >= 2.10 for its headers; got {found}")
     return Path(spec.origin).parent
 
 
@@ -107,7 +107,7 @@ def cxx() -> str:
     for candidate in (os.environ.get("CXX"), "g++", "c++"):
         if candidate and shutil.which(candidate.split()[0]):
             return candidate
-    raise SystemExit("building sdpa-kernels needs a C++ compiler; got none: install g++, or set CXX")
+    raise SystemExit("building sdpa needs a C++ compiler; got none: install g++, or set CXX")
 
 
 def ninja() -> str:
@@ -117,7 +117,7 @@ def ninja() -> str:
         return str(Path(BIN_DIR) / "ninja")
     if found := shutil.which("ninja"):
         return found
-    raise SystemExit("building sdpa-kernels needs ninja; got none: pip install ninja")
+    raise SystemExit("building sdpa needs ninja; got none: pip install ninja")
 
 
 @cache

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
+import sdpa
 from sdpa.bench.contest import DEFAULT, Entry, Row
 from sdpa.bench.peers import TORCH_PEERS
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.dispatch.device import device_of
 
-PACKAGES = ("torch", "sdpa-kernels", "numpy", "triton", "flash-attn-4")
+PACKAGES = ("torch", "numpy", "triton", "flash-attn-4")
 # What the driver tells of a GPU, by the names of nvidia-smi; clocks in MHz, as they are when a run begins.
 DRIVER_FACTS = {"driver": "driver_version", "sm_clock_max": "clocks.max.sm", "sm_clock": "clocks.sm"}
 
@@ -45,8 +46,8 @@ Record = dict[str, str]
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that decide about speed, without importing any of them."""
-    found = {"python": platform.python_version()}
+    """Versions of Python, of this library, and of the packages that decide about speed, which are not imported."""
+    found = {"python": platform.python_version(), "sdpa": sdpa.__version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

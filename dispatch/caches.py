@@ -1,4 +1,4 @@
-"""What dispatch remembers between calls: each thread's last choice, and caches by problem that are emptied together."""
+"""Caches of dispatch: each thread's last choice, and the list of caches that are emptied together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sdpa.dispatch import failure, tuning
 
 LAST = threading.local()
-# What `clear_caches` empties; holders of choices further up add themselves.
+# The functions by which `clear_caches` empties caches. Modules in higher layers that cache choices add theirs.
 CACHES: list[Callable[[], None]] = [tuning.read.cache_clear]
 
 

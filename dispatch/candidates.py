@@ -1,4 +1,4 @@
-"""can -> should: every kernel's answer to a problem, reasons or a time, and the order among those that are able."""
+"""Can and should: for every kernel its reasons or its time for a problem, and the order of those that are able."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdpa.problem import AttentionProblem, Tile
 
 @dataclass(frozen=True)
 class Candidate:
-    """One kernel's answer to a problem: what keeps it from running, and how long it should take."""
+    """One kernel for a problem: the reasons why it cannot run, or the time that it should take."""
 
     kernel: Kernel
     reasons: tuple[str, ...]
@@ -42,7 +42,8 @@ def consider(problem: AttentionProblem) -> list[Candidate]:
 
 
 def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
-    """A kernel reads tensors where they lie or copies of them, whichever is faster; copies alone where it has to."""
+    """The faster of reading unaligned tensors where they lie and reading copies; copies alone where a kernel needs
+    them."""
     direct = weigh(kernel, problem, table)
     if not problem.unaligned:
         return direct
@@ -55,7 +56,8 @@ def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measur
 
 
 def on_copies(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate | None:
-    """The answer where what a kernel reads by vectors is copied first. Pages are not: they are of many sequences."""
+    """The candidate with copies of the tensors that the kernel reads by vectors. None where none is needed, and for
+    pages, which belong to many sequences."""
     names = tuple(name for name, _ in problem.unaligned if name in kernel.aligned)
     if not kernel.alignment or not names or ("paged" in problem.features and ROWS & set(names)):
         return None
@@ -64,7 +66,7 @@ def on_copies(kernel: Kernel, problem: AttentionProblem, table: tuning.Measureme
 
 
 def weigh(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
-    """The answer of a kernel that reads all tensors where they lie."""
+    """The candidate of a kernel that reads all tensors where they lie."""
     reasons = tuple(kernel.why_not(problem))
     if reasons:
         return Candidate(kernel, reasons, None, "")
@@ -78,15 +80,15 @@ def weigh(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement |
 
 
 def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The tiles a kernel offers for a problem, its best guess first."""
+    """The tiles that a kernel offers for a problem, the best guess first."""
     module = kernel.load()
     offered = getattr(module, "tiles", None)
     return tuple(offered(problem) if offered else getattr(module, "TILES", ()))
 
 
 def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = None) -> Tile | None:
-    """The measured tile if the kernel still offers it (as the object it offers), else the kernel's first; of those
-    that the device did not refuse, unless it refused all."""
+    """The measured tile, if the kernel still offers it (as the object it offers), else the kernel's first. Tiles that
+    the device refused before are left out, unless it refused all."""
     every = tiles_of(kernel, problem)
     offered = [tile for tile in every if not failure.reasons(kernel, tile, problem)] or every
     if measured is not None and measured in offered:
@@ -95,19 +97,20 @@ def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = N
 
 
 def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
-    """The order among candidates: by time, but those without a figure after those with one.
+    """The order of candidates: by time, those without a measured time after those with one.
 
-    An estimate is an optimist beside a measurement: with a bucket near, a kernel it lacks could not run or is newer
-    than the table. Only where nothing was measured but kernels that write out the scores may an estimate come first.
+    An estimate tends to be lower than a measurement. Where a measured bucket is near, a kernel that it lacks could not
+    run or is newer than the table. Only where nothing but kernels that write out the scores was measured may an
+    estimate come first.
     """
     decided = any(c.measured and not c.kernel.materialises for c in able)
     return lambda c: (decided and not c.measured, c.time)
 
 
 def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
-    """Whether our setting names the kernel or its family, and torch's own switches leave the family on.
+    """Whether our setting names the kernel or its family, and torch's switches leave the family on.
 
-    A kernel asked for by its own name is not subject to torch's switches: the closer word holds.
+    A kernel asked for by its own name is not subject to torch's switches, because the setting is more specific.
     """
     if kernel.name in setting.allowed:
         return True
@@ -119,5 +122,5 @@ def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:
 
 
 def toggles_for(direction: str) -> int:
-    """torch's switches, which say nothing of the weights: its modules make those whatever is off."""
+    """torch's switches. They do not apply to weights, which torch's modules compute whatever is switched off."""
     return ALL_TOGGLES if direction == "weights" else torch_toggles()

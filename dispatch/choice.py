@@ -1,4 +1,4 @@
-"""Choice: who answers a problem, with which tile, and how it is called."""
+"""Choice: the kernel selected for a problem, its tile, and how it is called."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who answers and how."""
+    """The selected kernel and how it is called."""
 
     kernel: Kernel
     tile: Tile | None
     problem: AttentionProblem
-    reason: str  # why this one, in a clause
-    setting: str = ""  # what it was chosen under, and where it fails another is
-    copies: tuple[str, ...] = ()  # the tensors (of sdpa.problem.PLACED) that it is given copies of, where they need one
+    reason: str  # why it was selected, as a clause
+    setting: str = ""  # under which it was selected, and its successor is, if it fails
+    copies: tuple[str, ...] = ()  # tensors (of sdpa.problem.PLACED) that are copied first, where they need it
 
     def __str__(self) -> str:
         return f"{self.kernel.name} for {describe(self.problem)} ({self.reason})"
@@ -61,8 +61,8 @@ class Choice:
 
     @property
     def record(self) -> Callable[..., Any] | None:
-        """(tensors, problem, tile) -> what `call` returns, and what does it again for tensors of the same form (a CPU's
-        in a plain tuple); where the kernel's module has such, and reads tensors where they lie."""
+        """(tensors, problem, tile) -> (results, again), where the kernel's module has one and reads tensors where they
+        lie. `again` repeats the call for tensors of the same form; on a CPU it returns a plain tuple."""
         if self.copies:
             return None
         return getattr(self.kernel.load(), "record", None)

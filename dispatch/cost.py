@@ -1,7 +1,7 @@
-"""Roofline estimate of a kernel's time, for what no table has measured.
+"""Roofline estimate of a kernel's time, where no table has a measured one.
 
-Arithmetic and traffic run side by side, so the slower decides. On a GPU both are slowed down where there is too little
-to do in parallel: programs are handed out to multiprocessors whole, and one multiprocessor draws only so much memory.
+Arithmetic and memory traffic overlap, so the slower one decides. On a GPU both are slower where there is little
+parallel work: a program runs on one multiprocessor, and one multiprocessor uses only a part of the bandwidth.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from sdpa.dispatch.device import Device, device_of
 from sdpa.dispatch.kernel import Kernel
 from sdpa.problem import AttentionProblem, Tile
 
-# A kernel that writes the scores moves each about this often: product, softmax (read and write), product.
+# How often a kernel that writes the scores moves each: product, softmax (read and write), product.
 SCORE_PASSES = 4
-# Rows of a GPU kernel's program where no tile says: kernels have a smaller tile for short sides.
+# Rows of a GPU kernel's program where there is no tile; kernels have a smaller tile for few rows.
 DEFAULT_ROWS = 128
 SHORT_ROWS = 64
 # Keys below which splitting a row of queries further costs more than it gives.
 SPLIT_KEYS = 256
-# A multiprocessor alone draws about this many times its share of the bandwidth.
+# One multiprocessor alone can use about this many times its share of the bandwidth.
 DRAW = 2.0
-# A tile whose operands do not fit the shared memory even once is spilled or refused: not to be tried before others.
+# The factor of time for a tile whose operands do not fit the shared memory: it spills or is refused.
 SPILL = 8.0
 
 # A copy's seconds on the host, by type of device.
 COPY_OVERHEAD = {"cpu": 2e-6}
 GPU_COPY_OVERHEAD = 6e-6  # as of every launch of an operation of torch's
-# How much longer a GPU kernel takes that can read, but not by vectors or TMA: by the bytes that it loads at a time.
-# Below 4 there is no asynchronous copy into shared memory.
+# The factor of time for a GPU kernel that reads neither by vectors nor by TMA, by the bytes that it loads at a time.
+# Below 4 bytes there is no asynchronous copy into shared memory.
 SLOWING = {16: 1.0, 8: 1.3, 4: 1.6, 2: 3.0, 1: 3.0, 0: 1.0}
 
 
 class Grid(NamedTuple):
-    """How a GPU kernel hands out a problem: `programs`, each with `rows` of its own, sweeping over `swept` rows
-    of the other side (forward: queries over keys; backward: keys over queries)."""
+    """The programs of a GPU kernel for a problem. Each of `programs` has `rows` of its own and reads `swept` rows of
+    the other side: in a forward queries and keys, in a backward keys and queries."""
 
     programs: float
     rows: int
@@ -51,7 +51,7 @@ def estimate(kernel: Kernel, problem: AttentionProblem, tile: Tile | None = None
     if device.kind != "cpu":
         grid = grid_of(kernel, problem, device, tile)
         computing *= grid.padded
-        # The products of a kernel that writes out the scores are torch's, which spread themselves over the device.
+        # A kernel that writes out the scores uses torch's products, which use the whole device.
         if not kernel.materialises:
             computing *= unevenness(grid, device)
             moving = max(moving, one_program(grid, problem, device))
@@ -93,18 +93,18 @@ def grid_of(kernel: Kernel, problem: AttentionProblem, device: Device, tile: Til
 
 
 def unevenness(grid: Grid, device: Device) -> float:
-    """How much longer the busiest multiprocessor works than if the programs could be spread evenly."""
+    """The time of the busiest multiprocessor, as a multiple of the time with programs spread evenly."""
     return math.ceil(grid.programs / device.cores) * device.cores / grid.programs
 
 
 def one_program(grid: Grid, problem: AttentionProblem, device: Device) -> float:
-    """Seconds in which one program alone loads what it reads: few programs do not draw the whole bandwidth."""
+    """Seconds in which one program alone loads its operands; few programs do not use the whole bandwidth."""
     loaded = (grid.rows + grid.swept) * (problem.D + problem.Dv) * problem.dtype.itemsize
     return loaded * device.cores / (DRAW * device.bandwidth)
 
 
 def fits(problem: AttentionProblem, device: Device, tile: Tile | None) -> bool:
-    """Whether one tile each of q, k and v fits the shared memory that a block may have, where that is known."""
+    """Whether one tile each of q, k and v fits the shared memory of a thread block, where its size is known."""
     if tile is None or not device.shared_memory:
         return True
     elements = tile.BLOCK_M * problem.D + tile.BLOCK_N * (problem.D + problem.Dv)
@@ -112,7 +112,7 @@ def fits(problem: AttentionProblem, device: Device, tile: Tile | None) -> bool:
 
 
 def slowing(kernel: Kernel, problem: AttentionProblem) -> float:
-    """How much longer a kernel takes that reads unaligned tensors where they lie."""
+    """The factor of time for a kernel that reads unaligned tensors where they lie."""
     if problem.device_type == "cpu" or not kernel.alignment or kernel.copies_rows(problem):
         return 1.0
     found = [got for name, got in problem.unaligned if name in kernel.aligned]
@@ -120,7 +120,7 @@ def slowing(kernel: Kernel, problem: AttentionProblem) -> float:
 
 
 def copying(problem: AttentionProblem, names: Iterable[str]) -> float:
-    """Seconds in which the tensors of these names are read and written once more, a launch each."""
+    """Seconds to copy the tensors of these names: each is read and written once, in a launch of its own."""
     whole = {name.removesuffix("_rows") for name in names}
     moved = 2 * sum(elements(problem, name) for name in whole) * problem.dtype.itemsize
     overhead = COPY_OVERHEAD.get(problem.device_type, GPU_COPY_OVERHEAD)
@@ -136,7 +136,7 @@ def masking(kernel: Kernel, problem: AttentionProblem) -> float:
 
 
 def elements(problem: AttentionProblem, name: str) -> int:
-    """Numbers that a tensor of PLACED holds; a bias with one matrix for all heads is taken for one of each."""
+    """The number of elements of a tensor of PLACED. A bias is counted as one matrix for each head."""
     p = problem
     return {
         "q": p.B * p.H * p.M * p.D,

@@ -1,4 +1,4 @@
-"""What a device is and what it can do at most: vendor, architecture, cores, instruction sets, shared memory; cached."""
+"""Static facts of a device: vendor, architecture, cores, instruction sets, shared memory, peaks. They are cached."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Device:
     float32_flops: float
     float64_flops: float
     bandwidth: float  # bytes/s
-    vendor: str = ""  # "nvidia", "amd"; "" where it decides nothing
+    vendor: str = ""  # "nvidia", "amd"; "" where it does not matter
     architecture: str = ""  # "sm90", "gfx942"
-    shared_memory: int = 0  # bytes that one block may ask for; 0: not known, or no such thing
+    shared_memory: int = 0  # bytes for one thread block; 0: not known, or none
     warp_size: int = 0
 
     def peak(self, dtype: torch.dtype, tf32: bool = False) -> float:
@@ -142,7 +142,7 @@ def cuda(index: int) -> Device:
 
 
 class Properties(Protocol):
-    """What every release of torch tells of a GPU."""
+    """What every release of torch reports about a GPU."""
 
     @property
     def name(self) -> str: ...
@@ -155,7 +155,7 @@ class Properties(Protocol):
 
 
 def gpu(properties: Properties, hip: bool) -> Device:
-    """A GPU from what torch tells of it. Releases of torch differ in what they tell: what is missing is assumed."""
+    """The facts of a GPU as torch reports them. Releases of torch report different ones; what is missing is assumed."""
 
     def told(name: str, default: int) -> int:
         return getattr(properties, name, None) or default
@@ -192,6 +192,7 @@ def gpu_architecture(properties: Properties, hip: bool) -> str:
 
 
 def slug(name: str) -> str:
-    """A device's name as part of a file's: lower case, the vendor left out, anything but letters and digits a line."""
+    """A device's name as part of a file name: lower case, without the vendor, with "_" for all but letters and
+    digits."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "_".join(word for word in words if word and word not in ("nvidia", "amd")) or "gpu"

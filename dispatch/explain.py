@@ -1,4 +1,5 @@
-"""The decision as data and as text: every kernel with chosen, able, refused or disabled, its reasons and its time."""
+"""The selection as data and as text: each kernel is chosen, able, refused or disabled, with its reasons and its
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Row:
     seconds: float | None
     source: str
     tile: tuple[int, ...] | None = None  # BLOCK_M, BLOCK_N, warps, stages
-    copies: str = ""  # the tensors that it would be given copies of, as a clause
+    copies: str = ""  # which tensors would be copied first, as a clause
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Explanation:
         return {"problem": problem, "chosen": self.chosen, "reason": self.reason, "kernels": rows}
 
     def instead(self, kernel: str, reason: str) -> Explanation:
-        """The same where `kernel` answers for a reason that is not in the problem."""
+        """The explanation where `kernel` was selected for a reason that the problem does not show."""
         passed = [replace(row, status="able") if row.status == "chosen" else row for row in self.rows]
         rows = tuple(replace(row, status="chosen") if row.kernel == kernel else row for row in passed)
         return replace(self, rows=rows, chosen=kernel, reason=reason)
@@ -61,7 +62,7 @@ class Explanation:
 
 
 def with_tile(row: Row) -> str:
-    """Where the time comes from, the tile it holds for where a kernel has several, and copies that it counts."""
+    """The source of the time, with the tile where a kernel has several, and the copies it includes."""
     tile = [str(size) for size in row.tile or () if size]
     note = f"{row.source}, tile {' x '.join(tile[:2])}{warps_of(tile)}" if tile else row.source
     return f"{note}, {row.copies}" if row.copies else note

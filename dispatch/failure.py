@@ -1,4 +1,4 @@
-"""What a device refuses while a kernel starts: which errors those are, their sentence, and the launches that failed."""
+"""Launch failures: which errors are a device's refusal, their sentence, and the launches that failed before."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sdpa.dispatch.kernel import Kernel
 from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 
 MEMORY = "memory"  # may succeed later, or with a kernel that needs less
-TILE = "tile"  # asks for more than the device has; a smaller one of the same kernel may not
-SIZE = "size"  # not at sizes like these
-ADDRESS = "address"  # not where these tensors lie; a problem tells, but a caller may have remembered another
-BUILD = "build"  # nobody built the kernel for this device
+TILE = "tile"  # needs more than the device has; a smaller tile of the same kernel may fit
+SIZE = "size"  # the kernel cannot run sizes like these
+ADDRESS = "address"  # the kernel cannot read tensors that lie so; the problem should have said it
+BUILD = "build"  # the kernel is not built for this device
 # Errors that Triton raises before anything runs, by name: this file must not import it.
 TRITON_ERRORS = frozenset({"OutOfResources", "CompilationError", "CompileTimeAssertionFailure", "PTXASError"})
-# What drivers and libraries say when a launch was refused and the device is as it was. Errors that leave a device
-# unusable (an illegal address) are not among them: nothing could answer instead.
+# Messages of drivers and libraries for launches that were refused and left the device usable. Errors that leave it
+# unusable (an illegal address) are not among them, because no other kernel could run.
 REFUSALS = {
     "too many resources requested for launch": TILE,
     "out of resource": TILE,
@@ -35,7 +35,7 @@ REFUSALS = {
 PASSING = frozenset({MEMORY, ADDRESS})
 MESSAGE_LENGTH = 300
 
-# What was refused -> what the device said.
+# The refused launch -> the device's message.
 FAILED: dict[Refused, str] = {}
 
 
@@ -48,11 +48,12 @@ class Refused(NamedTuple):
 
 
 class LaunchError(RuntimeError):
-    """A kernel could not be started and no other may answer; the message names the problem and the kernel."""
+    """A kernel could not be started, and no other may run in its place. The message names the problem and the
+    kernel."""
 
 
 def kind_of(error: BaseException) -> str | None:
-    """One of the kinds above, or None for an error that is a fault of the program."""
+    """One of the kinds above; None for any other error, which is a bug."""
     if isinstance(error, torch.OutOfMemoryError):
         return MEMORY
     kind = type(error)
@@ -83,14 +84,14 @@ def as_error(kind: str, told: str) -> RuntimeError:
 
 
 def remember(kind: str, kernel: Kernel, tile: Tile | None, problem: AttentionProblem, error: BaseException) -> None:
-    """Bar what `error` speaks of; nothing where the next call may succeed: memory may be there, and tensors lie
-    elsewhere."""
+    """Exclude what `error` is about from later selections. Nothing is excluded where the next call may succeed: memory
+    may be free then, and tensors may lie elsewhere."""
     if kind not in PASSING:
         FAILED[refused(kind, kernel, tile, problem)] = message(error)
 
 
 def reasons(kernel: Kernel, tile: Tile | None, problem: AttentionProblem) -> tuple[str, ...]:
-    """Why `kernel` with `tile` is not tried for `problem` although it could do it: it failed on one that is alike."""
+    """Why `kernel` with `tile` is not tried although it supports `problem`: it failed on a similar one."""
     keys = (refused(kind, kernel, tile, problem) for kind in (TILE, SIZE, BUILD)) if FAILED else ()
     said = next((FAILED[key] for key in keys if key in FAILED), None)
     return () if said is None else (f"could not be launched before: {said}",)
@@ -102,11 +103,11 @@ def refused(kind: str, kernel: Kernel, tile: Tile | None, problem: AttentionProb
 
 
 def likeness(problem: AttentionProblem) -> AttentionProblem:
-    """The problem without the sizes that a build does not depend on, so that each new length is not a new failure."""
+    """The problem without the sizes that a build does not depend on, so that a new length is not a new failure."""
     return problem._replace(B=0, H=0, Hkv=0, M=0, N=0, left=UNLIMITED, unaligned=())
 
 
 def alike_in_size(problem: AttentionProblem) -> AttentionProblem:
-    """The problem with sizes between two powers of two, so that a sequence that grows does not fail at each step."""
+    """The problem with sizes rounded to powers of two, so that a growing sequence does not fail at each step."""
     sizes = {name: getattr(problem, name).bit_length() for name in ("B", "H", "Hkv", "M", "N")}
     return problem._replace(**sizes, left=UNLIMITED, unaligned=())

@@ -1,4 +1,5 @@
-"""A kernel as a row of data: its limits, and `why_not`, which says in sentences what a problem exceeds."""
+"""A kernel as a row of data: its limits, and `why_not`, which returns a sentence for each limit that a problem
+exceeds."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ ROWS = frozenset({"q", "k", "v"})
 
 
 class KernelModule(Protocol):
-    """A kernel's file. It has those of the three directions that its row names.
+    """A kernel's module. It has those of the three directions that its row names.
 
-    `TILES`, `tiles`, `native` and `record` are not listed: whoever uses one of them asks first whether it is there.
+    `TILES`, `tiles`, `native` and `record` are optional and not listed; callers check for them.
     """
 
     def unavailable(self) -> str | None: ...
@@ -39,9 +40,9 @@ class KernelModule(Protocol):
 class Kernel:
     """One row of the catalog.
 
-    `why_not` is about truth and never changes with a benchmark; `efficiency` and `overhead` are about speed and serve
-    only where no table has measured: the share of the device's peak that the kernel reaches on a large problem, and
-    the seconds that a call costs before any work is done.
+    `why_not` is about correctness and does not depend on measurements. `efficiency` and `overhead` are about speed, and
+    are used only where no table has a measured time. `efficiency` is the share of the device's peak that the kernel
+    reaches on a large problem. `overhead` is the time of a call before any work is done, in seconds.
     """
 
     name: str
@@ -58,11 +59,11 @@ class Kernel:
     overhead: float = 5e-6
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
-    splits_keys: bool = False  # spreads the keys of few queries over programs, heads of a group in one
-    # Bytes of whose multiples it needs the addresses and strides of what it reads by vectors; 1: a last stride of 1, at
-    # any address; 0: any strides.
+    splits_keys: bool = False  # splits keys over programs; heads that share keys are in one program
+    # Addresses and strides of what it reads by vectors must be multiples of this, in bytes. 1: a last stride of 1, any
+    # address; 0: any strides.
     alignment: int = 0
-    aligned: frozenset[str] = ROWS  # what it reads by vectors, of sdpa.problem.PLACED
+    aligned: frozenset[str] = ROWS  # tensors of sdpa.problem.PLACED that it reads by vectors
     pads_heads: int = 0  # copies q, k and v itself where their head size is no multiple of this
     rules: tuple[Rule, ...] = ()
 
@@ -78,7 +79,8 @@ class Kernel:
             return f"its module does not import: {error}"
 
     def why_not(self, problem: AttentionProblem) -> list[str]:
-        """Every reason this kernel cannot do `problem`, each a sentence with the value it got; empty means it can."""
+        """Each reason why the kernel cannot run `problem`, a sentence with the value it got. Empty means that it
+        can."""
         answers = [check(self, problem) for check in CHECKS] + [rule(problem) for rule in self.rules]
         if self.serves(problem.device_type):
             answers.append(self.unavailable())
@@ -132,7 +134,7 @@ def not_deterministic(kernel: Kernel, problem: AttentionProblem) -> str | None:
 
 
 def apart(kernel: Kernel, problem: AttentionProblem) -> str | None:
-    """Numbers of a row that do not lie side by side."""
+    """A last stride that is not 1."""
     names = {name for name in kernel.misplaced(problem) if not problem.unaligned_at(name)}
     if not names:
         return None

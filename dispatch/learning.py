@@ -1,7 +1,7 @@
-"""Small calls that learn, where the host is what is waited for: their forward and their backward are weighed together.
+"""Small calls that learn, where the host is slower than the device: forward and backward are chosen together.
 
-torch's own operators bring a node of the autograd graph with them; before any other kernel stands ours, and in the
-backward a call of ours from C++ into Python.
+torch's own operators have an autograd node in C++. All other kernels need our node, and in the backward a call from C++
+into Python.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sdpa.problem import AttentionProblem
 if TYPE_CHECKING:
     from sdpa.dispatch.candidates import Candidate
 
-# Operations of a forward below which the host is what is waited for: 40 us of an H200. Beyond, a backward that can
-# still choose its kernel, and another one where the device refuses, is worth its microseconds.
+# Operations of a forward below which the host is slower than the device: 40 us of an H200. For larger ones a backward
+# that selects its kernel, and has a successor where the device refuses it, is worth its microseconds.
 SMALL_FLOPS = 2e10
-# Seconds by which the host of an H200 is longer at a forward and a backward through our node, of 1 x 4 x 16 x 64.
+# Additional seconds of the host for a forward and a backward through our node (H200, 1 x 4 x 16 x 64).
 OWN_NODE = 6e-5
 # Seconds of the same host for a backward, from one kernel of torch's as from another: which of two is the faster on the
 # device does not matter below.
@@ -26,7 +26,7 @@ HOST_BACKWARD = 6e-5
 
 
 def is_small(problem: AttentionProblem) -> bool:
-    """Whether a forward that an operator of torch's may answer as it is, is small enough for its host to matter."""
+    """Whether a forward that one of torch's operators may run as it is, is so small that the host's time matters."""
     return not problem.features & {"bias", "allowed"} and problem.device_type != "cpu" and problem.flops() < SMALL_FLOPS
 
 
@@ -35,7 +35,7 @@ def backward_of(problem: AttentionProblem) -> AttentionProblem:
 
 
 def is_native(kernel: Kernel) -> bool:
-    """Whether it is torch's own operator, which torch can differentiate."""
+    """Whether the kernel is an operator of torch's, which torch can differentiate."""
     return hasattr(kernel.load(), "native")
 
 
@@ -49,21 +49,21 @@ def backward_seconds(follower: Candidate) -> float:
 
 
 def seconds_together(candidate: Candidate, backward: Iterable[Candidate]) -> float:
-    """A forward and the backward that then costs least."""
+    """The time of a forward and of the fastest backward after it."""
     first = seconds_of(candidate)
-    if candidate.copies:  # which torch would not make again
+    if candidate.copies:  # torch's backward would not make them again
         return first + min(map(backward_seconds, backward), default=0.0) + OWN_NODE
     return first + min((after(candidate.kernel, follower) for follower in backward), default=OWN_NODE)
 
 
 def after(kernel: Kernel, follower: Candidate) -> float:
-    """Seconds of a backward behind the forward of `kernel`, and of the node between them."""
+    """Seconds of a backward after the forward of `kernel`, and of the autograd node between them."""
     left = follower.kernel is kernel and is_native(kernel) and not follower.copies
     return backward_seconds(follower) + (0.0 if left else OWN_NODE)
 
 
 def stays(kernel: Kernel, backward: Iterable[Candidate]) -> bool:
-    """Whether the backward, too, is best left to torch's operator that answers the forward."""
+    """Whether the backward is fastest, too, by torch's operator that runs the forward."""
     followers = list(backward)
     if not is_native(kernel) or all(follower.kernel is not kernel for follower in followers):
         return False

@@ -1,4 +1,4 @@
-"""Copies of tensors that a kernel cannot read where they lie, or reads faster elsewhere: at multiples of 16 bytes."""
+"""Copies, at multiples of 16 bytes, of tensors that a kernel cannot read where they lie, or would read more slowly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdpa.alignment import BULK_BYTES, alignment_of, has_zero_stride, stride_ali
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
-REPEATING = 3  # dimensions that may go on repeating by stride 0: all but the last
+REPEATING = 3  # dimensions that may keep a stride of 0: all but the last
 
 
 def call_on_copies(
@@ -45,22 +45,22 @@ def at_home(tensor: Tensor) -> Tensor:
 
 
 def readable(grad_out: Tensor) -> Tensor:
-    """A gradient that arrives at torch's own operators: dense, and at multiples of 16 bytes."""
+    """An incoming gradient for torch's own operators: dense, and at multiples of 16 bytes."""
     if has_zero_stride(grad_out) or grad_out.stride(3) != 1 or alignment_of(grad_out) < BULK_BYTES:
         return grad_out.clone(memory_format=torch.contiguous_format)
     return grad_out
 
 
 def home_of_bias(bias: Tensor, rows: bool) -> Tensor:
-    """The same of a bias, of which `rows` says whether its strides are asked for beside its address."""
+    """The same for a bias; `rows` says whether its strides matter beside its address."""
     at_vectors = alignment_of(bias, strides=False) == BULK_BYTES
     dense = (bias.stride(3) == 1 or bias.shape[3] == 1) and stride_alignment(bias) == BULK_BYTES
     return bias if at_vectors and (dense or not rows) else aligned_copy(bias)
 
 
 def aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy (B, H, M, D) whose address and strides are multiples of 16 bytes and whose last stride is 1, in the memory
-    order of `tensor`; what repeats by stride 0 along other dimensions goes on repeating."""
+    """A copy (B, H, M, D) in the memory order of `tensor`. Its address and strides are multiples of 16 bytes, and its
+    last stride is 1. Other dimensions of stride 0 keep it."""
     whole = tensor.shape
     for dimension in range(REPEATING):
         if tensor.stride(dimension) == 0:

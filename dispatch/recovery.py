@@ -1,4 +1,4 @@
-"""Who answers where a chosen kernel cannot be started: its next tile, or the next able kernel, and never in silence."""
+"""Recovery where a selected kernel cannot be started: its next tile, or the next able kernel, always with a warning."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def recover(
     choice: Choice, error: Exception, *tensors: AttentionInputs | Results | Tensor
 ) -> Results | Gradients | Tensor:
-    """What the next able choice makes of `tensors` after `choice` failed with `error`; called while handling it.
+    """The results of the next able choice for `tensors`, after `choice` failed with `error`. It is called while the
+    error is handled.
 
-    Errors that are not the device's are raised as they are: those are faults, and hiding them would be worse. Where a
-    tile was refused, the kernel's next one answers; else the next kernel, but none in place of one asked for by name.
-    Out of memory falls only to kernels that do not write out the scores. Warns with the text; a launch that failed is
-    not tried again.
+    Errors that are not a device's refusal are raised as they are: they are bugs. Where a tile was refused, the kernel's
+    next tile runs, else the next kernel; a kernel asked for by name has no successor. Out of memory goes only to
+    kernels that do not write out the scores. A warning names the failure, and a launch that failed is not tried again.
     """
-    exhausted: set[str] = set()  # kernels whose failure says nothing of the next call
+    exhausted: set[str] = set()  # kernels whose failure may not come again at the next call
     while True:
         kind = failure.kind_of(error)
         if kind is None:
@@ -56,13 +56,14 @@ def recover(
 
 
 def what_failed(choice: Choice, kind: str) -> str:
-    """The problem in a line, and the tile where it is to blame."""
+    """The problem in one line, with the tile where it is the cause."""
     told = describe(choice.problem)
     return f"{told} with {choice.tile}" if kind == failure.TILE and choice.tile else told
 
 
 def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
-    """Who may answer in place of `choice`, or None: its kernel, if that has another tile, before all others."""
+    """The choice that may run in place of `choice`, or None. Another tile of its kernel comes before all other
+    kernels."""
     setting, problem = Setting.decode(choice.setting), choice.problem
     toggles = toggles_for(problem.direction)
     candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]

@@ -1,4 +1,4 @@
-"""What is said where no kernel may answer, or only math: NoKernelError, all reasons, and problems in a user's words."""
+"""The messages where no kernel may run, or only math: NoKernelError, all reasons, and a problem in the user's terms."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def disabled_sentence(setting: Setting, toggles: int) -> str:
 
 
 def fell_to_math(kernel: str, problem: AttentionProblem, setting: Setting, toggles: int) -> None:
-    """Strict mode refuses math unless nothing else was asked for; otherwise a large problem on an accelerator warns.
+    """Strict mode refuses math, unless only math was asked for. Otherwise a large problem on an accelerator warns.
 
-    It warns once, because choices are cached, and not where math was named among what is allowed.
+    It warns once, because choices are cached, and not where math is named among the allowed kernels.
     """
     families = {name if name in FAMILIES else by_name()[name].family for name in setting.allowed if name in KNOWN}
     if families == {"math"}:
@@ -58,7 +58,7 @@ def fell_to_math(kernel: str, problem: AttentionProblem, setting: Setting, toggl
 
 
 def explanation_of(problem: AttentionProblem, setting: Setting, toggles: int) -> str:
-    """Each kernel with its reasons, or whether it is only not allowed."""
+    """Each kernel with its reasons, or that it is able, or able but not allowed."""
     lines = [f"  {describe(problem)}"]
     for candidate in consider(problem):
         able = "able" if allows(setting, toggles, candidate.kernel) else "able, but not allowed"

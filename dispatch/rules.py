@@ -1,4 +1,4 @@
-"""Limits that one number cannot say: predicates of single rows, each returning a sentence or None."""
+"""Limits that are no single number: predicates of single rows, each of which returns a sentence or None."""
 
 from __future__ import annotations
 

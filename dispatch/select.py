@@ -66,7 +66,8 @@ def last_choice() -> Choice | None:
 
 @lru_cache(maxsize=CACHED_CHOICES)
 def choose(problem: AttentionProblem, text: str, toggles: int, learns: bool = False) -> Choice:
-    """`learns`: torch may differentiate its own operator here, so that a small forward is chosen with its backward."""
+    """As `select`, under torch's switches `toggles`. With `learns` torch may differentiate its own operator, so that a
+    small forward is chosen together with its backward."""
     setting = Setting.decode(text)
     candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
     if not candidates and not setting.forced:
@@ -91,7 +92,7 @@ CACHES.append(choose.cache_clear)
 
 
 def followers(problem: AttentionProblem, text: str, toggles: int) -> list[Candidate]:
-    """Who may be chosen for the backward of a forward: of all that are able, those that `ranking` has in front."""
+    """The candidates for the backward of a forward: all that are able and in the first group of `ranking`."""
     backward = learning.backward_of(problem)
     setting = Setting.decode(backward_setting(text))
     able = [c for c in consider(backward) if c.able and allows(setting, toggles, c.kernel)]
@@ -121,7 +122,7 @@ def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setti
 
 
 def backward_setting(text: str) -> str:
-    """A forward-only kernel asked for by name leaves the backward to whoever has one."""
+    """The setting of a backward. It is free where all kernels named in `text` lack a backward."""
     setting = Setting.decode(text)
     named = [by_name().get(name) for name in setting.allowed]
     if named and all(kernel is not None and "backward" not in kernel.directions for kernel in named):
@@ -131,8 +132,8 @@ def backward_setting(text: str) -> str:
 
 @lru_cache(maxsize=1024)
 def weights_setting(text: str, device_type: str) -> str:
-    """The same for the weights: a setting is left where no kernel that it names makes weights on the device, or where
-    strict mode would leave none, because math is the only one that does."""
+    """The setting of weights. It is free where no kernel that it names computes weights on the device. It is also free
+    where strict mode would leave none, because math alone computes them there."""
     setting = Setting.decode(text)._replace(toggles=None)
     makers = [kernel for kernel in kernels_for(device_type) if "weights" in kernel.directions]
     named = [k for k in makers if not setting.allowed or {k.name, k.family} & set(setting.allowed)]

@@ -38,7 +38,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
 HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
 TEXTS = ("direction", "dtype", "mask")
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
-# A bucket further away than this factor in any size says nothing about a problem: the estimate is used instead.
+# A bucket that differs by more than this factor in any size is not used: the estimate is.
 FARTHEST = math.log(8.0)
 # Batch and heads beyond what fills a device only multiply the time; they break ties between equally near buckets.
 PARALLEL_WEIGHT = 0.25
@@ -46,7 +46,7 @@ PARALLEL_WEIGHT = 0.25
 # two waves the last, partly filled one no longer decides.
 GPU_ROWS = 128
 GPU_WAVES = 2
-# A band that leaves this share of the pairs is measured as no mask.
+# A band under which this share of the pairs is visible counts as no mask.
 NEARLY_ALL = 0.9
 # The loader in C takes half the time of the one in Python, which the first call in a process waits for.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -78,7 +78,7 @@ class Measurement(NamedTuple):
 
 
 def measured(problem: AttentionProblem) -> Measurement | None:
-    """What the tables of the problem's device say about it, or None."""
+    """The times that the tables of the problem's device have for it, or None."""
     for table in tables(device_of(problem.device).names):
         bucket = nearest(table.buckets, problem)
         if bucket is not None:
@@ -126,9 +126,9 @@ def fill(heads: int, M: int, device: Device) -> int:
 
 
 def dtype_names(problem: AttentionProblem) -> tuple[str, ...]:
-    """The dtypes of buckets that speak for a problem, the nearest first.
+    """The dtypes of buckets that are used for a problem, the nearest first.
 
-    On GPUs float32 products in TF32 are a dtype of their own, and both half precisions run at one speed.
+    On GPUs float32 products in TF32 are a dtype of their own, and both half precisions have the same speed.
     """
     name = str(problem.dtype).removeprefix("torch.")
     if problem.device_type == "cpu":
@@ -139,7 +139,7 @@ def dtype_names(problem: AttentionProblem) -> tuple[str, ...]:
 
 
 def mask_kind(problem: AttentionProblem) -> str:
-    """The kind of mask a problem is measured as. On a CPU the finer kinds rank the kernels alike."""
+    """The kind of mask that a problem is measured as. On a CPU the finer kinds give the same order of kernels."""
     return coarse_kind(problem) if problem.device_type == "cpu" else mask_kinds(problem)[0]
 
 
@@ -152,7 +152,8 @@ def coarse_kind(problem: AttentionProblem) -> str:
 
 
 def band_kind(problem: AttentionProblem) -> str:
-    """A causal mask that hides next to nothing, as the bottom-right one of a few new queries, is none."""
+    """The kind of a band. A causal mask that hides almost nothing, as the bottom-right one of a few new queries, is
+    "none"."""
     if "band" not in problem.features:
         return "none"
     if problem.right == 0 and problem.left == UNLIMITED and problem.visible_share() >= NEARLY_ALL:
@@ -164,12 +165,12 @@ STRUCTURED = frozenset({"k_lengths", "q_lengths", "segments", "prefix", "packed"
 
 
 def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
-    """The kinds of mask whose buckets speak for a problem, the nearest first.
+    """The kinds of mask whose buckets are used for a problem, the nearest first.
 
-    "rows" is a dense mask with one row for all queries (padding), which moves next to nothing; "dense" one of M rows,
-    boolean; "bias" one of numbers; "bias_grad" one that learns. Lengths and segments fall back to the band alone: which
-    kernels take them at all is `why_not`'s business, and tiles change little. Packed sequences are lengths: a loop ends
-    with the sequence, wherever that lies.
+    "rows" is a dense mask with one row for all queries (padding), which moves few bytes. "dense" is a boolean mask of M
+    rows, "bias" one of numbers, "bias_grad" one that learns. Lengths and segments fall back to the band alone:
+    `why_not` decides which kernels take them, and the order of tiles changes little. Packed sequences count as lengths,
+    because a loop ends with the sequence.
     """
     features = problem.features
     if features & {"bias", "allowed"}:
@@ -217,7 +218,7 @@ def read(path: str) -> Table | None:
 
 
 def parse(path: str, data: object) -> Table:
-    """Check `data` against the schema. Raises ValueError with what is wrong."""
+    """Check `data` against the schema. Raises ValueError that names what is wrong."""
     if not isinstance(data, dict):
         raise ValueError(f"expected a mapping, got {type(data).__name__}")
     for key, kind in HEADER.items():

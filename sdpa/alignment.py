@@ -1,4 +1,4 @@
-"""Where a call's tensors lie: which begin at odd addresses or have rows that do, and which repeat along a dimension.
+"""Alignment of a call's tensors: addresses and strides that are no multiples of 16 bytes, and dimensions of stride 0.
 
 A GPU's wide loads and TMA read from multiples of 16 bytes. CPU kernels read from any address.
 """
@@ -20,14 +20,14 @@ PLACED = ("q", "k", "v", "bias", "bias_rows", *OTHERS)
 
 
 def lies_on_gpu(tensor: Tensor) -> bool:
-    """Whether it matters where a tensor lies. CPU kernels read from any address; a tensor of a trace, which a subclass
-    stands for, lies nowhere yet."""
+    """Whether alignment matters: on a GPU, and not for the subclasses that stand for tensors in a trace."""
     return tensor.is_cuda and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def alignment_of(tensor: Tensor, strides: bool = True) -> int:
-    """The largest of 16, 8, 4, 2 and 1 that divides the address of `tensor` and, where asked, its strides but the last
-    in bytes. It is 16 where nobody asks (`lies_on_gpu`) and for a tensor without memory, as transforms have them."""
+    """The largest of 16, 8, 4, 2 and 1 that divides the address of `tensor` in bytes and, with `strides`, all strides
+    but the last. It is 16 where alignment does not matter (`lies_on_gpu`), and for tensors without memory, as
+    transforms have them."""
     if not lies_on_gpu(tensor):
         return BULK_BYTES
     try:
@@ -40,7 +40,7 @@ def alignment_of(tensor: Tensor, strides: bool = True) -> int:
 
 
 def unaligned_of(inputs: AttentionInputs) -> tuple[tuple[str, int], ...]:
-    """The names of q, k, v and the bias, of those that do not lie at multiples of 16 bytes."""
+    """(name, bytes) of q, k, v and the bias, for those that do not lie at multiples of 16 bytes."""
     tensors = zip(PLACED, inputs[:3], strict=False)
     found = [(name, alignment_of(t) if t.stride(3) == 1 else 0) for name, t in tensors]
     bias = inputs.bias
@@ -52,7 +52,7 @@ def unaligned_of(inputs: AttentionInputs) -> tuple[tuple[str, int], ...]:
 
 
 def unaligned_others(others: tuple[Tensor | None, ...]) -> tuple[tuple[str, int], ...]:
-    """The same of out, lse and grad_out. Kernels make their own copy of an out or grad_out whose last stride is not 1,
+    """The same for out, lse and grad_out. Kernels make their own copy of an out or grad_out whose last stride is not 1,
     and read a log-sum-exp number by number."""
     found = []
     for name, tensor in zip(OTHERS, others, strict=False):
@@ -62,7 +62,8 @@ def unaligned_others(others: tuple[Tensor | None, ...]) -> tuple[tuple[str, int]
 
 
 def stride_alignment(tensor: Tensor) -> int:
-    """The largest of 16, 8, 4, 2 and 1 bytes that divides all strides but the last; a dimension of one needs none."""
+    """The largest of 16, 8, 4, 2 and 1 that divides all strides but the last in bytes. The stride of a dimension of one
+    element does not count."""
     bits, size = BULK_BYTES, tensor.element_size()
     for n, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         bits |= stride * size if n != 1 else 0
@@ -70,13 +71,14 @@ def stride_alignment(tensor: Tensor) -> int:
 
 
 def has_zero_stride(tensor: Tensor) -> bool:
-    """Whether it repeats along a dimension, on a GPU."""
+    """Whether a tensor on a GPU repeats along a dimension."""
     if not lies_on_gpu(tensor):
         return False
     return any(n != 1 and stride == 0 for n, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
 
 
 def has_bulk_strides(tensor: Tensor) -> bool:
-    """Whether all strides but the last are positive multiples of 16 bytes; a dimension of one needs none."""
+    """Whether all strides but the last are positive multiples of 16 bytes. The stride of a dimension of one element
+    does not count."""
     size, strides = tensor.element_size(), zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     return all(n == 1 or (stride > 0 and stride * size % BULK_BYTES == 0) for n, stride in strides)

@@ -1,9 +1,12 @@
-"""vmap: the mapped dimension is folded into the batch, so that one kernel call serves all of it.
+"""vmap: the mapped dimension is folded into the batch, so that one kernel call computes all samples.
 
-Where one call cannot, samples are taken one by one: dropout, whose random numbers are counted by batch entry and must
-be those of each sample by itself (in every derivative, too), sinks, which have no batch dimension that would keep
-samples apart, and packed or paged sequences, which have none either. That is as slow as the number of samples, and
-correct.
+Some calls cannot be folded and are computed sample by sample, which is correct and takes as many calls as there are
+samples:
+
+- Dropout: its random numbers are counted by batch entry, and must be those of each sample by itself, in every
+  derivative.
+
+- Sinks, and packed or paged sequences: they have no batch dimension that would keep samples apart.
 """
 
 from __future__ import annotations
@@ -16,21 +19,21 @@ from torch import Tensor
 
 from sdpa.problem import AttentionInputs
 
-Dims = Sequence[Any]  # the mapped dimension of each argument, None of one that samples share
+Dims = Sequence[Any]  # the mapped dimension of each argument; None where samples share it
 
 FIELDS = AttentionInputs._fields
 RESULTS = ("out", "lse")
 UPSTREAM = ("grad_out", "grad_lse", "out", "lse")
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
-# Fields (B|1, ...), whose 1 broadcasts also after folding.
+# Fields (B|1, ...): a size of 1 broadcasts after folding, too.
 BROADCAST = {"bias", "allowed", "q_segments", "k_segments", "alibi"}
 
 
 def map_forward(
     function: Callable[..., Any], info: Any, in_dims: Dims, args: Sequence[Any], names: Sequence[str] = FIELDS
 ) -> tuple[Tensor, ...]:
-    """(out, lse), each (S, ...), of Attention's arguments of which some have a mapped dimension of S samples; or what
-    else is one number of rows per batch entry, of arguments of these names."""
+    """(out, lse), each (S, ...), of arguments of which some have a mapped dimension of S samples. `names` are those of
+    the arguments. `function` may return anything else with one entry per batch entry."""
     if has_no_batch(names, args) or in_dims[names.index("sinks")] is not None:
         return one_by_one(function, info.batch_size, in_dims, args)
     S, B = info.batch_size, batch_of(names, in_dims, args)
@@ -39,7 +42,8 @@ def map_forward(
 
 
 def map_backward(function: Callable[..., Any], info: Any, in_dims: Dims, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The five gradients, each (S, ...), of AttentionBackward's arguments; also of what samples share, per sample."""
+    """The five gradients, each (S, ...), of AttentionBackward's arguments. What samples share also gets a gradient for
+    each sample."""
     names = UPSTREAM + FIELDS
     if has_no_batch(names, args) or args[names.index("sinks")] is not None:
         return one_by_one(function, info.batch_size, in_dims, args)
@@ -49,7 +53,7 @@ def map_backward(function: Callable[..., Any], info: Any, in_dims: Dims, args: S
     present = {"q", "k", "v", "bias"} if bias_grad else {"q", "k", "v"}
     results = []
     for name, result in zip(GRADIENTS, function(*folded), strict=True):
-        if name not in present:  # empty: nobody asked
+        if name not in present:  # empty: not asked for
             results.append(result.unsqueeze(0).expand(S, *result.shape))
             continue
         unfolded = result.unflatten(0, (S, B))
@@ -60,13 +64,13 @@ def map_backward(function: Callable[..., Any], info: Any, in_dims: Dims, args: S
 
 
 def has_no_batch(names: Sequence[str], args: Sequence[Any]) -> bool:
-    """Whether the batch dimension cannot be made longer: dropout counts by it, pages and packed documents are it."""
+    """Whether the batch dimension cannot be made longer: with dropout, pages or packed documents."""
     unlike = any(args[names.index(name)] is not None for name in ("cu_q", "block_table"))
     return unlike or args[names.index("dropout_p")] != 0.0
 
 
 def one_by_one(function: Callable[..., Any], S: int, in_dims: Dims, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """`function` of each sample, stacked."""
+    """`function` of each sample, and the results stacked."""
     samples = [
         function(*(a if dim is None else a.select(dim, s) for a, dim in zip(args, in_dims, strict=True)))
         for s in range(S)
@@ -88,7 +92,8 @@ def entries_of(value: Tensor, dim: int | None) -> int:
 def fold(
     names: Sequence[str], in_dims: Dims, args: Sequence[Any], S: int, B: int, keep_apart: Collection[str] = ()
 ) -> list[Any]:
-    """Arguments with the S samples folded into the batch; what is named in `keep_apart` has an entry for each."""
+    """Arguments with the S samples folded into the batch. Those named in `keep_apart` are expanded to an entry for each
+    sample."""
     folded = list(args)
     for position, name in enumerate(names):
         value, dim = args[position], in_dims[position]

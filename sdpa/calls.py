@@ -1,9 +1,11 @@
-"""The one memory of calls: what a call like one before came to, least recently used out first.
+"""The one cache of calls: what was prepared for a call, and is found again by calls like it.
 
-A call is known by its state, every argument and switch that is no tensor, and by its tensors' types, dispatch keys,
-dtypes, devices, sizes, strides, requires_grad and, on a GPU, the alignment of their addresses. The last few calls of a
-state are compared with the tensors at hand by the guards of torch.compile, in one call into torch. Behind them all are
-found by a key of the tensors, which takes three times as long to build.
+The least recently used entry is dropped first.
+
+A call is recognised by its state (every argument and switch that is no tensor) and by its tensors: their types,
+dispatch keys, dtypes, devices, sizes, strides, requires_grad and, on a GPU, the alignment of their addresses. The last
+few calls of a state are compared with the given tensors by the guards of torch.compile, in one call into torch. All
+other calls are found by a key of the tensors, which takes three times as long to build.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from sdpa.torch_private import (
     math_enabled,
 )
 
-MAX_CALLS = 4096  # a server with more shapes works out those again that it has not seen for longest
+MAX_CALLS = 4096  # a server with more shapes prepares the least recently used ones again
 MAX_STATES = 1024
 LATEST = 4  # calls of a state that are compared before a key is built
-ALIGNMENT_BITS = 15  # of addresses: what they are beyond multiples of 16 bytes
+ALIGNMENT_BITS = 15  # the bits of an address below a multiple of 16 bytes
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 Check = Callable[..., bool]
@@ -39,7 +41,7 @@ Key = tuple[Hashable, ...]
 
 
 def switches() -> tuple[Any, ...]:
-    """What else than its arguments decides who answers a call."""
+    """Everything beside its arguments that the selection for a call depends on."""
     return (
         CURRENT.get() and current_text(),
         flash_enabled(),
@@ -53,7 +55,7 @@ def switches() -> tuple[Any, ...]:
 
 
 def form_of(tensors: Sequence[Tensor]) -> int:
-    """How far addresses on a GPU are from multiples of 16 bytes; guards and keys do not tell."""
+    """The bits of the addresses below multiples of 16 bytes, on a GPU; guards and keys do not hold them."""
     if not tensors[0].is_cuda:
         return 0
     address = 0
@@ -63,14 +65,14 @@ def form_of(tensors: Sequence[Tensor]) -> int:
 
 
 class Calls:
-    """What calls came to, whatever that is: a function of their tensors, or a pass of theirs."""
+    """Maps calls to what was prepared for them: a function of their tensors, or a pass."""
 
     def __init__(self) -> None:
         self.recent: dict[Hashable, tuple[tuple[Check, Any, Key], ...]] = {}
         self.known: OrderedDict[Key, Any] = OrderedDict()
 
     def look_up(self, state: Hashable, tensors: Sequence[Tensor]) -> Any:
-        """What is known of a call like this; None where there was none, or its tensors are not torch's plain ones."""
+        """What is cached for a call like this. None where there is nothing, or where a tensor is of a subclass."""
         for is_alike, found, _ in self.recent.get(state, ()):
             if is_alike(*tensors):
                 return found
@@ -83,15 +85,15 @@ class Calls:
         return found
 
     def keep(self, state: Hashable, tensors: Sequence[Tensor], found: Any) -> Any:
-        """`found`, which the next call like this is answered with."""
+        """Cache `found` for calls like this one, and return it."""
         key = key_of(state, tensors)
         if key is not None:
             self.remember(state, tensors, found, key)
         return found
 
     def remember(self, state: Hashable, tensors: Sequence[Tensor], found: Any, key: Key) -> None:
-        """Put a call first among the latest of its state. One that leaves these was in use until now, as far as the
-        order of all calls is concerned."""
+        """Put a call first among the latest of its state. A call that drops out of these counts as used until now in
+        the order of all calls."""
         self.use(key, found)
         check = check_of(tensors)
         if check is None:
@@ -99,17 +101,17 @@ class Calls:
         latest = [entry for entry in self.recent.pop(state, ()) if entry[2] != key]
         self.recent[state] = ((check, found, key), *latest[: LATEST - 1])
         for _, was, left in latest[LATEST - 1 :]:
-            self.use(left, was)  # which calls of other states may have put out
+            self.use(left, was)  # calls of other states may have dropped it
         if len(self.recent) > MAX_STATES:
             for oldest in list(self.recent)[:-MAX_STATES]:  # a list, since other threads change the order
                 self.recent.pop(oldest, None)
 
     def use(self, key: Key, found: Any) -> None:
-        """Put a call last in the order of all, of which the first ones go where there are too many."""
+        """Put a call last in the order of all calls. The first ones are dropped where there are too many."""
         self.known[key] = found
         try:
             self.known.move_to_end(key)
-        except KeyError:  # another thread's call took its place
+        except KeyError:  # another thread's call has dropped it
             pass
         while len(self.known) > MAX_CALLS:
             self.known.popitem(last=False)
@@ -120,8 +122,8 @@ class Calls:
 
 
 def check_of(tensors: Sequence[Tensor]) -> Check | None:
-    """Recognises tensors like these; None where torch has no guards, or they refuse what they were made of: one tensor
-    twice."""
+    """A guard that recognises tensors like these. None where torch has no guards, or where a tensor is given twice,
+    which guards refuse."""
     if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
         return None
     sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
@@ -130,7 +132,7 @@ def check_of(tensors: Sequence[Tensor]) -> Check | None:
 
 
 def key_of(state: Hashable, tensors: Sequence[Tensor]) -> Key | None:
-    """The same as a key; None for what is remembered by none: subclasses, and tensors without strides."""
+    """The same as a key. None for tensors that are never cached: subclasses, and tensors without strides."""
     try:
         forms = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t)) for t in tensors]
     except (RuntimeError, AttributeError):

@@ -1,4 +1,4 @@
-"""save_attention: what selective checkpointing keeps of a model, so that its backward computes no attention again."""
+"""save_attention: a policy by which selective checkpointing keeps the results of attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# torch's own, where a model calls those: names of packets in torch.ops.aten, as far as this torch has them.
+# torch's own operators, for models that call them: names in torch.ops.aten, some of which a release may lack.
 TORCHS = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -18,13 +18,16 @@ TORCHS = (
 
 
 def save_attention(otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A policy of torch.utils.checkpoint that saves what attention returns and computes the rest again.
+    """A policy of torch.utils.checkpoint that saves the results of attention and computes the rest again.
 
         contexts = functools.partial(create_selective_checkpoint_contexts, sdpa.save_attention())
         out = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     Args:
-        otherwise: a policy that is asked about all other operators, such as one that also saves matrix products.
+        otherwise: a policy for all other operators, such as one that also saves matrix products.
+
+    Returns:
+        A policy for create_selective_checkpoint_contexts. It covers our operators and torch's own.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 

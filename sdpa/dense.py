@@ -1,4 +1,5 @@
-"""The definition of every mask: materialised. Tests, the reference and the math kernel read masks through this file."""
+"""The definition of every mask, as an M x N tensor. Tests, the reference and the math kernel read masks through this
+file."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def per_batch(values: Tensor) -> Tensor:
 
 
 def conjunction(parts: list[Tensor | None]) -> Tensor | None:
-    """All of the parts that are there."""
+    """The conjunction of the parts that are not None; None without any."""
     result = None
     for part in parts:
         if part is not None:

@@ -1,9 +1,9 @@
-"""Who differentiates a call: the one answer, for eager calls, graphs, torch.func, forward mode and vmap.
+"""Derivatives of a call, in one place: of eager calls and graphs, under torch.func, in forward mode and under vmap.
 
-A call that `calls` recognises, or that can be prepared so, has a node of ours, `Attention`, in autograd's graph, or
-torch's own where `prepared` says so. Every other call is that of an operator (`operators`), which has an autograd key
-and a rule for vmap here. Both compute the first derivative by a fused kernel. What is asked beyond it is a composition
-of torch operations: derivatives of the backward, and forward mode, whose tangents pass through M x N scores.
+A prepared call has a node of ours, `Attention`, in autograd's graph, or torch's own where `prepared` leaves it to
+torch. Every other call is that of an operator (`operators`), whose autograd key and vmap rule are here. Both compute
+the first derivative by a fused kernel. Further derivatives are compositions of torch operations. So is forward mode,
+whose tangents pass through M x N scores.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Pair = tuple[Tensor, Any]  # the output and the log-sum-exp or None, or the grad
 class Attention(SingleLevelFunction):
     """The output, and the log-sum-exp where it is asked for, of a form's tensors.
 
-    `call` knows the rest: `prepared.Prepared` of an eager call, `OperatorCall` of an operator's.
+    `call` is a `prepared.Prepared` of an eager call, or the `OperatorCall` of an operator.
     """
 
     _compiled_autograd_key = staticmethod(compiled_autograd_key)
@@ -95,7 +95,7 @@ class Attention(SingleLevelFunction):
 
 
 def beside(ctx: Any, call: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the tensors behind q, k and v, of which a bias and sinks may have one."""
+    """The gradients of the tensors after q, k and v, of which the bias and the sinks may have one."""
     placed: list[Tensor | None] = [None] * (len(call.form.places) - 3)
     for name, place in call.learned:
         if ctx.needs_input_grad[1 + place]:
@@ -104,7 +104,7 @@ def beside(ctx: Any, call: Any, found: Sequence[Tensor | None]) -> list[Tensor |
 
 
 class OperatorCall:
-    """What `Attention` does where an operator is differentiated: another operator, below autograd."""
+    """The `call` of `Attention` where an operator is differentiated: it calls the operator again, below autograd."""
 
     __slots__ = ("form", "learned", "setting")
     returns_lse = True
@@ -122,7 +122,7 @@ class OperatorCall:
         if peek_interpreter_stack() is None:
             with below_autograd():
                 return call_forward(inputs, True, self.setting)
-        # In a Function's forward derivatives are off: of its own level of functorch's, not of those around it.
+        # In a Function's forward functorch switches derivatives off. The levels around its own need them on.
         with below_autograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return call_forward(inputs, True, self.setting)
 
@@ -192,8 +192,8 @@ class AttentionBackward(torch.autograd.Function):
 class Weights(torch.autograd.Function):
     """The weights of AttentionInputs given flat, the kernel setting, lse and whether heads are averaged.
 
-    Nothing of their size is saved: where a gradient arrives, which is seldom, it is made of the scores computed again,
-    by plain operations that are differentiable again. Where none arrives, lse gets none and not zeros.
+    Nothing of their size is saved. Where a gradient arrives, which is rare, the scores are computed again by plain
+    operations, which are differentiable again. Where none arrives, the gradient of lse is None and not zeros.
     """
 
     @staticmethod
@@ -229,20 +229,21 @@ ONE_LEVEL: dict[type, Any] = {function: single_level(function) for function in (
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, past its questions where no transform is on: it would bind 27 arguments to its signature."""
+    """`function.apply`. Without a functorch transform it skips binding 27 arguments to the signature."""
     if functorch_is_on():
         return function.apply(*args)
     return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
 
 
 def apply_single(function: Any, *args: Any) -> Any:
-    """The same at one level of functorch's."""
+    """The same at one level of functorch."""
     with enable_single_level_autograd_function():
         return ONE_LEVEL.get(function, function).apply(*unwrap_dead_wrappers(args))
 
 
 def without_others(inputs: AttentionInputs) -> AttentionInputs:
-    """Values and sinks get no gradient of the weights; compiled autograd cannot add None to one."""
+    """Inputs whose values and sinks need no gradient: the weights have none of these, and compiled autograd cannot add
+    None."""
     return inputs._replace(v=inputs.v.detach(), sinks=None if inputs.sinks is None else inputs.sinks.detach())
 
 
@@ -276,12 +277,12 @@ def directional(function: Callable[..., Any], primals: Sequence[Tensor], tangent
 
 
 def presence(ctx: Any) -> list[bool]:
-    """Which of grad_out, grad_lse and the differentiable inputs there are."""
+    """Whether grad_out, grad_lse and each differentiable input is given."""
     return [ctx.is_tensor[0], ctx.is_tensor[1], *(ctx.is_tensor[2 + i] for i in DIFFERENTIABLE)]
 
 
 def recompute(ctx: Any) -> tuple[Callable[..., Any], tuple[Tensor, ...], AttentionInputs]:
-    """The closed formula of the backward as a function of what it depends on, and that."""
+    """The closed formula of the backward as a function of the tensors it depends on, and these tensors."""
     tensors = iter(ctx.saved_tensors)
     grad_out, grad_lse, *rest = (next(tensors) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True))
     inputs, bias_grad = AttentionInputs(*rest), ctx.bias_grad
@@ -321,13 +322,13 @@ def goes_forward(inputs: AttentionInputs) -> bool:
 
 
 def nests_forward() -> bool:
-    """Whether a derivative of forward mode is taken of another, which no node's rule can be asked for."""
+    """Whether forward mode is nested in forward mode, for which a node's rules cannot be used."""
     return sum(level.key() == TransformType.Jvp for level in get_interpreter_stack() or ()) > 1
 
 
 def forward_mode(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) by operations of torch's, M x N numbers, which carry tangents. Who asked for a kernel that cannot run
-    the call hears it."""
+    """(out, lse) by torch operations on M x N scores, which carry tangents. Raises NoKernelError where a kernel was
+    asked for by name that cannot run the call."""
     setting = effective(setting)
     if setting:
         asked = AttentionProblem.of(inputs, extra=WITH_LSE)._asdict()
@@ -338,8 +339,8 @@ def forward_mode(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tensor]
 
 
 def differentiable_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    """attention_forward's autograd key. Inside of it no Function of functorch's can be called, and none is wanted:
-    functorch comes once for each of its levels."""
+    """attention_forward's autograd key. functorch calls it once for each of its levels, so that it must call no
+    Function of functorch's."""
     inputs, needs_lse, setting = of_forward(args)
     forward = goes_forward(inputs) or nests_forward()
     if forward or needs_grad(inputs):
@@ -355,7 +356,7 @@ def differentiated(inputs: AttentionInputs, setting: str) -> tuple[Tensor, Tenso
 
 
 def differentiable_weights(*args: Any) -> Tensor:
-    """The same of attention_weights, for which any transform of functorch's is met by operations of torch's."""
+    """The same for attention_weights. Under a functorch transform it is a composition of torch operations."""
     inputs, lse, average, setting = of_weights(args)
     if is_transformed():
         return composite_weights(inputs, lse, average)
@@ -366,7 +367,8 @@ def differentiable_weights(*args: Any) -> Tensor:
 
 
 def batched_forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
-    """attention_forward's rule for vmap; an empty log-sum-exp would have no batch entries to tell apart."""
+    """attention_forward's rule for vmap. It always asks for the log-sum-exp: an empty one has no batch dimension to
+    unfold."""
     inputs, needs_lse, setting = of_forward(args)
     dims, _, _ = of_forward(in_dims, NO_DIMENSIONS)
 
@@ -378,7 +380,7 @@ def batched_forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
 
 
 def batched_weights(info: Any, in_dims: Dims, *args: Any) -> tuple[Tensor, int]:
-    """The same of attention_weights."""
+    """The same for attention_weights."""
     inputs, lse, average, setting = of_weights(args)
     dims, lse_dim, _, _ = of_weights(in_dims, NO_DIMENSIONS)
 

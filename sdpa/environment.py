@@ -1,5 +1,5 @@
-"""What environment variables say: SDPA_KERNEL, SDPA_CPU_ISA, SDPA_TUNING_DIR. Nothing else acts by them; `sdpa info`
-lists what they hold."""
+"""The environment variables: SDPA_KERNEL, SDPA_CPU_ISA, SDPA_TUNING_DIR. No other file acts by one; `sdpa info` lists
+their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def default_kernel() -> str:
 
 
 class VariableError(ValueError):
-    """One of them has a value that means nothing here."""
+    """A variable has an unknown value."""
 
 
 def cpu_isa() -> str | None:

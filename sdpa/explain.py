@@ -69,14 +69,14 @@ def explain(
 
 
 def is_plain(inputs: AttentionInputs) -> bool:
-    """Whether torch's own operators can say all that is asked, so that one may be left to differentiate itself."""
+    """Whether torch's own operators can compute all that is asked, so that torch may differentiate one."""
     return Form(inputs).numbers is not None and not is_transformed() and not is_empty(inputs)
 
 
 def prepare(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """What the front door does to a call before it is checked: CausalBias, jagged tensors and autocast."""
+    """What the public functions do to a call before it is checked: CausalBias, jagged tensors and autocast."""
     mask = as_mask(options.attn_mask)
     if mask is not options.attn_mask:
         if options.is_causal:

@@ -1,7 +1,8 @@
-"""What torch's FlopCounterMode counts for our operators: matrix products, whatever a mask hides, as for torch's own.
+"""Formulas for torch's FlopCounterMode: matrix products of our operators, counted without regard to masks, as torch
+counts its own.
 
 torch.utils.flop_counter imports Triton where there is one, so it is not imported to register formulas. A counter copies
-them when it is made; ours are handed to the counters that are on when a call passes.
+the registered formulas when it is made. So ours are given to the counters that are active when a call passes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sdpa.torch_private import dispatch_mode_stack
 
 
 def announce() -> None:
-    """Give every FlopCounterMode that is on the formulas of the operators."""
+    """Give the operators' formulas to every active FlopCounterMode."""
     for mode in dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
@@ -52,8 +53,9 @@ def pairs_of_segments(queries: Tensor, keys: Tensor) -> int:
 
 
 def pairs_of(inputs: AttentionInputs) -> int:
-    """B * M * N; of packed documents the sum of their M * N where it can be read, else as if all were the longest.
-    Segments, and lengths of queries and keys, are documents, too: so packed ones reach the kernels of a CPU."""
+    """B * M * N. For packed documents it is the sum of their M * N where the lengths can be read, else as if all were
+    the longest. Segments, and lengths of queries and keys, count as documents, because CPU kernels get packed sequences
+    in these forms."""
     B, M, N = lengths_of(inputs)
     queries, keys = inputs.q_segments, inputs.k_segments
     if type(queries) is Tensor and type(keys) is Tensor and queries.device.type != "meta":

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: its signature and what it means; `entry` answers it."""
+"""scaled_dot_product_attention: its signature and its meaning. `entry` computes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
         return_lse: also return the log-sum-exp of each row, natural log, (..., H, M), float32 (float64 for float64
             inputs); it is differentiable.
         kernel: name of a kernel or family that must run; it raises with its reasons if it cannot.
-            A forward-only kernel leaves the backward to whoever has one.
+            The backward of a forward-only kernel is selected freely.
 
     Returns:
         (..., H, M, Dv) in the memory layout of `query`, or in the one torch returns where its kernel answers; with

@@ -1,4 +1,4 @@
-"""From a checked call to AttentionInputs: four dimensions, masks as fields, nothing copied that strides can say."""
+"""From a checked call to AttentionInputs: four dimensions, masks as fields, and no copy where strides suffice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_inputs(query: Tensor, key: Tensor, value: Tensor, options: Options) ->
 
 
 def normalise(query: Tensor, key: Tensor, value: Tensor, options: Options) -> AttentionInputs:
-    """The form that kernels take, of a call that was checked; without dropout, whose seed is drawn last."""
+    """The form that kernels take, of a checked call. It has no dropout, whose seed is drawn last."""
     q, k, v = four_dimensions(query, key, value, options.enable_gqa)
     return with_mask(unmasked(q, k, v, options), mask_of(options), leading_shape(query, key, value))
 
@@ -34,13 +34,13 @@ def normalise(query: Tensor, key: Tensor, value: Tensor, options: Options) -> At
 def unmasked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionInputs:
     """Four-dimensional tensors with scale, softcap and sinks."""
     scale, softcap = scale_of(options.scale, q.shape[3]), float(options.softcap or 0.0)
-    # dropout_p is written out: a default float is a symbol to torch.compile(dynamic=True), and the graph of a second
-    # call would look for it in that of the first.
+    # dropout_p is given: a default float is a symbol to torch.compile(dynamic=True), and the graph of a second call
+    # would look for it in that of the first.
     return AttentionInputs(q, k, v, scale, softcap=softcap, sinks=options.sinks, dropout_p=0.0)
 
 
 def drops(options: Options) -> bool:
-    """Whether kernels drop weights; where all are dropped, the result is settled after them (`restored`)."""
+    """Whether kernels drop weights. Where dropout_p is 1, the result is made zero after them (`kinds.dropped`)."""
     return 0.0 < options.dropout_p < 1.0
 
 
@@ -86,7 +86,7 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 
 def common_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """One query head expanded to those of the keys, keys and values brought to one number."""
+    """One query head is expanded to the number of key heads; keys and values get the same number of heads."""
     H, heads_k, heads_v = q.shape[1], k.shape[1], v.shape[1]
     if H == heads_k == heads_v:
         return q, k, v
@@ -125,13 +125,13 @@ class Fit(NamedTuple):
     """How tensors of a mask become fields of AttentionInputs, which `fields` names in their order."""
 
     fields: tuple[str, ...]
-    of: Callable[[Any], tuple[Tensor, ...]]  # of a mask that has them
+    of: Callable[[Any], tuple[Tensor, ...]]  # (mask) -> the tensors
 
 
 def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> AttentionInputs:
     """The fields of `mask` written into `inputs`."""
     B, M, N = lengths_of(inputs)
-    # A side wider than the matrix hides nothing; saying so keeps such calls on the unmasked path.
+    # A side wider than the matrix hides nothing. UNLIMITED keeps such calls on the unmasked path.
     # torch.jit.trace would keep the answer for other sizes.
     traced = jit_tracing() is not None
     left, right = (side if traced or side < M + N else UNLIMITED for side in mask.band)
@@ -145,7 +145,7 @@ def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> Attentio
 
 
 def fits_of(mask: Mask, sizes: Sizes, device: torch.device) -> Iterator[Fit]:
-    """How masks with the fields of this one are fitted, in the order of AttentionInputs."""
+    """How the fields of a mask like this one are fitted, in the order of AttentionInputs."""
     B, H, M, N, lead = sizes
     if mask.bias is not None:
         yield Fit(("bias",), lambda mask: (fit_dense(mask.bias, lead),))
@@ -171,7 +171,7 @@ def fit_lengths(lengths: Tensor, B: int, limit: int) -> Tensor:
 
 
 def as_int32(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)  # which takes time where it does nothing
+    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32)  # `to` takes time in any case
 
 
 def fit_prefix(prefix: int | Tensor, B: int, N: int, device: torch.device) -> Tensor:
@@ -210,8 +210,8 @@ def rank(ids: Tensor) -> Tensor:
 
 
 def fit_dense(mask: Tensor, lead: Sequence[int]) -> Tensor:
-    """A dense mask as a four-dimensional view whose sizes are 1 or those of the scores, not expanded in memory;
-    only batch dimensions beyond the first that broadcast apart from each other are."""
+    """A dense mask as a four-dimensional view whose sizes are 1 or those of the scores. Nothing is expanded in memory
+    but batch dimensions beyond the first of which some broadcast and some do not."""
     if mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     if len(lead) == 1:

@@ -1,4 +1,4 @@
-"""torch's neighbours of a plain call: autocast, CausalBias and jagged nested tensors."""
+"""What surrounds a plain call in torch: autocast, CausalBias and jagged nested tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def is_nested(query: object, key: object, value: object) -> bool:
 def nested_attention(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool, attend: Callable[..., Any]
 ) -> Tensor:
-    """Jagged (batch, H, length, D) tensors as one packed batch entry, by `attend` of what it is given."""
+    """Jagged (batch, H, length, D) tensors as one packed batch entry. `attend` computes attention of that entry."""
     if nested.are_strided(query, key, value):
         refuse_mask(options)
 
@@ -72,7 +72,7 @@ def nested_attention(
 def pack_jagged(
     query: Tensor, key: Tensor, value: Tensor, options: Options, return_lse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
-    """Checked jagged tensors as (1, H, T, D), and the options by which their documents do not see each other."""
+    """Checked jagged tensors as (1, H, T, D), and options whose mask keeps their documents apart."""
     check_jagged(query, key, value, options)
     if return_lse:
         raise RuntimeError("return_lse=True is not supported with nested tensors: call with padded or packed tensors.")

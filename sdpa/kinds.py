@@ -1,7 +1,7 @@
-"""The kinds of calls there are: batches, packed documents, pages; how each is checked, normalised and restored.
+"""The kinds of calls: batches, packed documents, pages. How each is checked, normalised and restored.
 
-`steps` says the same of a prepared call, for which everything is known but the numbers in its tensors: what is done
-before the form's tensors are there, and what of its results is returned.
+`steps` returns the same for a prepared call, where only the numbers in the tensors are unknown: a function that makes
+the form's tensors of the call's, and one that makes the call's results of the form's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sdpa.sequences import normalise_packed, normalise_paged, served_form
 from sdpa.validate import Options, Sizes, check_dense, leading_shape
 from sdpa.validate_sequences import check_packed, check_paged
 
-FAR = -64.0  # from here on float32's rounding of a log-sum-exp passes 1e-5
+FAR = -64.0  # below this, float32's rounding of a log-sum-exp exceeds 1e-5
 
 # (query, key, value, mask, sinks, places) -> the form's tensors; None where query, key and value are these.
 Gather = Callable[..., Sequence[Tensor]] | None
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     check: Callable[..., None]  # (query, key, value, options, places)
     normalise: Callable[..., AttentionInputs]  # of the same
     restore: Callable[..., Results]  # (results, query, key, value)
-    average: bool | None = None  # of the weights over heads, where those are asked for beside the output
+    average: bool | None = None  # whether weights are averaged over heads; None where no weights are returned
 
 
 class Call(NamedTuple):
@@ -86,15 +86,18 @@ def normalise_lifted(query: Tensor, key: Tensor, value: Tensor, options: Options
 
 
 def lifted(bias: Tensor, learns: bool) -> Tensor:
-    """The bias with its far negative rows, as of padding by -1e9, brought to 0: a row's offset changes no weight, but
-    in the log-sum-exp it would drown the logarithm of the sum. One more tensor of the size that the bias has in memory,
-    since looking first whether there is such a row would wait for the device."""
+    """The bias with its far negative rows (as of padding by -1e9) brought to 0.
+
+    A row's offset changes no weight, but in the log-sum-exp it would drown the logarithm of the sum. This takes one
+    more tensor of the size that the bias has in memory. A check first whether there is such a row would wait for the
+    device.
+    """
     bias = bias if learns else unexpanded(bias)
     top = bias.detach().amax(-1, keepdim=True)
     return bias - top.masked_fill((top > FAR) | ~torch.isfinite(top), 0.0)
 
 
-# Attention beside its weights, each head's or their mean over heads.
+# Attention that also returns its weights: of each head, or their mean over heads.
 WEIGHTS = {
     average: DENSE._replace(name=f"attention with weights, {average}", normalise=normalise_lifted, average=average)
     for average in (False, True)
@@ -102,14 +105,14 @@ WEIGHTS = {
 
 
 def dropped(results: Results, options: Options) -> Results:
-    """Nothing is left where every weight is dropped; kernels only know probabilities below 1."""
+    """The results with an output of zeros where dropout_p is 1; kernels take probabilities below 1 only."""
     if options.dropout_p != 1.0:
         return results
     return Results(torch.nn.functional.dropout(results.out, 1.0), results.lse)
 
 
 def without_weights(results: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
-    """The same of an output beside its weights."""
+    """The same for an output and its weights."""
     out, weights = results
     if options.dropout_p != 1.0:
         return out, weights
@@ -119,8 +122,11 @@ def without_weights(results: Sequence[Tensor], options: Options) -> tuple[Tensor
 def steps(
     kind: Kind, call: Call, inputs: AttentionInputs, form: AttentionInputs, returns_lse: bool
 ) -> tuple[Gather, Restore, bool]:
-    """What stands before and behind a prepared call whose `form` kernels take `inputs` in, and whether its tensors
-    begin with rows (T, H, D)."""
+    """(gather, restore, rows) of a prepared call.
+
+    `inputs` is the normalised call, `form` what the device's kernels take in its place. `rows` says whether the form's
+    tensors begin with rows (T, H, D).
+    """
     if kind.average is not None:
         plain = inputs.bias is None
         gather = gather_dense(call, inputs) if plain else gather_any(kind, call, form)
@@ -130,7 +136,7 @@ def steps(
         return gather_dense(call, inputs), restore_dense(call), False
     mask: Any = call.options.attn_mask  # a Mask
     if mask is not None and (mask.prefix is not None or mask.device() is not None):
-        gather, rows = gather_any(kind, call, form), False  # lengths of documents and of their masks meet
+        gather, rows = gather_any(kind, call, form), False  # lengths of documents and of their masks combine
     elif kind is PAGED:
         gather, rows = gather_paged(call, inputs, form), False
     else:
@@ -148,7 +154,7 @@ def gather_dense(call: Call, inputs: AttentionInputs) -> Gather:
     as_given = inputs.q is query and inputs.k is key and inputs.v is value
     fits = fits_of_call(call, inputs)
     dropping, mask = drops(options), options.attn_mask
-    idle = isinstance(mask, Mask) and mask.prefix is not None  # given all the same where it says nothing
+    idle = isinstance(mask, Mask) and mask.prefix is not None  # it is given even where it has no effect
     if as_given and not fits and not idle and options.sinks is None and not dropping:
         return None
 
@@ -205,7 +211,7 @@ def as_results(results: Sequence[Any]) -> Results:
 
 
 def gather_any(kind: Kind, call: Call, form: AttentionInputs) -> Gather:
-    """By the ordinary way, past its checks."""
+    """The form's tensors by normalising the call again, without its checks."""
     options = call.options
     places_of = [place for place, value in enumerate(form) if isinstance(value, Tensor)]
     alike = form.cu_q is not None and form.cu_q is form.cu_k
@@ -223,7 +229,7 @@ def gather_any(kind: Kind, call: Call, form: AttentionInputs) -> Gather:
 
 
 def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> tuple[Gather, bool]:
-    """As rows where kernels take them so, else as batches, segments or documents apart."""
+    """As rows where kernels take rows, else as segments of one batch entry or as a batch entry for each document."""
     query, key, value, options, documents = call
     own = all(t.shape[1] == rows.shape[1] for t, rows in zip(inputs[:3], (query, key, value), strict=True))
     if not own or options.sinks is not None:
@@ -259,7 +265,7 @@ def gather_packed(call: Call, inputs: AttentionInputs, form: AttentionInputs) ->
 
 
 def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> Gather:
-    """The views that kernels with pages take, or the pages one after the other."""
+    """As the views that kernels with pages take, or with the pages gathered one after the other."""
     query, _, _, options, pages = call
     own = inputs.q.shape[1] == query.shape[2] and inputs.k.shape[1] == inputs.v.shape[1] == call.key.shape[2]
     if not own or options.sinks is not None or call.value.shape[2] != call.key.shape[2]:
@@ -283,7 +289,7 @@ def gather_paged(call: Call, inputs: AttentionInputs, form: AttentionInputs) -> 
 
 
 def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs, returns_lse: bool) -> Restore:
-    """Of results of the form, those of the call; rows are restored by what is prepared for them."""
+    """Makes the call's results of those of the form; `restore_rows` does so for rows."""
     options, T, packed = call.options, inputs.q.shape[2], inputs.cu_q is not None
     apart = packed and form.cu_q is None and form.q_segments is None
     unseen = packed and form.q_segments is not None and inputs.sinks is not None and returns_lse
@@ -308,7 +314,7 @@ def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs
 
 
 def restore_rows(call: Call, returns_lse: bool) -> Restore:
-    """The same where the output is rows already."""
+    """The same where the output already consists of rows."""
     options = call.options
     if not returns_lse and options.dropout_p != 1.0:
         return None

@@ -1,5 +1,7 @@
-"""The memory order of results, heads inside of rows (B, M, H, D) where the source has them so, else (B, H, M, D); and
-masks without the dimensions that they repeat along."""
+"""Memory order of results, and masks without their expanded dimensions.
+
+A result lies as (B, M, H, D) where the source does, heads inside of rows, else as (B, H, M, D).
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ def empty_as(source: Tensor, last: int) -> Tensor:
 
 
 def like_layout(result: Tensor, source: Tensor) -> Tensor:
-    """`result` (B, H, M, .) in the memory order of `source`, itself where it already is."""
+    """`result` (B, H, M, .) in the memory order of `source`; no copy where it has that order already."""
     if heads_inside(source):
         return result.transpose(1, 2).contiguous().transpose(1, 2)
     return result.contiguous()
 
 
 def unexpanded(mask: Tensor) -> Tensor:
-    """A view of one entry along each dimension that is expanded, which broadcasts to the same."""
+    """A view with one entry along each expanded dimension, which broadcasts to the same values."""
     for dimension in range(mask.dim()):
         if mask.stride(dimension) == 0:
             mask = mask.narrow(dimension, 0, 1)

@@ -18,7 +18,7 @@ from sdpa.problem import UNLIMITED, AttentionInputs
 ALIGNMENTS = ("top_left", "bottom_right")
 ANDS: tuple[Callable[..., Any], ...] = (operator.and_, operator.iand)
 ANDS += (Tensor.__and__, Tensor.__rand__, Tensor.__iand__)
-ANDS += (Tensor.bitwise_and, Tensor.bitwise_and_)  # what torch and torch.compile may call `&`
+ANDS += (Tensor.bitwise_and, Tensor.bitwise_and_)  # the functions that torch and torch.compile may call for `&`
 Window = tuple[int | None, int | None]
 
 
@@ -40,12 +40,12 @@ class Mask:
             sees the keys of its own document.
         cu_seqlens: the same by cumulative lengths (documents + 1,), or a pair for queries and keys.
         prefix: an integer or (B,) integers: keys that every query sees whatever causal and window say.
-        alibi: slopes (H,) or (B, H); slope * distance is taken off the scores (Press et al., 2022).
+        alibi: slopes (H,) or (B, H); slope * distance is subtracted from the scores (Press et al., 2022).
         allowed: bool, True = attend, broadcastable to (B, H, M, N) and read through its strides.
         bias: float, added to the scaled scores, broadcastable likewise. It may require a gradient.
 
     Raises:
-        ValueError, TypeError: a field that cannot be meant, in one sentence.
+        ValueError, TypeError: a field of a wrong type or value, or two fields that exclude each other.
     """
 
     causal: bool = False
@@ -105,14 +105,15 @@ class Mask:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Mask:
-        """`tensor & mask`, and under torch.compile `mask & tensor`, which it takes for torch's: it asks here first."""
+        """`tensor & mask`. Also `mask & tensor` under torch.compile, which treats it as torch's operator and asks here
+        first."""
         if function not in ANDS or len(args) != 2:
             return NotImplemented
         a, b = args
         return a.__and__(b) if isinstance(a, Mask) else b.__and__(a)
 
     def __repr__(self) -> str:
-        """The fields that say something, tensors by dtype and shape."""
+        """The fields that are not their default, tensors by dtype and shape."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         said = [f"{f.name}={told(given[f.name])}" for f in fields(self) if not is_default(given[f.name], f.default)]
         return f"Mask({', '.join(said)})"
@@ -191,13 +192,13 @@ def is_integer(tensor: Tensor) -> bool:
 
 
 def is_symbolic(mask: Mask) -> bool:
-    """Whether torch.fx traces the call, which makes masks of proxies."""
+    """Whether torch.fx traces the call: a field is then a proxy."""
     fx = sys.modules.get("torch.fx")
     return fx is not None and any(isinstance(getattr(mask, field.name), fx.Proxy) for field in fields(mask))
 
 
 def of_dense(tensor: Tensor, function: str) -> Mask:
-    """A bool tensor as what is allowed, a float one as what is added."""
+    """A bool tensor as `allowed`, a float tensor as `bias`."""
     if tensor.dtype == torch.bool:
         return Mask(allowed=tensor)
     if not tensor.is_floating_point():
@@ -206,19 +207,20 @@ def of_dense(tensor: Tensor, function: str) -> Mask:
 
 
 def kind_of(value: object) -> torch.dtype | str:
-    """A tensor's dtype, or the type of what should have been one."""
+    """A tensor's dtype; the type's name for anything else."""
     return value.dtype if isinstance(value, Tensor) else type(value).__name__
 
 
 def told(value: object) -> str:
-    """A field's value, tensors by dtype and shape: their numbers would fill a screen, and be read from a device."""
+    """A field's value as text. Tensors are named by dtype and shape, because printing their numbers would read them
+    from a device."""
     if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
         return f"({', '.join(map(told, value))})"
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def is_default(value: object, default: object) -> bool:
-    """Also of a mask that was pickled, whose words are others."""
+    """Whether a value is the default, by value: a pickled mask has other objects."""
     return value is default or (isinstance(value, str) and value == default)
 
 

@@ -11,7 +11,7 @@ from sdpa.mask import Mask, Window
 
 
 def combine(a: Mask, b: Mask) -> Mask:
-    """The mask that sees what both see. Raises ValueError where the fields cannot express it."""
+    """The mask that lets through what both let through. Raises ValueError where the fields cannot express it."""
     return Mask(
         causal=a.causal or b.causal,
         align=common_alignment(a, b),
@@ -34,7 +34,7 @@ def both(x: Tensor | None, y: Tensor | None, join: Callable[[Tensor, Tensor], Te
 
 
 def common_alignment(a: Mask, b: Mask) -> str:
-    """The alignment of the side that has something to align."""
+    """The alignment of the mask that has something to align. Raises ValueError where both have, and they differ."""
     aligned = [m for m in (a, b) if m.has_band or m.alibi is not None]
     if len({m.align for m in aligned}) > 1:
         raise ValueError(f"masks aligned {a.align} and {b.align} cannot be combined; make one of them dense first")

@@ -1,4 +1,5 @@
-"""Nested tensors that are not rows one after the other: jagged ones with holes, and strided ones."""
+"""Nested tensors whose rows do not lie one after the other: jagged ones with holes, and those of torch's strided
+layout."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ def as_packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 def offsets_of(jagged: Any) -> Tensor:
-    """Where entries begin; torch's types know no jagged tensors."""
+    """The offsets of the entries; torch's annotations do not have this method."""
     return jagged.offsets()
 
 
 def lengths_of(jagged: Any) -> Tensor | None:
-    """How long entries are, where they leave holes."""
+    """The lengths of the entries, where they leave holes; else None."""
     return jagged.lengths()
 
 

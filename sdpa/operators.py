@@ -1,13 +1,13 @@
-"""The operators sdpa::attention_forward, _backward and _weights: selection is inside, so that a graph sees one node.
+"""The operators sdpa::attention_forward, _backward and _weights, each one node of a graph, which selects its kernel.
 
-One schema for each direction. Arguments with defaults stand last, those that a plain call has before those of masks, so
-that a plain call names few. Registered by define/impl (a Python custom_op costs three times as much a call). The
-log-sum-exp is (B, H, M) where it is asked for, else an empty tensor; a gradient that nobody asked for is one, too.
+Each has one schema. Arguments with defaults stand last: first those of plain calls, then those of masks, so that a
+plain call names few. They are registered by define/impl, because a Python custom_op costs three times as much a call.
+The log-sum-exp is (B, H, M) where it is asked for, else an empty tensor. So is a gradient that is not asked for.
 
-Code that Inductor generates calls the functions themselves: tensors are neither differentiated nor batched nor traced
-there, and the dispatcher's way into Python takes longer than the choice of a kernel. A profiler then sees kernels and
-not the operators. The hook is Inductor's, for operators that want code of their own (torch 2.11 and later); without it
-generated code calls the operators.
+Code that Inductor generates calls the functions themselves. Tensors are neither differentiated nor batched nor traced
+there, and the dispatcher's way into Python takes longer than the choice of a kernel. A profiler then shows kernels and
+not the operators. The hook for this is Inductor's (torch 2.11 and later); without it generated code calls the
+operators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sdpa.passes import AVERAGED, CU_K, NO_EXTRA, WITH_LSE, Form, Pass
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, is_empty
 from sdpa.torch_private import inductor_hooks
 
-# Fields of AttentionInputs that a plain call has, behind q, k and v; and what masks add.
+# Fields of AttentionInputs that a plain call has after q, k and v, and the fields that masks add.
 BAND_SCHEMA = "float scale, SymInt left=-1, SymInt right=-1, bool bottom_right=False"
 MASK_SCHEMA = (
     "Tensor? bias=None, Tensor? allowed=None, Tensor? q_lengths=None, Tensor? k_lengths=None, "
@@ -71,7 +71,8 @@ NO_DIMENSIONS = (None,) * (len(DEFAULTS) + 2)  # where arguments are told by the
 
 
 def of_forward(args: Sequence[Any], missing: tuple[Any, ...] | None = None) -> tuple[AttentionInputs, bool, str]:
-    """(inputs, needs_lse, setting); `missing` are the arguments, from the scale on, that stand where none is given."""
+    """(inputs, needs_lse, setting) of an operator's arguments; `missing` stands in for arguments from the scale on that
+    are not given."""
     args = filled(args, 4, (*BAND_DEFAULTS, False, "", *MASK_DEFAULTS) if missing is None else missing)
     return AttentionInputs(*args[:BAND_END], *args[BAND_END + 2 :]), args[BAND_END], args[BAND_END + 1]
 
@@ -91,12 +92,12 @@ def of_weights(args: Sequence[Any], missing: tuple[Any, ...] | None = None) -> t
 
 
 def filled(args: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All arguments, of which the last ones may not be given."""
+    """All arguments: those given, and the defaults of the last ones."""
     return (*args, *defaults[len(args) - required :])
 
 
 def trimmed(masks: Sequence[Any]) -> Sequence[Any]:
-    """Fields of masks without the defaults at their end."""
+    """Fields of masks, without the trailing ones that have their default."""
     end = len(masks)
     while end and (masks[end - 1] is None or (not isinstance(masks[end - 1], Tensor) and is_default(masks, end - 1))):
         end -= 1
@@ -104,7 +105,7 @@ def trimmed(masks: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_default(masks: Sequence[Any], place: int) -> bool:
-    """Whether a number is the default; one that a compiler keeps open is none."""
+    """Whether a number is the default; a symbolic number is not."""
     value = masks[place]
     return isinstance(value, (int, float)) and value == MASK_DEFAULTS[place]
 
@@ -138,7 +139,7 @@ def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: s
 
 
 def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    """A kernel's forward, in the layout that a graph counts on."""
+    """A kernel's forward: out and lse in the memory layout that the fake promises."""
     tensors, state = state_of("forward", args)
     found = CALLS.look_up(state, tensors)
     if found is None:
@@ -160,7 +161,8 @@ def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """A kernel's backward, likewise; a tensor each for what is missing, because results may not alias."""
+    """A kernel's backward, likewise. A missing gradient is an empty tensor of its own, because results may not
+    alias."""
     tensors, state = state_of("backward", args, out, lse, grad_out)
     setting = kept(args[BAND_END + 2] if len(args) > BAND_END + 2 else "", lse)
     state = (*state, setting)
@@ -205,8 +207,8 @@ def attention_weights(lse: Tensor, *args: Any) -> Tensor:
 
 
 def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """The tensors among an operator's arguments, and what `calls` knows a call by beside them. Those of `beside` only
-    count with how they lie in memory."""
+    """The tensors among an operator's arguments, and the rest by which `calls` recognises a call. Of the tensors in
+    `beside` only strides and alignment are part of it."""
     if len(args) <= BAND_END + 2 and direction != "backward":  # a plain call
         tensors, numbers = args[:3], args[3:]
     else:
@@ -219,7 +221,7 @@ def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tu
 
 
 def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:
-    """No query or no key: zeros, as torch has it."""
+    """The results without queries or without keys: zeros as in torch, and -inf."""
     out, lse = allocate(inputs, needs_lse)
     return out.zero_(), lse.fill_(-torch.inf)
 
@@ -267,8 +269,9 @@ def fake_weights(*args: Any) -> Tensor:
     return inputs.q.new_empty((B, M, inputs.k.shape[2]) if average else (B, H, M, inputs.k.shape[2]))
 
 
-# By operator, what stands beside the operators for generated code, which knows torch alone. That may come from a cache
-# on disk that another version of ours wrote: whoever changes a function's arguments gives it another name.
+# By operator, the function that generated code calls. It lies in torch.ops, because such code imports torch only. Code
+# may come from a cache on disk that another version of ours wrote. So a function whose arguments change must get a new
+# name.
 GENERATED = {
     "attention_forward": "attention_forward_2",
     "attention_backward": "attention_backward_2",
@@ -280,7 +283,7 @@ def register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) 
     """An operator's function on every device, its fake, and the function for generated code."""
 
     def with_offer(*args: Any) -> Any:
-        offer()  # who generates code asks here before
+        offer()  # before code is generated, Inductor calls the fake
         return fake(*args)
 
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
@@ -290,7 +293,7 @@ def register(name: str, function: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def offer() -> None:
-    """Have code generated so, where Inductor has been imported: which takes a second that others should not spend."""
+    """Register the hook, where Inductor has been imported; importing it takes a second."""
     module = inductor_hooks()
     hooks = getattr(module, "CUSTOM_EXTERN_KERNEL_CODEGEN", None)
     if hooks is not None:
@@ -299,8 +302,8 @@ def offer() -> None:
 
 
 def write(name: str, node: Any, writeline: Callable[[str], None]) -> None:
-    """The line that calls the function, in place of Inductor's own for an operator; without the defaults at the end,
-    which Inductor fills in by name."""
+    """The generated line that calls the function in place of the operator, without the trailing defaults that Inductor
+    fills in by name."""
     given = [*node.codegen_args(), *(text.partition("=")[2] for text in node.codegen_kwargs())]
     defaults = [repr(argument.default_value) for argument in node.op_overload._schema.arguments]
     while given and given[-1] == defaults[len(given) - 1]:

@@ -1,7 +1,8 @@
 """Packed sequences and paged keys as ordinary batch entries (B, H, M, D) with lengths, and results back.
 
-Where no kernel of a device takes them as they are, and in the reference, this says what they mean. Rows are gathered
-in both directions, because each belongs to at most one document: nothing is added up, and autograd may pass through.
+This defines what they mean. It is used by the reference, and where no kernel of a device takes them as they are. Rows
+are gathered in both directions, because each belongs to at most one document: nothing is summed, and autograd may pass
+through.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def taken(values: Tensor, places: Tensor, behind: Tensor) -> Tensor:
 
 
 def sizes(inputs: AttentionInputs) -> tuple[int, int]:
-    """M and N of the documents as batch entries; none is longer than all together."""
+    """M and N of the documents as batch entries: those of the longest, at most all packed rows."""
     return query_size(inputs), min(inputs.max_k, inputs.k.shape[2])
 
 
@@ -88,7 +89,7 @@ def apart_upstream(upstream: Results, inputs: AttentionInputs) -> Results:
 
 
 def query_size(inputs: AttentionInputs) -> int:
-    """M of the documents as batch entries; none is longer than all together."""
+    """M of the documents as batch entries: that of the longest, at most all packed rows."""
     return min(inputs.max_q, inputs.q.shape[2])
 
 
@@ -149,13 +150,13 @@ def segment_ids(cu: Tensor, T_q: int, T_k: int) -> tuple[Tensor, Tensor]:
 
 
 def unseen_outside(lse: Tensor, cu: Tensor) -> Tensor:
-    """(1, H, T) with -inf in rows outside of all documents, where a sink would be."""
+    """lse (1, H, T) with -inf in rows outside of all documents, which else have the sink's score."""
     document = documents_of(cu, lse.shape[2])
     return lse.masked_fill((document < 0) | (document >= cu.shape[0] - 1), -torch.inf)
 
 
 def shorter(lengths: Tensor | None, cu: Tensor, size: int) -> Tensor:
-    """The lengths of documents, or what is valid of them."""
+    """The lengths of documents, or how many rows of each are valid."""
     whole = cu.diff().clamp(0, size)
     return whole if lengths is None else torch.minimum(lengths, whole)
 
@@ -173,7 +174,8 @@ def unseen_lse(inputs: AttentionInputs) -> Tensor:
 
 
 def gathered(inputs: AttentionInputs) -> AttentionInputs:
-    """Each sequence's pages one after the other; what the table says beyond the lengths is read and hidden by them."""
+    """Each sequence's pages one after the other. Pages of the table beyond the lengths are read too, and hidden by the
+    lengths."""
     table, lengths = inputs.block_table, inputs.k_lengths
     assert table is not None and lengths is not None  # paged keys have both
     k, v = page_rows(inputs.k, inputs.v, table)

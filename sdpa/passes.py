@@ -1,7 +1,7 @@
-"""One direction of calls of one form: its kernel is chosen, and its launches are recorded by the first call.
+"""One direction of a prepared call: the kernel that was selected, and its recorded launches.
 
-The form of a call is what its kernel depends on beside the numbers in its tensors: which fields of AttentionInputs
-there are, their sizes, strides, dtypes and device, and every other number. `calls` recognises it.
+The form of a call is everything that its kernel depends on beside the numbers in its tensors: which fields of
+AttentionInputs are given, their sizes, strides, dtypes and device, and every other number. `calls` recognises it.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
 
 
 class Form:
-    """Which fields of AttentionInputs are tensors, and the numbers that the others are."""
+    """Which fields of AttentionInputs are tensors, and the values of the other fields."""
 
     __slots__ = ("alike", "firsts", "numbers", "places", "template")
 
     def __init__(self, inputs: AttentionInputs) -> None:
-        self.alike = inputs.cu_k is not None and inputs.cu_k is inputs.cu_q  # given once, then
+        self.alike = inputs.cu_k is not None and inputs.cu_k is inputs.cu_q  # then it is given once
         given = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
         self.places = tuple(place for place in given if not (self.alike and place == CU_K))
         first = {id(inputs[place]): number for number, place in reversed(list(enumerate(self.places)))}
-        # Of tensors that are one and the same, the numbers of the first; recorded launches are given each once.
+        # The number of the first of fields that hold the same tensor; recorded launches are given each tensor once.
         self.firsts = tuple(sorted(first.values()))
         self.template: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
 
     def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
-        """Those tensors, in the order of the fields, among the numbers."""
+        """AttentionInputs of these tensors, given in the order of the fields."""
         if self.numbers is not None:
             return AttentionInputs(*tensors, *self.numbers)
         values = self.template.copy()
@@ -52,7 +52,7 @@ class Form:
         return AttentionInputs(*values)
 
     def distinct(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The form's tensors out of all that inputs have, in order."""
+        """The form's tensors among all tensors of inputs, in order, without a second one that is the same."""
         if not self.alike:
             return tensors
         place = self.places.index(CU_Q) + 1
@@ -99,7 +99,7 @@ class Pass:
     def __init__(self, form: Form, choice: Choice) -> None:
         self.form, self.choice = form, choice
         self.again: Callable[..., Any] | None = None  # its recorded launches
-        self.is_passing = False  # not expected to come again: launches are not recorded
+        self.is_passing = False  # not expected to be called again: launches are not recorded
 
     def __call__(self, *tensors: Tensor) -> Any:
         LAST.choice = self.choice
@@ -113,7 +113,8 @@ class Pass:
             return recover(self.choice, error, *self.nouns(tensors))
 
     def first(self, tensors: Sequence[Tensor]) -> Results | Gradients | Tensor:
-        """The pass by its kernel, whose launches are recorded; or again so, where these tensors are an exception."""
+        """Run the kernel and record its launches; for later calls whose tensors the recorded launches do not fit, run
+        it again."""
         nouns, choice = self.nouns(tensors), self.choice
         record = None if self.is_passing else choice.record
         if record is None:
@@ -124,12 +125,12 @@ class Pass:
         return results
 
     def once(self, again: Callable[..., Any]) -> Callable[..., Any]:
-        """`again` of each tensor once."""
+        """`again`, given each tensor once."""
         firsts, count = self.form.firsts, len(self.form.places)
         return lambda *tensors: again(*[tensors[number] for number in firsts], *tensors[count:])
 
     def nouns(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """What the kernel's function of this direction takes."""
+        """The arguments of the kernel's function of this direction."""
         number, direction = len(self.form.places), self.choice.problem.direction
         inputs, rest = self.form.inputs(tensors[:number]), tensors[number:]
         if direction == "forward":

@@ -1,6 +1,6 @@
-"""What front-door calls of one form come to: their forward, their backward, and whose node of the graph stands between.
+"""Prepared calls: the forward and the backward of calls of one form, and the autograd node between them.
 
-Made once for each form by `entry`, and found again by `calls`.
+`entry` prepares each form once, and `calls` finds it again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.torch_private import current_node, deterministic, saved_tensors_hooks
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
-MAX_BACKWARDS = 16  # of one form, by switches and by how the gradient that arrives lies in memory
-ADDRESS_BITS = 15  # of an address: what it is beyond a multiple of 16 bytes
+MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of the incoming gradient
+ADDRESS_BITS = 15  # the bits of an address below a multiple of 16 bytes
 
 
 class Prepared:
     """Calls of one form, forward and backward.
 
-    `attend` takes the form's tensors and returns a tuple that begins with the output, and goes on with the log-sum-exp
-    where that `returns_lse`.
+    `attend` takes the form's tensors. It returns a tuple of the output and, where `returns_lse`, the log-sum-exp.
     """
 
     __slots__ = (
@@ -82,18 +81,19 @@ class Prepared:
     # -- torch's own operator, where the kernel is one ----------------------------------------------------------------
 
     def native_of(self, inputs: AttentionInputs, learns: bool) -> Callable[..., Tensor] | None:
-        """torch's own operator of (query, key, value), where the chosen kernel is one."""
+        """torch's own operator as a function of (query, key, value), where the chosen kernel is one."""
         make = self.choice.native
         return None if make is None else make(inputs, learns)
 
     def stays(self, problem: AttentionProblem) -> bool:
-        """Whether the kernel of a small forward is wanted for the backward, too, so that torch may differentiate it."""
+        """Whether the kernel of a small forward is best for the backward, too, so that torch may differentiate its
+        operator."""
         if current_node is None or problem.flops() >= learning.SMALL_FLOPS:
             return False
         if Setting.decode(self.setting).priority:
             try:
                 backward = select.choose(learning.backward_of(problem), self.setting, torch_toggles())
-            except NoKernelError:  # that is for the backward to say, if there is one
+            except NoKernelError:  # the backward raises it, if it runs
                 return False
             return backward.kernel is self.choice.kernel
         return learning.stays(self.choice.kernel, select.followers(problem, self.setting, torch_toggles()))
@@ -106,30 +106,31 @@ class Prepared:
             return recover(self.choice, error, self.form.inputs(tensors))
 
     def by_differentiable_operator(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if saved_tensors_hooks(False) is not None:  # checkpointing hands out what was saved once: see after_backward
+        if saved_tensors_hooks(False) is not None:  # checkpointing lets `after_backward` read what is saved only once
             return self.by_function(*tensors)
         LAST.choice = self.choice
         try:
             out = self.native(*tensors)
         except Exception as error:
-            if failure.kind_of(error) is None:  # checkpointing ends a forward so
+            if failure.kind_of(error) is None:  # as the exception by which checkpointing ends a forward
                 raise
             return self.by_function(*tensors)
         out.grad_fn._register_hook_dict(self.watch)
         return (out,)
 
     def make_watch(self) -> Tensor:
-        """A tensor whose hooks nodes can share: `Tensor.register_hook` would make new ones for each call."""
+        """A tensor whose hook dictionary the nodes of all calls share; `Tensor.register_hook` would make one for each
+        call."""
         watch = torch.empty(0)
         watch._backward_hooks = {0: self.before_backward}
         return watch
 
     def before_backward(self, grad_out: Tensor) -> Tensor | None:
-        """torch's own backward of the operator has no derivative: where one may be asked for, ours replaces it. And its
-        kernels read gradients at multiples of 16 bytes, whatever arrives."""
+        """torch's backward of its operator has no derivative, so where one may be asked for, `after_backward` replaces
+        the gradients. torch's kernels also need the incoming gradient at multiples of 16 bytes."""
         if torch.is_grad_enabled():
             node = current_node()
-            if "sdpa" not in node.metadata:  # a graph that is kept is gone through again
+            if "sdpa" not in node.metadata:  # a graph with retain_graph=True runs again
                 node.metadata["sdpa"] = node.register_hook(self.after_backward)
             return None
         return readable(grad_out) if grad_out is not None and grad_out.is_cuda else None
@@ -154,8 +155,8 @@ class Prepared:
     def gradients(
         self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
-        """The gradients of q, k, v, the bias and the sinks, None where there is none, of (out, lse) and the gradients
-        that arrive at these."""
+        """The gradients of q, k, v, bias and sinks, None where there is none. `results` are (out, lse), `upstream`
+        their gradients."""
         out, grad_out = results[0], upstream[0]
         given = (*tensors, *results, grad_out) if upstream[1] is None else (*tensors, *results, *upstream)
         address = (grad_out.data_ptr() | out.data_ptr()) & ADDRESS_BITS if out.is_cuda else 0
@@ -171,7 +172,7 @@ class Prepared:
     def differentiable(
         self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
-        """The same by a node that has derivatives of its own."""
+        """The same by a node that is itself differentiable."""
         inputs = self.form.inputs(tensors)
         return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
 
@@ -184,8 +185,11 @@ class Prepared:
 
 
 class PreparedRows(Prepared):
-    """Calls of packed rows (T, H, D) that the device's kernels take as they are. A batch with as many rows may never
-    come again but for the layers of a stack, so launches are recorded when the second call does."""
+    """Calls of packed rows (T, H, D) that the device's kernels take as they are.
+
+    The same number of rows seldom comes again, except in the layers of a stack. So launches are recorded at the second
+    call.
+    """
 
     __slots__ = ("came",)
 
@@ -200,7 +204,7 @@ class PreparedRows(Prepared):
     def run_rows(self, *tensors: Tensor) -> Pair:
         self.forward.is_passing, self.came = not self.came, True
         out, lse = self.forward(*tensors)
-        return as_rows(out).data, lse  # a tensor and no view, which nobody could change in place
+        return as_rows(out).data, lse  # a tensor and no view, because views of a Function cannot be changed in place
 
     def gradients(
         self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
@@ -227,7 +231,7 @@ class PreparedRows(Prepared):
 
 
 class PreparedWeights:
-    """Calls that want the weights beside the output: the forward, and the weights from its log-sum-exp."""
+    """Calls that also return the weights: the forward, and the weights from its log-sum-exp."""
 
     __slots__ = ("average", "forward", "learns", "setting", "weights")
 

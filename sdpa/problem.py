@@ -22,10 +22,10 @@ from sdpa.torch_private import float32_precision
 
 UNLIMITED = -1
 
-# From here on what a kernel's tanh may lose near 0, 1e-7 of the softcap, is felt beside bfloat16's rounding of weights.
+# From this softcap on, the error of a kernel's tanh near 0 (1e-7 of the softcap) shows beside bfloat16's rounding.
 LARGE_SOFTCAP = 1000.0
-# Every optional thing a call can ask for, and how a refusal names it. A kernel's row in the catalog lists
-# the ones it honours; `why_not` is the difference of two sets.
+# Every optional feature of a call, and its name in a refusal. A kernel's row in the catalog lists those it supports;
+# `why_not` takes the difference of the two sets.
 FEATURES = {
     "band": "a causal mask or a window",
     "bottom_right": "a diagonal aligned to the bottom right corner",
@@ -107,7 +107,8 @@ def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
 
 
 def refill_of(inputs: AttentionInputs) -> Callable[[Sequence[Tensor]], AttentionInputs]:
-    """What makes inputs of other tensors, in the order of `read_of`, and the same numbers. It keeps no tensor."""
+    """A function that makes inputs of other tensors, in the order of `read_of`, and of these numbers. It keeps no
+    tensor."""
     places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
     fields = [(places.get(id(value)), None if isinstance(value, Tensor) else value) for value in inputs]
 
@@ -177,8 +178,8 @@ class AttentionProblem(NamedTuple):
         extra: frozenset[str] = frozenset(),
         others: tuple[Tensor | None, ...] = (),
     ) -> AttentionProblem:
-        """Describe `inputs`; `extra` adds what tensors cannot tell ("lse", "backward", "bias_grad", "lse_grad",
-        "averaged"), and `others` are what a backward reads beside them: out, lse and grad_out."""
+        """Describe `inputs`. `extra` adds features that tensors do not show ("lse", "backward", "bias_grad",
+        "lse_grad", "averaged"). `others` are the tensors that a backward reads in addition: out, lse and grad_out."""
         q, k, v = inputs.q, inputs.k, inputs.v
         H, D, Hkv, Dv = q.shape[1], q.shape[3], k.shape[1], v.shape[3]
         B, M, N = lengths_of(inputs)
@@ -217,7 +218,7 @@ class AttentionProblem(NamedTuple):
         return self._replace(unaligned=tuple(pair for pair in self.unaligned if pair[0] not in names))
 
     def unaligned_at(self, name: str) -> int:
-        """Of how many bytes' multiples a tensor lies at: 16 where it is none of the unaligned ones."""
+        """The alignment of a tensor in bytes: 16 where it is not among the unaligned ones."""
         return dict(self.unaligned).get(name, BULK_BYTES)
 
     @property
@@ -278,7 +279,7 @@ def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:
 
 
 def is_empty(inputs: AttentionInputs) -> bool:
-    """Whether no query meets a key; without a head size scores are 0 and the softmax is still one."""
+    """Whether no query meets a key. A head size of 0 is not empty: scores are 0, and the weights still sum to one."""
     (B, M, N), q, k = lengths_of(inputs), inputs.q, inputs.k
     keys = N and k.shape[0] and k.shape[2]
     return not (B and q.shape[1] and M and q.shape[2] and (keys or inputs.sinks is not None))
@@ -299,13 +300,13 @@ def is_full_bias(inputs: AttentionInputs) -> bool:
 
 
 def is_narrow_mask(inputs: AttentionInputs) -> bool:
-    """Whether there is a dense mask or bias, and none of them tells several keys apart."""
+    """Whether there is a dense mask or bias, and each repeats one column for all keys."""
     given = [mask for mask in (inputs.bias, inputs.allowed) if mask is not None]
     return bool(given) and inputs.k.shape[2] > 1 and all(m.shape[3] == 1 or m.stride(3) == 0 for m in given)
 
 
 def has_band(inputs: AttentionInputs, M: int, N: int) -> bool:
-    """Whether the corner the diagonal is aligned to matters."""
+    """Whether it matters to which corner the diagonal is aligned."""
     aligned = inputs.left != UNLIMITED or inputs.right != UNLIMITED or inputs.alibi is not None
     ragged = inputs.cu_q is not None or inputs.k_lengths is not None or inputs.q_lengths is not None
     return aligned and (M != N or ragged)

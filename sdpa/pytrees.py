@@ -1,8 +1,7 @@
-"""Mask, Results and a decoder's cache as pytrees: torch.export, torch.func and torch.compile take them apart.
+"""Mask, Results and a decoder's cache as pytrees, which torch.export, torch.func and torch.compile flatten.
 
-Leaves are the fields that may be tensors, as far as they are there; flags, the alignment and the window are in the
-context. A node is built again without the checks of its constructor, because torch also builds it of things that are no
-tensors.
+Leaves are the given fields that may be tensors. Flags, the alignment and the window are in the context. A node is built
+again without the checks of its constructor, because torch also builds it of objects that are no tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The specification: attention in plain torch, written for reading, right in float64. Every kernel is judged by it."""
+"""The specification: attention in plain torch, written for reading, right in float64. Every kernel is compared with
+it."""
 
 from __future__ import annotations
 

@@ -68,10 +68,11 @@ def normalise_paged(
 
 
 def served_form(inputs: AttentionInputs) -> AttentionInputs:
-    """`inputs` as a fused kernel of their device takes them.
+    """`inputs` in the form that a fused kernel of their device takes.
 
-    As they are where one does; else self-attention as segments of one batch entry where one takes those (positions
-    then differ by a constant per document, which no mask sees); else gathered into batch entries.
+    They stay as they are where a kernel takes packed or paged inputs. Else self-attention becomes segments of one batch
+    entry, where a kernel takes segments; positions then differ by a constant per document, which no mask depends on.
+    Else documents and pages are gathered into batch entries.
     """
     device = inputs.q.device.type
     if inputs.block_table is not None:
@@ -84,7 +85,7 @@ def served_form(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def is_one_line(inputs: AttentionInputs) -> bool:
-    """Whether documents differ in nothing but where they lie: queries and keys alike, no field for each of them."""
+    """Whether documents differ only in where they lie: the same for queries and keys, and no field per document."""
     per_document = (inputs.q_lengths, inputs.k_lengths, inputs.prefix)
     shared_slopes = inputs.alibi is None or inputs.alibi.shape[0] == 1
     return inputs.cu_q is inputs.cu_k and shared_slopes and all(field is None for field in per_document)

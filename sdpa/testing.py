@@ -20,13 +20,13 @@ ERROR_FACTOR = 2.0
 # In float64 the reference is as rounded as the result and "plain" is the reference itself, so the band stands alone:
 # twice for two roundings, twice for sums over rows that cancel (gradients of broadcast biases).
 FLOAT64_SLACK = 4.0
-# What an exponential made for half precisions may be off by: torch's CPU flash takes one that errs by 2^-14.
+# The error of an exponential made for half precisions: torch's CPU flash uses one with an error of 2^-14.
 HALF_EXPONENTIAL = 2.0**-13
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem to try: sizes from the glossary, the kind of mask by name, and how q, k, v lie in memory."""
+    """A problem to test: sizes by the glossary, the kind of mask by name, and the memory order of q, k and v."""
 
     B: int = 2
     H: int = 4
@@ -138,7 +138,7 @@ def make_inputs(case: Case, seed: int = 0) -> AttentionInputs:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One result against float64: its largest error, and what it may be."""
+    """One result against float64: its largest error, and the bound for it."""
 
     name: str
     error: float
@@ -160,10 +160,8 @@ def problem_of(inputs: AttentionInputs, direction: str, bias_grad: bool = False)
 def run_kernel(
     name: str, inputs: AttentionInputs, grad_out: Tensor | None, bias_grad: bool = False
 ) -> tuple[Results, Gradients | None]:
-    """One kernel of the catalog, forward and backward by itself; a kernel without a forward gets the results of math.
-
-    The gradients are None where `grad_out` is.
-    """
+    """One kernel of the catalog, forward and backward by itself. A kernel without a forward gets the results of math.
+    The gradients are None where `grad_out` is None."""
     module = by_name()[name].load()
     first = problem_of(inputs, "forward") if grad_out is not None else AttentionProblem.of(inputs)
     if "forward" in by_name()[name].directions:
@@ -387,6 +385,6 @@ def able(name: str, case: Case) -> list[str]:
 
 
 def trains(kernel: Kernel, inputs: AttentionInputs) -> bool:
-    """Whether the kernel's forward also gives what a backward needs, and its backward takes it; a few do so for some
-    problems only."""
+    """Whether the kernel's forward also returns what a backward needs, and its backward takes the problem. A few
+    kernels do so for some problems only."""
     return not kernel.why_not(problem_of(inputs, "forward")) and not kernel.why_not(problem_of(inputs, "backward"))

@@ -1,4 +1,4 @@
-"""Every check of a dense call: one sentence with what was expected and what was got, before anything else is done."""
+"""Every check of a dense call. Each message is one sentence that says what was expected and what was got."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sdpa.mask import Mask
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MIN_RANK = 2
 
-# torch prints C++ type names in its messages; somebody may match on them.
+# torch prints C++ type names in its messages, which programs may match.
 DTYPE_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -36,7 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Options(NamedTuple):
-    """Everything beside query, key and value that changes the result."""
+    """Every argument beside query, key and value that changes the result."""
 
     attn_mask: Tensor | Mask | None = None
     dropout_p: float = 0.0
@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The dimensions that masks are held against, and the batch dimensions as they were given."""
+    """The dimensions that masks are checked against, and the batch dimensions as they were given."""
 
     B: int
     H: int
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 def check_dense(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
-    """A call of scaled_dot_product_attention."""
+    """Check a call of scaled_dot_product_attention."""
     check_tensors(query, key, value)
     check_sizes(query, key, value)
     check_options(options)
@@ -93,7 +93,7 @@ def leading_shape(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
 
 
 def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None:
-    """attn_mask, which is of a kind that may stand there and not beside is_causal."""
+    """Check the type of attn_mask, and that it is not given beside is_causal."""
     given = options.attn_mask
     if given is None:
         return None
@@ -112,7 +112,7 @@ def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None
 
 
 def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
-    """The tensors of a mask are on the query's device and fit the sizes of the call."""
+    """Check that the tensors of a mask are on the query's device and fit the sizes of the call."""
     device = mask.device if isinstance(mask, Tensor) else mask.device()
     if device is not None and device != query.device:
         raise RuntimeError(f"Expected attn_mask to be on the query's device {query.device}, but got {device} instead.")
@@ -312,7 +312,7 @@ def check_dimensions(name: str, tensor: Tensor, dimensions: str) -> None:
 
 
 def check_int32(name: str, tensor: Tensor, query: Tensor) -> None:
-    """What kernels read as indices: int32 on the query's device."""
+    """Check indices that kernels read: int32 on the query's device."""
     if tensor.dtype != torch.int32:
         raise RuntimeError(f"Expected {name} to be int32, but got {dtype_name(tensor.dtype)} instead.")
     check_same_device(name, tensor, query)

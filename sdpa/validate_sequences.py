@@ -48,7 +48,7 @@ class Pages(NamedTuple):
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor, options: Options, documents: Documents) -> None:
-    """A call of varlen_attention."""
+    """Check a call of varlen_attention."""
     check_rows(query, key, value, documents)
     check_options(options, "varlen_attention")
     mask = check_fields("varlen_attention", options, query, PACKED_REFUSES)
@@ -59,7 +59,7 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor, options: Options, do
 
 
 def check_paged(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: Options, pages: Pages) -> None:
-    """A call of paged_attention."""
+    """Check a call of paged_attention."""
     check_caches(query, key_cache, value_cache, pages)
     check_options(options, "paged_attention")
     mask = check_fields("paged_attention", options, query, PAGED_REFUSES)
@@ -85,7 +85,7 @@ def check_sequence_heads(query: Tensor, key: Tensor, value: Tensor, options: Opt
 
 
 def check_fields(function: str, options: Options, query: Tensor, refused: tuple[str, ...]) -> Mask | None:
-    """attn_mask is a Mask of fields that count inside a document or sequence."""
+    """Check that attn_mask is a Mask, whose fields count positions inside a document or sequence."""
     given = options.attn_mask
     if given is not None and not isinstance(given, Mask):
         raise TypeError(f"{function}(): attn_mask must be a sdpa.Mask or None, not {type(given).__name__}")
@@ -139,7 +139,7 @@ def check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor, pages: P
     check_dimensions("query", query, "B, M, H, D")
     check_dimensions("key_cache", key_cache, "pages, page_size, Hkv, D")
     check_dimensions("value_cache", value_cache, "pages, page_size, Hkv, Dv")
-    if query.shape[2] == 1 != key_cache.shape[2]:  # (B, H, 1, D) as it seems, so that here one head does not broadcast
+    if query.shape[2] == 1 != key_cache.shape[2]:  # it looks like (B, H, 1, D), so one head does not broadcast here
         raise RuntimeError(
             "Expected query of shape (B, M, H, D) to have as many heads as the caches of shape (pages, page_size, Hkv, "
             f"D), or a multiple, but got {shapes(query=query, key_cache=key_cache)} instead."

@@ -1,4 +1,4 @@
-"""varlen_attention and paged_attention: their signatures and what they mean; `entry` answers them."""
+"""varlen_attention and paged_attention: their signatures and their meaning. `entry` computes them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def varlen_attention(
         value: (T, Hkv, Dv).
         cu_q: (documents + 1,) int32, cumulative query lengths from 0, on the query's device and never read on the host.
         cu_k: the same of keys; the same tensor for self-attention, which is then known to be one.
-        max_q: no document may have more queries than this; what one gets that has is not specified.
+        max_q: the most queries of a document; the result of a longer document is not specified.
         max_k: the same of keys.
         attn_mask: a `Mask` of causal, align, window, lengths and query_lengths (the valid ones of each document),
             prefix and alibi.
         dropout_p, scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
-        is_causal: query i of a document sees its keys 0..i; `Mask(causal=True, align="bottom_right")` is the other.
+        is_causal: query i of a document sees its keys 0..i; `Mask(causal=True, align="bottom_right")` aligns the ends.
         return_lse: also return the log-sum-exp of each row, (H, T), natural log; it is differentiable.
 
     Returns:
@@ -95,7 +95,7 @@ def paged_attention(
         attn_mask: a `Mask` of causal, window, query_lengths, prefix and alibi; causal, window and alibi need
             align="bottom_right", because the queries are the last positions.
         is_causal: every query sees the keys up to its own, aligned to the bottom right; without it all valid keys.
-        dropout_p: as in `scaled_dot_product_attention`: it drops what that would with the keys in order.
+        dropout_p: as in `scaled_dot_product_attention`; it drops the same weights as that would with the keys in order.
         scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of each row, (B, H, M), natural log.
 

@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner
 
+import sdpa
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.cli.app import app
@@ -57,6 +58,7 @@ def test_info_names_everything():
 def test_info_as_json():
     found = json.loads(call("info", "--json"))
     assert set(found) == {"machine", "libraries", "versions", "tuning tables", "environment", "kernels"}
+    assert found["versions"]["sdpa"] == sdpa.__version__
     rows = {row["kernel"]: row for row in found["kernels"]}
     assert list(rows) == NAMES
     for name, row in rows.items():
@@ -297,7 +299,7 @@ def test_bench_lists_its_suites():
 def test_bench_without_matplotlib(tiny_suite, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = complaint("bench", "--suite", "tiny", "--plot", str(tmp_path / "p.png"), code=1)
-    assert said == "sdpa: --plot needs matplotlib: pip install 'sdpa-kernels[cli]'"
+    assert said == "sdpa: --plot needs matplotlib: pip install 'sdpa[cli]'"
 
 
 def test_bench_draws(tiny_suite, tmp_path):
@@ -352,7 +354,7 @@ def test_import_sdpa_imports_no_cli():
 def test_without_its_packages_one_sentence(missing):
     done = python(f"import sys; sys.modules[{missing!r}] = None\nfrom sdpa.cli import main\nmain()")
     assert done.returncode == 1 and done.stderr.strip().count("\n") == 0
-    assert "pip install 'sdpa-kernels[cli]'" in done.stderr
+    assert "pip install 'sdpa[cli]'" in done.stderr
 
 
 @pytest.mark.parametrize("variable", ["SDPA_KERNEL", "SDPA_CPU_ISA"])

@@ -49,7 +49,7 @@ def rival(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory, rival) -> Path:
     """The wheel, built offline from a copy of the tree; objects that are up to date are not compiled again."""
-    tree, out = tmp_path_factory.mktemp("tree") / "sdpa-kernels", tmp_path_factory.mktemp("wheel")
+    tree, out = tmp_path_factory.mktemp("tree") / "project", tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("aarch64", ".git", ".venv*", "dist", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, tree, ignore=ignored)
     stale = tree / "build" / "lib" / "sdpa" / "removed_long_ago.py"
@@ -75,7 +75,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def test_wheel_fits_every_python_of_one_platform(wheel):
-    assert re.fullmatch(r"sdpa_kernels-[\d.]+-py3-none-(linux|macosx|manylinux)\w+\.whl", wheel.name), wheel.name
+    assert re.fullmatch(r"sdpa-[\d.]+-py3-none-(linux|macosx|manylinux)\w+\.whl", wheel.name), wheel.name
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -210,7 +210,7 @@ def test_setup_keeps_our_folders_from_the_hooks_of_setuptools(rival, tmp_path):
     # `python setup.py` starts with our root on the path, and the hook of the rival imports `kernels.lockfile`.
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(rival)}, check=True)
-    assert (tmp_path / "sdpa_kernels.egg-info" / "kernels.lock").read_text() == "x"
+    assert (tmp_path / "sdpa.egg-info" / "kernels.lock").read_text() == "x"
 
 
 def test_no_module_of_kernels_is_a_script():

@@ -116,6 +116,14 @@ def test_lines_name_every_peer():
     assert "[red]" in line(replace(row, own=Entry("default", reason="wrong result", failed=True)))
 
 
+def test_our_version_is_that_of_the_code_and_not_of_what_is_installed(monkeypatch):
+    def nothing(package):
+        raise record.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(record.metadata, "version", nothing)
+    assert record.versions() == {"python": record.platform.python_version(), "sdpa": record.sdpa.__version__}
+
+
 def test_driver_facts(monkeypatch):
     asked = []
 

@@ -14,5 +14,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in NEEDED:
             raise
-        sys.exit("The command sdpa needs click and rich: pip install 'sdpa-kernels[cli]'")
+        sys.exit("The command sdpa needs click and rich: pip install 'sdpa[cli]'")
     app(prog_name="sdpa")

@@ -153,7 +153,7 @@ def require_outputs(request: Request) -> None:
         if source is not None and request.plot is None:
             raise click.UsageError(f"{name} needs --plot FILE")
     if request.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("--plot needs matplotlib: pip install 'sdpa-kernels[cli]'")
+        raise click.ClickException("--plot needs matplotlib: pip install 'sdpa[cli]'")
 
 
 def draw_csv(request: Request) -> None:

@@ -95,7 +95,7 @@ def cpu_library() -> str:
 def versions() -> Section:
     from sdpa.bench.record import versions as installed
 
-    return {"sdpa": sdpa.__version__} | installed() | {"torch build": probe(torch_build)}
+    return installed() | {"torch build": probe(torch_build)}
 
 
 def torch_build() -> str:

@@ -127,7 +127,7 @@ def route_back(module: torch.nn.Module, inputs: tuple[Any, ...], output: object)
 
 
 def why_not(module: torch.nn.Module, layer: torch.nn.Module | None) -> str | None:
-    """Why a module of torch's, or one derived from it, stays as it is; `layer` is the one that it is attention of."""
+    """Why a module of torch's, or one derived from it, stays as it is. `layer` is the layer whose attention it is."""
     kind = type(module)
     if parametrize.is_parametrized(module):
         return "is parametrized; call accelerate before registering parametrizations"
@@ -138,7 +138,7 @@ def why_not(module: torch.nn.Module, layer: torch.nn.Module | None) -> str | Non
     part = quantised_part(module)
     if part is not None:
         return f"is quantised: {part}"
-    # A rounding of the attention may become a whole step of the quantisation behind it.
+    # A different rounding in attention may become a whole step of the quantisation that follows.
     part = None if layer is None else quantised_part(layer)
     return None if part is None else f"is in a layer that is quantised: {part}"
 
@@ -148,7 +148,7 @@ def quantised_part(module: torch.nn.Module) -> str | None:
     integers, as bitsandbytes has them."""
     for name, inner in module.named_modules():
         kind, held = type(inner), dict(inner.named_parameters(recurse=False)) | dict(inner.named_buffers(recurse=False))
-        weight = held.get("weight")  # no attribute: to ask for one that is parametrized is to compute it
+        weight = held.get("weight")  # not getattr, which would compute a parametrized weight
         is_integer = weight is not None and not (weight.is_floating_point() or weight.is_complex())
         if is_integer or kind.__module__.startswith("torch.ao.nn."):
             numbers = f" of {weight.dtype}" if weight is not None and is_integer else ""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sdpa.nn.attention import MultiheadAttention
     from sdpa.nn.layers import TransformerDecoderLayer
 
-INDICES = (torch.int64, torch.int32)  # torch takes bool and uint8 for a mask, which it reads on the host
+INDICES = (torch.int64, torch.int32)  # torch treats bool and uint8 as a mask, which it reads on the host
 
 
 class Stored(NamedTuple):
@@ -50,13 +50,13 @@ class Stored(NamedTuple):
         """Write the keys and values (B, H, M, D) of a step behind those that are there."""
         B, _, M, _ = k.shape
         sequence = torch.arange(B, device=k.device)[:, None]
-        assert self.lengths is not None  # of self-attention they are counted
+        assert self.lengths is not None  # self-attention has lengths
         position = self.lengths[:, None] + torch.arange(M, device=k.device)
         try:
             for kept, new in ((self.keys, k), (self.values, v)):
-                # Of a transposed view, whose indices are neighbours: vmap's rule is wrong for others.
+                # On a transposed view the indexed dimensions are neighbours; vmap's rule is wrong for others.
                 kept.transpose(1, 2).index_put_((sequence, position), new.transpose(1, 2).to(kept.dtype))
-        except IndexError:  # only a CPU looks
+        except IndexError:  # only a CPU checks indices
             raise IndexError(
                 f"a sequence of the cache has no room for {M} more positions, max_length is {self.keys.shape[2]}"
             ) from None
@@ -70,7 +70,7 @@ class Stored(NamedTuple):
             ) from error
 
     def mask(self, M: int) -> Mask | None:
-        """What M queries of a step see, of which the last stands at the last key."""
+        """The mask of M queries of a step, the last of which stands at the last key."""
         if self.grows and self.lengths is not None:
             return Mask(causal=True, align="bottom_right", lengths=self.lengths + M)
         return None if self.seen is None else Mask(allowed=self.seen)
@@ -78,8 +78,11 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DecoderCache:
-    """What `TransformerDecoder.step` keeps: made by `TransformerDecoder.new_cache`. It is a pytree, whose layers share
-    one tensor of lengths also when it is built again; torch builds every NamedTuple again leaf by leaf."""
+    """The state of `TransformerDecoder.step`, made by `TransformerDecoder.new_cache`.
+
+    It is a pytree. Its layers share one tensor of lengths, also when it is built again; torch would build every
+    NamedTuple again leaf by leaf.
+    """
 
     own: tuple[Stored, ...]  # by layer: of the target so far
     memory: tuple[Stored, ...]  # by layer: of the encoder's output, projected once
@@ -110,7 +113,7 @@ class DecoderCache:
             raise ValueError(f"order must be int64 or int32 of shape {wanted}, got {order.dtype} of shape {got}")
         stores = (*self.own, *self.memory)
         kept = [tensor for stored in stores for tensor in (stored.keys, stored.values)]
-        # Layers share these: a second reordering would be one of what is in order.
+        # Layers share the mask and the lengths, which must be reordered once only.
         for tensor in (*kept, *([] if self.seen is None else [self.seen]), self.lengths):
             tensor.copy_(tensor[order])
 
@@ -152,7 +155,7 @@ torch.serialization.add_safe_globals([DecoderCache, Stored])
 
 @contextmanager
 def gathered(layer: object) -> Iterator[None]:
-    """The whole parameters of a layer that fully_shard (FSDP2) has sharded, which only its forward would gather."""
+    """Gather the whole parameters of a layer sharded by fully_shard (FSDP2), which else only its forward does."""
     if not isinstance(layer, Sharded):
         yield
         return
@@ -165,7 +168,7 @@ def gathered(layer: object) -> Iterator[None]:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """What fully_shard adds to a module's class, which need not be imported."""
+    """The methods that fully_shard adds to a module's class; FSDP2 itself need not be imported."""
 
     def unshard(self) -> object: ...
 

@@ -1,4 +1,4 @@
-"""Whether layers may run on packed rows: nothing in them, and nobody who watches them, expects a padded batch."""
+"""Whether layers may run on packed rows: nothing in them, and no hook on them, expects a padded batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def takes_rows(layer: torch.nn.Module) -> bool:
-    """Whether a layer is ours as it stands, and so is what it is made of."""
+    """Whether a layer is one of ours without changes, and so are its modules."""
     for kind in (TransformerEncoderLayer, TransformerDecoderLayer):
         if isinstance(layer, kind):
             return is_unchanged(layer, kind) and not is_watched(layer) and all(map(is_rowwise, layer.children()))
@@ -30,7 +30,7 @@ def takes_rows(layer: torch.nn.Module) -> bool:
 
 
 def is_rowwise(module: torch.nn.Module) -> bool:
-    """Whether a module treats every row (last dimension) alone, or is our attention, which knows about packed rows."""
+    """Whether a module treats every row (last dimension) alone, or is our attention, which takes packed rows."""
     if is_watched(module):
         return False
     if isinstance(module, EACH_ROW_ALONE):
@@ -41,14 +41,15 @@ def is_rowwise(module: torch.nn.Module) -> bool:
 
 
 def is_unchanged(module: torch.nn.Module, kind: type) -> bool:
-    """Whether a module's own class and its instance leave our code alone; fully_shard and parametrize do."""
+    """Whether neither a module's class nor its instance overrides our code. fully_shard and parametrize do not."""
     own = type(module)
     inherits = own is kind or all(getattr(own, name, None) is getattr(kind, name, None) for name in BLOCKS)
     return inherits and BLOCKS.isdisjoint(vars(module))
 
 
 def is_watched(module: torch.nn.Module) -> bool:
-    """Whether hooks see what goes in or out. Those of torch.distributed are there for the parameters."""
+    """Whether hooks receive the module's inputs or outputs. Hooks of torch.distributed handle the parameters, and do
+    not count."""
     held = vars(module)
     before, after, before_backward, after_backward = HOOKS
     if not (held[before] or held[after] or held[before_backward] or held[after_backward]):

@@ -10,5 +10,9 @@ from sdpa.validate import Options
 
 
 def attention_with_weights(q: Tensor, k: Tensor, v: Tensor, options: Options, average: bool) -> tuple[Tensor, Tensor]:
-    """(out (B, H, M, Dv), weights (B, M, N), or (B, H, M, N) unless `average`) after dropout; both differentiable."""
+    """(out, weights) of q (B, H, M, D), k (B, Hkv, N, D) and v (B, Hkv, N, Dv).
+
+    out is (B, H, M, Dv). The weights are after dropout, (B, M, N) with `average`, else (B, H, M, N). Both are
+    differentiable.
+    """
     return answer(WEIGHTS[average], (q, k, v), tuple(options), True, None)
