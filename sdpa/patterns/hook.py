@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sdpa.patterns.products import NotAttention
-from sdpa.patterns.reading import name_of, settle_writes
+from sdpa.patterns.reading import drop_unread, name_of, settle_writes
 from sdpa.patterns.rewriting import rewrite
 from sdpa.patterns.written import Written, torchs_of, written_of
 from sdpa.torch_private import count_in_inductor, inductor_pass
@@ -30,6 +30,7 @@ def replace(graph: Graph) -> int:
     """Put our operator in place of every attention that a graph writes out; says how many there were."""
     if not any(name_of(node) in FINDERS for node in graph.nodes):
         return 0
+    drop_unread(graph)
     settle_writes(graph)
     count = 0
     for node in list(graph.nodes):

@@ -93,7 +93,9 @@ def einsum_of(node: Node, scores: bool) -> Product | None:
         return None
     terms, arrow, result = equation.replace(" ", "").partition("->")
     letters = terms.split(",")
-    if not arrow or len(letters) != 2 or not all(len(set(t)) == len(t) and t.isalpha() for t in (*letters, result)):
+    if not arrow or len(letters) != 2:
+        return None
+    if not all(3 <= len(term) == len(set(term)) and term.isalpha() for term in (*letters, result)):
         return None
     inputs: list[tuple[str, Any]] = list(zip(letters, given, strict=True))
     return scores_of(inputs, result) if scores else values_of(inputs, result)

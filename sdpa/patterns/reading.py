@@ -31,7 +31,7 @@ SPELLINGS = {
     "bmm": ("bmm",),
     "baddbmm": ("baddbmm",),
     "einsum": ("einsum",),
-    "softmax": ("softmax",),
+    "softmax": ("softmax", "_safe_softmax"),
     "dropout": ("dropout",),
     "tanh": ("tanh",),
     "masked_fill": ("masked_fill",),
@@ -46,7 +46,7 @@ SPELLINGS = {
     "expand": ("expand", "expand_as", "broadcast_to"),
     "unsqueeze": ("unsqueeze",),
     "repeat_interleave": ("repeat_interleave",),
-    "full": ("full",),
+    "full": ("full", "full_like"),
     "tensor": ("tensor",),
     "sqrt": ("sqrt",),
     "attention": ("scaled_dot_product_attention",),
@@ -151,8 +151,8 @@ def broadcasts(shape: Shape, full: Shape) -> bool:
     return all(equal(own, 1) or equal(own, size) for own, size in zip(shape[::-1], full[::-1], strict=False))
 
 
-def number_of(value: object) -> float | None:
-    """A number, or what a node that makes a constant of no dimensions holds."""
+def number_of(value: object, any_shape: bool = False) -> float | None:
+    """A number, or what a node holds that makes a tensor of one number, of no dimensions unless `any_shape`."""
     if isinstance(value, (bool, complex)):
         return None
     if isinstance(value, (int, float)):
@@ -163,7 +163,7 @@ def number_of(value: object) -> float | None:
     if isinstance(symbol, (torch.SymFloat, torch.SymInt)):
         return float(symbol)  # a guard: as a scale that users give is one, which their sizes imply
     name = name_of(value)
-    if shape_of(value) != () or tensor_of(value) is None:
+    if tensor_of(value) is None or (shape_of(value) != () and not any_shape):
         return None
     if name == "sqrt":
         inner = number_of(argument(value, 0, "input", "self"))
@@ -219,13 +219,27 @@ def is_plain(node: Node) -> bool:
     return target in FUNCTIONS or any(getattr(space, name, None) is target for space in spaces)
 
 
-def is_dead(node: Node) -> bool:
-    """Whether nobody reads what a node computes."""
-    return node.op != "output" and is_plain(node) and all(map(is_dead, node.users))
+def drop_unread(graph: Graph) -> None:
+    """Take out what only computes a result that nobody reads, such as weights that are averaged and thrown away."""
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_plain(node))
+
+
+# Functions that ask one of their arguments for its sizes and its dtype alone, and which.
+LOOKS = {"expand_as": 1, "view_as": 1, "reshape_as": 1, "type_as": 1, "zeros_like": 0, "ones_like": 0, "full_like": 0}
+
+
+def looks(reader: Node, node: Node) -> bool:
+    """Whether a reader asks for a node's form alone, for which nothing is computed in the end."""
+    target = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
+    place = LOOKS.get(target)
+    if place is None or len(reader.args) <= place or reader.args[place] is not node:
+        return False
+    return reader.all_input_nodes.count(node) == 1 and reader.args.count(node) == 1
 
 
 def readers(node: Node) -> list[Node]:
-    return [user for user in node.users if not is_dead(user)]
+    """Who reads the numbers that a node computes."""
+    return [user for user in node.users if not looks(user, node)]
 
 
 def only_reader(node: Node) -> Node | None:

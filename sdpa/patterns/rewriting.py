@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from sdpa.operators import FORWARD, forward_arguments
 from sdpa.patterns.products import NotAttention, Rows
-from sdpa.patterns.reading import dtype_of, is_dead, name_of, readers, tensor_of
+from sdpa.patterns.reading import dtype_of, looks, name_of, readers, tensor_of
 from sdpa.patterns.written import Step, Written
 from sdpa.problem import UNLIMITED, AttentionInputs
 
@@ -158,9 +158,8 @@ def in_memory(graph: Graph, result: Node, order: tuple[int, ...]) -> Node:
 
 
 def erase(node: Node) -> None:
-    """Take a node that nothing live reads out of its graph, with what is dead behind it."""
-    for user in list(node.users):
-        if is_dead(user):
-            erase(user)
+    """Take a node out of its graph that nobody reads any more, with those that only looked at its form."""
+    for user in [user for user in node.users if looks(user, node) and not user.users]:
+        node.graph.erase_node(user)
     if not node.users:
         node.graph.erase_node(node)

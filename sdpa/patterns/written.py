@@ -164,9 +164,9 @@ def filled(node: Node, name: str) -> tuple[Any, Step]:
         first, second, other = (argument(node, i, *n) for i, n in enumerate((("condition",), ("input", "self"), ("other",))))
         if node.op == "call_method":  # scores.where(condition, other)
             first, second = argument(node, 1, "condition"), node.args[0]
-        where = number_of(second) is not None
+        where = number_of(second, any_shape=True) is not None
         mask, inner, value = (first, other, second) if where else (first, second, other)
-    fill = number_of(value)
+    fill = number_of(value, any_shape=True)
     if fill is None or not isinstance(mask, Node) or dtype_of(mask) != torch.bool:
         raise NotAttention("what is filled into its scores is not a number, or not by a boolean mask")
     if not fill <= FAR:
