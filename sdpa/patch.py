@@ -95,8 +95,8 @@ def install(*, patterns: bool = False) -> None:
     the logger "sdpa.patterns" says how many were replaced (INFO) and why others were not (DEBUG).
 
     Like Inductor's settings it holds in the thread that calls it. A pass that was there before
-    (torch._inductor.config.pre_grad_custom_pass) runs first. What was compiled before stays as it is, and what is compiled
-    meanwhile keeps our attention after `uninstall`: torch.compiler.reset() makes both be compiled again.
+    (torch._inductor.config.pre_grad_custom_pass) runs first. What was compiled before stays as it is, and what is
+    compiled meanwhile keeps our attention after `uninstall`: torch.compiler.reset() makes both be compiled again.
 
     Raises:
         RuntimeError: `patterns` in a torch whose Inductor takes no such pass.

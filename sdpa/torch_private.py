@@ -181,8 +181,8 @@ def inductor_pass() -> tuple[Any, type]:
         assert hasattr(config, "pre_grad_custom_pass")
     except (ImportError, AttributeError, AssertionError):
         raise RuntimeError(
-            f"install(patterns=True) needs torch._inductor.config.pre_grad_custom_pass, which torch {torch.__version__} "
-            "does not have."
+            "install(patterns=True) needs torch._inductor.config.pre_grad_custom_pass, which torch "
+            f"{torch.__version__} does not have."
         ) from None
     return found
 

@@ -14,21 +14,24 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sdpa.patterns.products import NotAttention
-from sdpa.patterns.reading import drop_unread, name_of, settle_writes
+from sdpa.patterns.reading import drop_unread, is_transformed, name_of, settle_writes
 from sdpa.patterns.rewriting import rewrite
-from sdpa.patterns.written import Written, torchs_of, written_of
+from sdpa.patterns.torchs import torchs_of
+from sdpa.patterns.written import Written, written_of
 from sdpa.torch_private import count_in_inductor, inductor_pass
 
 LOG = logging.getLogger("sdpa.patterns")
 COUNTER = "sdpa_attention"  # beside Inductor's own "fuse_attention"
 FINDERS = {"softmax": written_of, "attention": torchs_of}
 
+CONFIG: Any
+Pass: Any
 CONFIG, Pass = inductor_pass()
 
 
 def replace(graph: Graph) -> int:
     """Put our operator in place of every attention that a graph writes out; says how many there were."""
-    if not any(name_of(node) in FINDERS for node in graph.nodes):
+    if not any(name_of(node) in FINDERS for node in graph.nodes) or is_transformed(graph):
         return 0
     drop_unread(graph)
     settle_writes(graph)

@@ -119,7 +119,9 @@ def values_of(inputs: list[tuple[str, Any]], result: str) -> Product | None:
         lead, query, key = left[:-2], left[-2], left[-1]
         columns = [letter for letter in right if letter not in left]
         if key in right and key not in result and query not in right and len(columns) == 1:
-            return arranged((left, weights, left), (right, v, lead + key + columns[0]), result, lead + query + columns[0])
+            return arranged(
+                (left, weights, left), (right, v, lead + key + columns[0]), result, lead + query + columns[0]
+            )
     return None
 
 

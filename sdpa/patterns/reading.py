@@ -1,7 +1,7 @@
 """What a node of a graph says: which of torch's functions, of which tensors, and who reads its result.
 
-Graphs are those that Dynamo hands to Inductor: calls of torch's functions and methods, not yet functional, so that a node
-may write into a tensor. An exported program's, of operators of torch.ops.aten, are read by the same names.
+Graphs are those that Dynamo hands to Inductor: calls of torch's functions and methods, not yet functional, so that a
+node may write into a tensor. An exported program's, of operators of torch.ops.aten, are read by the same names.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ OPERATORS = {
     "getitem": (operator.getitem,),
     "getattr": (getattr,),
 }
-WRITING_OPERATORS = tuple(
-    getattr(operator, name) for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
-) + (operator.setitem, operator.delitem)
+ARITHMETIC = "add and concat floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()
+WRITING_OPERATORS = (operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in ARITHMETIC))
 NAMESPACES = (torch, F, torch.special)
 OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
 
@@ -90,8 +89,8 @@ def name_of(node: object) -> str:
     if not isinstance(node, Node):
         return ""
     if node.op == "call_method":
-        target = str(node.target)
-        return BY_SPELLING.get(target) or BY_SPELLING.get(target.removesuffix("_"), "")
+        method = str(node.target)
+        return BY_SPELLING.get(method) or BY_SPELLING.get(method.removesuffix("_"), "")
     if node.op != "call_function":
         return ""
     target = node.target
@@ -183,7 +182,7 @@ def inplace_argument(node: Node) -> bool:
     if getattr(F, getattr(node.target, "__name__", ""), None) is not node.target or True not in node.args:
         return False
     try:
-        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+        names = list(inspect.signature(node.target).parameters)
     except (TypeError, ValueError):  # a function in C++, none of which has such an argument
         return False
     return "inplace" in names and bool(argument(node, names.index("inplace")))
@@ -219,6 +218,12 @@ def is_plain(node: Node) -> bool:
     return target in FUNCTIONS or any(getattr(space, name, None) is target for space in spaces)
 
 
+def is_transformed(graph: Graph) -> bool:
+    """Whether functorch's transforms are in a graph: tensors have fewer dimensions there than they are made of."""
+    targets = (node.target for node in graph.nodes if node.op == "call_function")
+    return any("functorch" in (getattr(target, "__module__", None) or "") for target in targets)
+
+
 def drop_unread(graph: Graph) -> None:
     """Take out what only computes a result that nobody reads, such as weights that are averaged and thrown away."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_plain(node))
@@ -252,7 +257,9 @@ def settle_writes(graph: Graph) -> None:
     the same tensor: `scores.masked_fill_(mask, value)` as a statement then stands in the chain of what is computed."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        target = argument(node, 0, "input", "self") if node.op == "call_method" and name_of(node) and writes(node) else 0
+        target = (
+            argument(node, 0, "input", "self") if node.op == "call_method" and name_of(node) and writes(node) else 0
+        )
         if isinstance(target, Node) and same_shape(shape_of(target), shape_of(node)):
             target.replace_all_uses_with(node, delete_user_cb=after(order, node))
 

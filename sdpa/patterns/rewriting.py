@@ -28,7 +28,7 @@ def rewrite(found: Written) -> None:
     out, rank = found.out, len(found.order)
     graph, order = out.graph, order_in_memory(out)
     with graph.inserting_before(out):
-        q, k, v = (four(graph, laid(graph, rows, found.dtype), found) for rows in (found.q, found.k, found.v))
+        q, k, v = (laid(graph, rows, found) for rows in (found.q, found.k, found.v))
         bias, allowed = masks_of(graph, found)
         inputs: Any = AttentionInputs(q, k, v, found.scale, UNLIMITED, 0 if found.causal else UNLIMITED)
         inputs = inputs._replace(bias=bias, allowed=allowed, softcap=found.softcap)
@@ -61,19 +61,16 @@ def fake(node: Node) -> Tensor:
     return tensor
 
 
-def laid(graph: Graph, rows: Rows, dtype: torch.dtype) -> Node:
-    """Rows as a tensor: a view, converted where autocast converted it for the product."""
+def laid(graph: Graph, rows: Rows, found: Written) -> Any:
+    """Rows as a tensor (B, H, M, D): a view, converted where autocast converted it for the product."""
     node = rows.node
     if rows.order != tuple(range(len(rows.order))):
         node = graph.call_method("permute", (node, *rows.order))
-    return node if dtype_of(rows.node) == dtype else graph.call_method("to", (node, dtype))
-
-
-def four(graph: Graph, node: Node, found: Written) -> Node:
-    """(B, H, M, D) of what may be (H, M, D), or (B * H, M, D)."""
+    if dtype_of(rows.node) != found.dtype:
+        node = graph.call_method("to", (node, found.dtype))
     if len(found.order) == 4:
         return node
-    if found.heads is None:
+    if found.heads is None:  # (H, M, D)
         return graph.call_method("unsqueeze", (node, 0))
     return graph.call_method("unflatten", (node, 0, (-1, found.heads)))
 

@@ -1,4 +1,4 @@
-"""Attention as it is written out: from a softmax inwards to the product of queries and keys, outwards to that with the values.
+"""Attention as it is written out: from a softmax inwards to the product of queries and keys, outwards to the values.
 
 Every result in between has one reader, so that nobody misses it. What is found has a place for everything that changes
 the result; anything else on the way ends the search, with the reason as a sentence.
@@ -15,7 +15,6 @@ from torch.fx import Node
 from sdpa.patterns.products import NotAttention, Product, Rows, peel, product_of, scaling, unrepeated
 from sdpa.patterns.reading import (
     FLOATING,
-    Shape,
     argument,
     between,
     broadcasts,
@@ -161,7 +160,9 @@ def filled(node: Node, name: str) -> tuple[Any, Step]:
         inner, mask, value = (argument(node, i, *n) for i, n in enumerate((("input", "self"), ("mask",), ("value",))))
         where = True
     else:
-        first, second, other = (argument(node, i, *n) for i, n in enumerate((("condition",), ("input", "self"), ("other",))))
+        first, second, other = (
+            argument(node, i, *n) for i, n in enumerate((("condition",), ("input", "self"), ("other",)))
+        )
         if node.op == "call_method":  # scores.where(condition, other)
             first, second = argument(node, 1, "condition"), node.args[0]
         where = number_of(second, any_shape=True) is not None
@@ -221,9 +222,7 @@ def weights_of(softmax: Node) -> tuple[Node, tuple[Node, ...], float]:
 # -- what was found, held together -----------------------------------------------------------------------------------
 
 
-def assembled(
-    scores: Scores, product: Product, values: Product, dropout_p: float, passed: tuple[Node, ...]
-) -> Written:
+def assembled(scores: Scores, product: Product, values: Product, dropout_p: float, passed: tuple[Node, ...]) -> Written:
     """Queries, keys and values before what scales, converts and repeats them."""
     out = passed[-1]
     dtype, multiplied = dtype_of(out), dtype_of(scores.product)
@@ -242,9 +241,7 @@ def assembled(
     scale = scores.factor * q.factor * k.factor
     steps = scores.steps[::-1]
     heads = heads_of(passed, steps)
-    return Written(
-        q.rows, keys, rows, dtype, scale, scores.softcap, steps, dropout_p, heads, out, values.order, passed
-    )
+    return Written(q.rows, keys, rows, dtype, scale, scores.softcap, steps, dropout_p, heads, out, values.order, passed)
 
 
 def hold_still(nodes: tuple[Node, ...], computed: tuple[Node, ...], passed: tuple[Node, ...]) -> None:
@@ -292,34 +289,6 @@ def checked(found: Written) -> Written:
     if device not in DEVICES:
         raise NotAttention(f"it is computed on {device}")
     return found
-
-
-def torchs_of(node: Node) -> Written:
-    """The same of a call of torch's own function."""
-    q, k, v = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
-    mask, dropout_p = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", default=0.0)
-    causal, scale = argument(node, 5, "is_causal", default=False), node.kwargs.get("scale")
-    dtype, rank = dtype_of(node), len(shape_of(node))
-    if dtype not in FLOATING or rank not in (3, 4) or not all(isinstance(t, Node) for t in (q, k, v)):
-        raise NotAttention("it has another dtype or number of dimensions")
-    factor = number_of(scale) if scale is not None else unit_scale(q)
-    if factor is None or not isinstance(causal, bool) or not isinstance(dropout_p, (int, float)) or (causal and mask):
-        raise NotAttention("its scale, its dropout or its mask is not known")
-    steps: tuple[Step, ...] = ()
-    if mask is not None:
-        if not isinstance(mask, Node) or not broadcasts(shape_of(unexpanded(mask)), (*shape_of(q)[:-1], shape_of(k)[-2])):
-            raise NotAttention("its mask does not broadcast to its scores")
-        steps = (Step(unexpanded(mask), *((-math.inf, False) if dtype_of(mask) == torch.bool else ())),)
-        if dtype_of(mask) not in (torch.bool, *FLOATING):
-            raise NotAttention(f"its mask has dtype {dtype_of(mask)}")
-    order = tuple(range(rank))
-    rows = (Rows(t, order) for t in (q, k, v))
-    return checked(Written(*rows, dtype, factor, 0.0, steps, float(dropout_p), None, node, order, (node,), causal))
-
-
-def unit_scale(q: Node) -> float | None:
-    D = shape_of(q)[-1]
-    return 1.0 / math.sqrt(D) if isinstance(D, int) and D else None
 
 
 def divides(heads: Any, all_heads: Any) -> bool:
