@@ -10,6 +10,8 @@ scaled_dot_product_attention. A module that imports the name while torch is patc
 
 `ROUTING` does it for one thread, at a microsecond for each operation instead of a search for references: for models
 that route their own calls. torch.compile traces through it.
+
+`install(patterns=True)` also reaches attention that models write out, where Inductor compiles it: `sdpa.patterns`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -56,6 +59,7 @@ class _State:
     lock = threading.RLock()
     depth = 0
     replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
+    passes: list[tuple[int, Any]] = []  # noqa: RUF012  Inductor's passes of ours, each with the depth it was installed at
 
 
 class patch(PerCall):
@@ -82,10 +86,26 @@ class patch(PerCall):
             uninstall()
 
 
-def install() -> None:
-    """Route torch's scaled_dot_product_attention here until `uninstall`, which has to be called as often."""
+def install(*, patterns: bool = False) -> None:
+    """Route torch's scaled_dot_product_attention here until `uninstall`, which has to be called as often.
+
+    With `patterns`, graphs that Inductor compiles from now on have our attention where a model writes
+    softmax(q k^T * scale + mask) v out, too: in inference and training, with dropout, with masks that are added or
+    filled in, with keys and values repeated for groups of heads. What is not certain to be the same is left as it is;
+    the logger "sdpa.patterns" says how many were replaced (INFO) and why others were not (DEBUG).
+
+    Like Inductor's settings it holds in the thread that calls it. A pass that was there before
+    (torch._inductor.config.pre_grad_custom_pass) runs first. What was compiled before stays as it is, and what is
+    compiled meanwhile keeps our attention after `uninstall`: torch.compiler.reset() makes both be compiled again.
+
+    Raises:
+        RuntimeError: `patterns` in a torch whose Inductor takes no such pass.
+    """
     with _State.lock:
+        installed = import_module("sdpa.patterns.hook").install() if patterns else None  # which imports Inductor
         _State.depth += 1
+        if installed is not None:
+            _State.passes.append((_State.depth, installed))
         if _State.depth == 1:
             _State.replaced = references()
             for module, attribute in _State.replaced:
@@ -96,6 +116,8 @@ def uninstall() -> None:
     """Undo one `install`; the last one gives torch its function back. Without an install it does nothing."""
     with _State.lock:
         _State.depth = max(0, _State.depth - 1)
+        while _State.passes and _State.passes[-1][0] > _State.depth:
+            _State.passes.pop()[1].uninstall()
         if _State.depth == 0:
             for module, attribute in _State.replaced:
                 # Who replaced it again in the meantime has the last word.

@@ -191,3 +191,26 @@ def inside_torchs_block() -> bool:
     except (KeyError, AttributeError):  # another release
         return False
     return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)
+
+
+def inductor_pass() -> tuple[Any, type]:
+    """(Inductor's settings, the class of passes that its cache knows). Imports Inductor, as compiling does. Needed: by
+    who installs a pass, who hears that it is not there."""
+    names = ("torch._inductor.config", "torch._inductor.custom_graph_pass")
+    try:
+        config, passes = map(import_module, names)
+        found: tuple[Any, type] = config, passes.CustomGraphPass
+        assert hasattr(config, "pre_grad_custom_pass")
+    except (ImportError, AttributeError, AssertionError):
+        raise RuntimeError(
+            "install(patterns=True) needs torch._inductor.config.pre_grad_custom_pass, which torch "
+            f"{torch.__version__} does not have."
+        ) from None
+    return found
+
+
+def count_in_inductor(name: str, count: int) -> None:
+    """Adds to Inductor's counters, where torch has them."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    if counters is not None:
+        counters["inductor"][name] += count

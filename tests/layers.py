@@ -49,6 +49,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "calls": ("sdpa.calls", "sdpa.passes"),
     "operators": ("sdpa.operators", "sdpa.flops"),
     "derivatives": ("sdpa.derivatives", "sdpa.decomposed"),
+    # Graphs of torch's functions, and the operator in them.
+    "graphs": ("sdpa.patterns.",),
     # From a public function to what answers its call.
     "entry": ("sdpa.entry", "sdpa.kinds", "sdpa.prepared", "sdpa.sequences"),
     # What users import.
@@ -78,6 +80,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "calls": ("facts", "dispatch", "calls"),
     "operators": ("facts", "formulas", "dispatch", "calls", "operators"),
     "derivatives": ("facts", "formulas", "dispatch", "calls", "operators", "derivatives"),
+    "graphs": ("facts", "operators", "graphs"),
     "entry": ("facts", "formulas", "inputs", "dispatch", "calls", "operators", "derivatives", "entry"),
     "public": ("facts", "formulas", "inputs", "dispatch", "calls", "operators", "derivatives", "entry", "public"),
     "modules": ("facts", "formulas", "inputs", "dispatch", "entry", "public", "modules"),
