@@ -1,1 +1,1 @@
-"""Who answers: the catalog of kernels, what each can do, and the choice among them."""
+"""Selection: the catalog of kernels, what each can do, and the choice among them."""

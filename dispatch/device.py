@@ -42,11 +42,11 @@ FULL_FLOAT64 = frozenset({"sm70", "sm80", "sm90", "sm100", "gfx90a", "gfx942", "
 SLOW_FLOAT64 = 64
 # TF32 products run at half the rate of bfloat16 ones.
 TF32_SHARE = 0.5
-# Transfers per cycle of the memory clock that is told: two, but of AMD's HBM3 half that clock is told.
+# Transfers per cycle of the memory clock that torch reports: two. For AMD's HBM3 it reports half of the clock.
 TRANSFERS = 2
 TRANSFERS_TOLD = {"gfx942": 4, "gfx950": 4}
-# What stands in where torch does not tell: clocks in kHz and the bus in bits of an H100-like card, the shared memory
-# that every architecture since sm80 gives one block, NVIDIA's warp.
+# Defaults for what torch does not report: clocks in kHz and the bus in bits of an H100-like card, the shared memory
+# that every architecture since sm80 gives a thread block, NVIDIA's warp.
 DEFAULT_CLOCK = 1_700_000
 DEFAULT_MEMORY_CLOCK = 2_600_000
 DEFAULT_BUS = 5120

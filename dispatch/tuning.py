@@ -286,7 +286,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Replace a file atomically: whoever reads sees the old one or the new one. The folder is created private."""
+    """Replace a file atomically: a reader sees the old one or the new one. The folder is created private."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:

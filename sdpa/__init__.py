@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sdpa import pytrees  # noqa: F401  registers what torch.export and torch.func take apart
+from sdpa import pytrees  # noqa: F401  registers pytrees for torch.export and torch.func
 from sdpa.checkpointing import save_attention
 from sdpa.decomposed import decomposed, decomposition_table
 from sdpa.dispatch.context import sdpa_kernel
@@ -44,8 +44,8 @@ __all__ = [
     "uninstall",
     "varlen_attention",
 ]
-OF_MODULES = ("accelerate", "restore")  # sdpa.nn is imported by who asks for them
-PACKAGES = ("integrations", "nn")  # or for it; not in __all__, where `nn` would take the name of torch's
+OF_MODULES = ("accelerate", "restore")  # sdpa.nn is imported when one of them is used
+PACKAGES = ("integrations", "nn")  # imported when used; not in __all__, where `nn` would hide torch's `nn`
 
 
 def __getattr__(name: str) -> object:

@@ -64,7 +64,7 @@ FIELDS = len(AttentionInputs._fields)
 BAND_END = AttentionInputs._fields.index("bottom_right") + 1
 DEFAULTS = tuple(AttentionInputs._field_defaults.values())  # of the fields from `left` on
 BAND_DEFAULTS, MASK_DEFAULTS = DEFAULTS[: BAND_END - FIELDS], DEFAULTS[BAND_END - FIELDS :]
-NO_DIMENSIONS = (None,) * (len(DEFAULTS) + 2)  # where arguments are told by their mapped dimensions: of `of_forward`
+NO_DIMENSIONS = (None,) * (len(DEFAULTS) + 2)  # defaults for `of_forward` where its arguments are mapped dimensions
 
 
 # -- from arguments to nouns, and back --------------------------------------------------------------------------------

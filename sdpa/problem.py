@@ -1,4 +1,4 @@
-"""The nouns every layer shares: what is asked (AttentionProblem), its tensors, and what comes back.
+"""The types that every layer shares: a call without its tensors (AttentionProblem), its tensors, and its results.
 
 Glossary: B batch, H query heads, Hkv key/value heads, M queries, N keys, D head size of q and k, Dv head size of v.
 This file imports nothing of the package but alignment and torch_private, so every kernel may import it.
