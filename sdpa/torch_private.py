@@ -95,7 +95,7 @@ def is_exporting() -> bool:
     """Whether operations are recorded by name, for tools that may know few of them; also in other threads' exports."""
     if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
         return torch.compiler.is_exporting()
-    return jit_tracing() is not None or any(map(get_dispatch_mode, TRACERS))
+    return jit_tracing() is not None or (dispatch_modes() > 0 and any(map(get_dispatch_mode, TRACERS)))
 
 
 # functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
