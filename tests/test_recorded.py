@@ -48,7 +48,7 @@ def device(monkeypatch):
 
     def launch(self, backend, arch):
         compiled = CompiledKernel.__new__(CompiledKernel)
-        compiled.function, compiled.packed_metadata = FUNCTION, (4, 1, 0)
+        compiled.module, compiled.function, compiled.packed_metadata = None, FUNCTION, (4, 1, 0)
         compiled._run = lambda *args: called.append(args)
         ordinary.append(self)
         return compiled
@@ -59,6 +59,7 @@ def device(monkeypatch):
     monkeypatch.setattr(recorded, "current_device", lambda: 0)
     monkeypatch.setattr(recorded, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(recorded, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(triton_private, "UNTRIED", ())
     with assume(TARGET):
         yield ordinary, called
 

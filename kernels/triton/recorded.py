@@ -20,7 +20,16 @@ from triton.compiler import CompiledKernel
 from sdpa.kernels.triton.driver_launch import DriverLaunch, driver_launch
 from sdpa.kernels.triton.launch import Launch, Pass, device_index, run, with_memory
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.triton_private import ALIGNMENT, STREAM, can_record, hooked, launcher_of, pre_run_hooks
+from sdpa.kernels.triton.trial import TRIALS
+from sdpa.kernels.triton.triton_private import (
+    ALIGNMENT,
+    STREAM,
+    can_record,
+    hooked,
+    is_untried,
+    launcher_of,
+    pre_run_hooks,
+)
 from sdpa.problem import AttentionProblem
 from sdpa.torch_private import current_device, current_stream
 from sdpa.torch_private import empty_strided_cuda as empty
@@ -46,6 +55,7 @@ class Described(NamedTuple):
     shape: list[int]
     strides: list[int]
     padding: str
+    round_f32_to_tf32: bool
 
 
 class Step(NamedTuple):
@@ -76,6 +86,7 @@ class RecordedCall:
 
     count: int  # of the tensors given
     steps: list[Step]
+    kernels: list[CompiledKernel]  # held, since Triton unloads the machine code of one that nobody holds
     hooks: list[list]  # of each kernel: what wants to be called before a launch
     device: int
     strides: list[tuple[int, ...]]  # of the tensors given, where they are asked for
@@ -127,7 +138,10 @@ def run_pass(work: Pass, problem: AttentionProblem) -> Any:
 def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCall | None]:
     """The same, and what does it again for tensors of the same form; None where that would not do."""
     compiled = run(work.launches, problem)
-    return work.finish(work.read, work.made), recorded(work, compiled, problem)
+    results, again = work.finish(work.read, work.made), recorded(work, compiled, problem)
+    if again is not None and is_untried() and not TRIALS.allow(again, work.given, results):
+        again = None
+    return results, again
 
 
 def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedCall | None:
@@ -152,6 +166,7 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
     return RecordedCall(
         len(work.given),
         steps,
+        compiled,
         hooks,
         index,
         # A forward is asked for by strides; a backward comes with what its forward, others and saving made of them.
@@ -212,7 +227,8 @@ def with_slots(arg: Any, numbers: dict[int, int]) -> Any:
     if isinstance(arg, Tensor):
         return Slot(numbers[arg.data_ptr()], None)
     if is_descriptor(arg):
-        return Slot(numbers[arg.base.data_ptr()], (arg.shape, arg.strides, getattr(arg, "padding", "zero")))
+        rest = (arg.shape, arg.strides, getattr(arg, "padding", "zero"), getattr(arg, "round_f32_to_tf32", False))
+        return Slot(numbers[arg.base.data_ptr()], rest)
     if isinstance(arg, tuple):
         return remade(arg, [with_slots(part, numbers) for part in arg])
     return arg
