@@ -1,7 +1,7 @@
 """Run by test_driver_launch.py in a process of its own: what Triton's launcher in C and ours hand to a driver.
 
-The driver, which records it, is a library of ours that calls itself libcuda.so.1. The records of each kernel are printed
-as JSON: of Triton's launcher, of the driver called past it, and of Triton's launcher with a recorded call's arguments.
+The driver, which records it, is a library of ours that calls itself libcuda.so.1. Printed as JSON are the records of
+each kernel: Triton's launcher, the driver called past it, and Triton's launcher with a recorded call's arguments.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_nothing_is_tried_while_a_graph_is_captured_or_somebody_watches(capturin
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_call_is_recorded_only_after_its_trial(alike, device, monkeypatch):  # noqa: F811
-    """Launchers that write nothing, into memory that is told: what a call makes is what its repetition makes, or not."""
+    """Launchers that write nothing, into memory that is told: what a call makes its repetition makes, or not."""
     monkeypatch.setattr(triton_private, "UNTRIED", (triton_private.VERSION,))
     monkeypatch.setattr(recorded, "TRIALS", trial.Trials())
     filled = Launch.__call__

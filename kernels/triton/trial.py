@@ -1,5 +1,5 @@
-"""Whether a recorded call does what Triton's launcher did, in releases of Triton whose recorded launches were never seen
-on a GPU: tried on the device once for each compiled kernel.
+"""Whether a recorded call does what Triton's launcher did: tried on the device once for each compiled kernel, where the
+recorded launches of a release of Triton were never seen on a GPU.
 
 A trial runs the recorded call on the tensors of the call that was just made, waits for the device, and compares bits.
 Kernels give the same bits twice. Where they differ, no call is recorded in this process: slower, never wrong.
