@@ -43,11 +43,10 @@ from sdpa.torch_private import (
     dispatch_modes,
     enable_single_level_autograd_function,
     forward_level,
-    functorch_is_on,
     get_interpreter_stack,
     peek_interpreter_stack,
     single_level,
-    unwrap_dead_wrappers,
+    unwrapped,
 )
 
 # Positions of the inputs that have gradients: q, k, v, bias, sinks.
@@ -123,7 +122,7 @@ class OperatorCall:
             with below_autograd():
                 return call_forward(inputs, True, self.setting)
         # In a Function's forward functorch switches derivatives off. The levels around its own need them on.
-        with below_autograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        with torch.inference_mode(False), below_autograd():
             return call_forward(inputs, True, self.setting)
 
     def differentiable(
@@ -230,15 +229,15 @@ ONE_LEVEL: dict[type, Any] = {function: single_level(function) for function in (
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply`. Without a functorch transform it skips binding 27 arguments to the signature."""
-    if functorch_is_on():
+    if get_interpreter_stack():
         return function.apply(*args)
-    return ONE_LEVEL[function].apply(*unwrap_dead_wrappers(args))
+    return ONE_LEVEL[function].apply(*map(unwrapped, args))
 
 
 def apply_single(function: Any, *args: Any) -> Any:
-    """The same at one level of functorch."""
+    """The same at one level of functorch, where the dispatcher has unwrapped what earlier transforms left."""
     with enable_single_level_autograd_function():
-        return ONE_LEVEL.get(function, function).apply(*unwrap_dead_wrappers(args))
+        return ONE_LEVEL.get(function, function).apply(*args)
 
 
 def without_others(inputs: AttentionInputs) -> AttentionInputs:

@@ -13,9 +13,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch._functorch.utils as functorch_utils
+import torch._functorch.utils
 import torch._guards
 from torch.autograd import forward_ad as forward_ad  # noqa: PLC0414
+from torch.overrides import has_torch_function
 
 ABSENT: list[str] = []
 
@@ -51,7 +52,7 @@ def never(*_: object) -> bool:
 # are found by a key of these, which takes three times as long.
 TensorGuards = part("torch._C._dynamo.guards.TensorGuards", None)
 
-# torch's process-wide switches, of which some have a public getter that takes ten times as long. Absent: taken as on.
+# torch's process-wide switches. Each has a public getter that takes twice as long or more, which stands in its stead.
 flash_enabled = part("torch._C._get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled)
 efficient_enabled = part("torch._C._get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled)
 math_enabled = part("torch._C._get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled)
@@ -68,45 +69,56 @@ def precision_by_name() -> str:
 _precision = part("torch._C._get_fp32_precision_getter", None)
 float32_precision: Callable[[], str] = partial(_precision, "cuda", "matmul") if _precision else precision_by_name
 
-# How many modes stand between a call and the kernels. Absent: functions are asked of by has_torch_function alone, and a
-# dispatch mode sees what a kernel calls instead of the operator.
-function_modes: Callable[[], int] = part("torch._C._len_torch_function_stack", zero)
+# Whether a function mode stands between a call and the kernels: it wants to see calls with any argument.
+function_modes: Callable[[], int] = partial(has_torch_function, (None,))
+# How many dispatch modes do, and which. Absent: one sees what a kernel calls instead of the operator.
 dispatch_modes: Callable[[], int] = part("torch._C._len_torch_dispatch_stack", zero)
 dispatch_mode_stack = part("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
-get_dispatch_mode = part("torch._C._get_dispatch_mode", never)
-TRACERS = tuple(
-    key for name in ("FAKE", "PROXY") if (key := part(f"torch._C._TorchDispatchModeKey.{name}", None)) is not None
-)
+TRACERS = frozenset({"FakeTensorMode", "ProxyTorchDispatchMode"})  # by name, since their modules take long to import
+
+
+def mode_traces() -> bool:
+    """Whether a dispatch mode stands for tensors without values, or writes down what is called."""
+    return any(kind.__name__ in TRACERS for mode in dispatch_mode_stack() for kind in type(mode).__mro__)
+
 
 # Whether torch.jit.trace records. Absent: it does not.
 jit_tracing = part("torch._C._get_tracing_state", lambda: None)
-
-
-def is_batch(query: torch.Tensor, *_: object) -> bool:
-    return query.dim() == 3
-
-
-# Whether inputs of MultiheadAttention have a batch dimension, with torch's complaints about other dimensions. Absent:
-# what does not fit is refused by whichever operation meets it.
-mha_shape_check: Callable[..., bool] = part("torch.nn.functional._mha_shape_check", is_batch)
 
 
 def is_exporting() -> bool:
     """Whether operations are recorded by name, for tools that may know few of them; also in other threads' exports."""
     if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
         return torch.compiler.is_exporting()
-    return jit_tracing() is not None or (dispatch_modes() > 0 and any(map(get_dispatch_mode, TRACERS)))
+    return jit_tracing() is not None or (dispatch_modes() > 0 and mode_traces())
 
 
-# functorch's levels. They are needed: without them transforms would be answered wrongly, so that their absence is an
-# ImportError.
-TransformType = torch._C._functorch.TransformType
+# functorch's levels, the innermost last; None where there is none. They are needed: without them transforms would be
+# answered wrongly, so that their absence is an ImportError.
 get_interpreter_stack = torch._C._functorch.get_interpreter_stack
 is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
-peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
-unwrap_dead_wrappers = functorch_utils.unwrap_dead_wrappers
-enable_single_level_autograd_function = functorch_utils.enable_single_level_autograd_function
-functorch_is_on: Callable[[], bool] = torch._C._are_functorch_transforms_active
+enable_single_level_autograd_function = torch._functorch.utils.enable_single_level_autograd_function
+
+
+def peek_interpreter_stack() -> Any:
+    """The innermost of functorch's levels, or None."""
+    levels = get_interpreter_stack()
+    return levels[-1] if levels else None
+
+
+class TransformTypes:
+    """functorch's kinds of levels by name. Their class is that of a level's key: asked for inside of one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(peek_interpreter_stack().key()), name)
+
+
+TransformType = TransformTypes()
+
+
+def unwrapped(argument: Any) -> Any:
+    """An argument without what functorch left around it when a transform ended; outside of all transforms."""
+    return torch.func.debug_unwrap(argument) if isinstance(argument, torch.Tensor) else argument
 
 
 def forward_level() -> int:
@@ -127,8 +139,8 @@ autocast_is_on: Callable[[], bool] = part(
 current_node = part("torch._C._current_autograd_node", None)
 saved_tensors_hooks = part("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: None)
 
-# Whether a profiler is on, which wants to see operators. Absent: it does not see those that are called again.
-profiler_enabled: Callable[[], bool] = part("torch._C._autograd._profiler_enabled", never)
+# Whether a profiler is on, which wants to see operators and names of compositions. Absent: it sees neither.
+profiler_enabled: Callable[[], bool] = part("torch.autograd._profiler_enabled", never)
 
 # What generated code writes for an operator. Inductor is imported by who compiles, never here. Absent (torch 2.10):
 # generated code calls the operators.
@@ -149,22 +161,11 @@ empty_strided_cuda = part(
     "torch._C._dynamo.guards._empty_strided_cuda",
     lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
 )
-current_device = part("torch._C._cuda_getDevice", None)
-current_stream = part("torch._C._cuda_getCurrentRawStream", None)
-
-
-class DirectFunction(torch.autograd.Function):
-    """`Function` whose `apply` is that of its base in C++."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # of a base in C++
-
 
 # A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's
-# autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++.
-# Absent: `Function`, past the question in Python.
-SingleLevelFunction = part("torch.autograd.function._SingleLevelFunction", DirectFunction)
+# autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++, and
+# its own base does not.
+SingleLevelFunction: Any = torch.autograd.Function.__base__
 
 
 # What compiled autograd knows a node's class by; `Function` has it, and a class of that base has to. Absent: none asks.
@@ -207,10 +208,3 @@ def inductor_pass() -> tuple[Any, type]:
             f"{torch.__version__} does not have."
         ) from None
     return found
-
-
-def count_in_inductor(name: str, count: int) -> None:
-    """Adds to Inductor's counters, where torch has them."""
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    if counters is not None:
-        counters["inductor"][name] += count

@@ -270,14 +270,11 @@ class Play:
             expect=lambda barrier, count: barrier.arrive(count),
             wait=lambda barrier, parity: self.pause(lambda: barrier.passed(parity)),
         )
-        tma = types.SimpleNamespace(
-            async_copy_global_to_shared=self.copy_in,
-            async_copy_shared_to_global=self.copy_out,
-            store_wait=self.store_wait,
-        )
         return {
             "mbarrier": mbarrier,
-            "tma": tma,
+            "tma": types.SimpleNamespace(store_wait=self.store_wait),
+            "copy_in": self.copy_in,
+            "copy_out": self.copy_out,
             "fence_async_shared": self.fence,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": lambda left, deps: self.finish(role(), left),

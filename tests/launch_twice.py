@@ -1,7 +1,7 @@
 """Run by test_driver_launch.py in a process of its own: what Triton's launcher in C and ours hand to a driver.
 
-The driver, which records it, is a library of ours that calls itself libcuda.so.1. The two records of each kernel are
-printed as JSON.
+The driver, which records it, is a library of ours that calls itself libcuda.so.1. Printed as JSON are the records of
+each kernel: Triton's launcher, the driver called past it, and Triton's launcher with a recorded call's arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ int cuPointerGetAttribute(void *out, int which, uint64_t pointer) { *(uint64_t *
 NOTHING(cuCtxGetLimit) NOTHING(cuCtxSetCurrent) NOTHING(cuCtxSetLimit) NOTHING(cuDeviceGet)
 NOTHING(cuDeviceGetAttribute) NOTHING(cuDevicePrimaryCtxRetain) NOTHING(cuFuncGetAttribute)
 NOTHING(cuFuncSetAttribute) NOTHING(cuFuncSetCacheConfig) NOTHING(cuModuleGetFunction) NOTHING(cuModuleLoadData)
-NOTHING(cuOccupancyMaxActiveClusters)
+NOTHING(cuOccupancyMaxActiveClusters) NOTHING(cuCtxGetDevice) NOTHING(cuDriverGetVersion) NOTHING(cuModuleUnload)
+NOTHING(cuStreamIsCapturing) NOTHING(cuTensorMapEncodeIm2col)
 int cuTensorMapEncodeTiled(void *map, int dtype, unsigned rank, uint64_t address, const uint64_t *sizes,
                            const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
                            int swizzle, int promotion, int fill) {
@@ -91,6 +92,27 @@ def sizes_of(kinds: list[tuple[str, object]], formats: dict[str, str]) -> list[i
     return [*sizes, POINTER, POINTER]
 
 
+def with_launcher(compiled, folder: Path):
+    """Give a compiled kernel Triton's own launcher; what calls it with (grid, stream, function, arguments)."""
+    import triton.backends.nvidia.driver as backend
+    from triton.runtime.build import compile_module_from_src
+
+    metadata, no_hooks = compiled.packed_metadata, (None, None, None)
+    if not hasattr(backend, "make_launcher"):  # Triton 3.6 writes one in C for each kernel
+        compiled._run = backend.CudaLauncher(compiled.src, compiled.metadata)
+        return lambda *where, args: compiled.run(*where, metadata, *no_hooks, *args)
+    source, signature = compiled.src, dict(compiled.src.signature)
+    constants = {(source.fn.arg_names.index(k),) if isinstance(k, str) else k: v for k, v in source.constants.items()}
+    about = getattr(compiled.metadata, "tensordesc_meta", None)
+    module = compile_module_from_src(
+        src=backend.make_launcher(constants, signature, about), name="__triton_launcher", library_dirs=[str(folder)],
+        include_dirs=backend.include_dirs, libraries=["cuda"],
+    )  # fmt: skip
+    compiled._run.launch = backend.wrap_handle_tensordesc(module.launch, signature, about)
+    kinds = False, compiled.run.launch_pdl, None, None
+    return lambda *where, args: compiled.run.launch(*where, *kinds, metadata, *no_hooks, *args)
+
+
 def main(folder: Path) -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     stub = build(folder)
@@ -100,9 +122,8 @@ def main(folder: Path) -> None:
     from ahead import compiling_for
     from test_driver_launch import CASES, FUNCTION, compiled_for
     from triton.runtime import driver
-    from triton.runtime.build import compile_module_from_src
 
-    from sdpa.kernels.triton import driver_launch, recorded
+    from sdpa.kernels.triton import driver_launch, recorded, triton_private
 
     def number(name: str) -> ctypes.c_int:
         return ctypes.c_int.in_dll(stub, name)
@@ -114,34 +135,28 @@ def main(folder: Path) -> None:
             launches, tensors = case()
             for place, launch in enumerate(launches):
                 compiled = compiled_for(launch)
-                source, signature = compiled.src, dict(compiled.src.signature)
-                constants = {
-                    (source.fn.arg_names.index(k),) if isinstance(k, str) else k: v for k, v in source.constants.items()
-                }
-                about = getattr(compiled.metadata, "tensordesc_meta", None)
-                module = compile_module_from_src(
-                    src=backend.make_launcher(constants, signature, about), name="__triton_launcher",
-                    library_dirs=[str(folder)], include_dirs=backend.include_dirs, libraries=["cuda"],
-                )  # fmt: skip
-                sizes = sizes_of(
-                    list(driver_launch.leaves(tuple(signature.values()), tuple(launch.args))), driver_launch.FORMATS
-                )
+                kinds = tuple(compiled.src.signature.values())
+                sizes = sizes_of(list(driver_launch.leaves(kinds, tuple(launch.args))), driver_launch.FORMATS)
                 (ctypes.c_int * 256).in_dll(stub, "sizes")[: len(sizes)] = sizes
                 number("count").value = len(sizes)
-                head = (*(*launch.grid, 1, 1)[:3], STREAM, FUNCTION, False, launch.pdl, None, None)
-                run = backend.wrap_handle_tensordesc(module.launch, signature, about)
+                run = with_launcher(compiled, folder)
                 step = recorded.step_of(launch, compiled, tensors)
                 others = [tensor.clone() for tensor in tensors]
                 known = {tensor.data_ptr(): other for tensor, other in zip(tensors, others, strict=True)}
                 args = [elsewhere(arg, known, torch.Tensor) for arg in launch.args]
-                run(*head, compiled.packed_metadata, None, None, None, *args)
+                run(*(*launch.grid, 1, 1)[:3], STREAM, FUNCTION, args=args)
                 wanted, before = record(stub, len(sizes)), number("encoded").value
-                answer = step.by_driver([other.data_ptr() for other in others], STREAM)
+                addresses = [other.data_ptr() for other in others]
+                answer = step.by_driver(addresses, STREAM)
                 found[f"{name} {place}"] = (wanted, record(stub, len(sizes)), answer)
                 number("answer").value = 1
                 found[f"{name} {place} refused"] = (1, step.by_driver([256] * len(tensors), STREAM), 0)
                 number("answer").value = 0
                 assert number("encoded").value == before  # the address of a map is replaced, and no more
+                call = [recorded.filled(arg, others, addresses) for arg in step.call]
+                call[triton_private.STREAM] = STREAM
+                step.launch(*call)
+                found[f"{name} {place} by Triton"] = (wanted, record(stub, len(sizes)), 0)
     print(json.dumps(found))
 
 

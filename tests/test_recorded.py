@@ -36,6 +36,9 @@ class Driver:
     def get_current_device(self):
         return 0
 
+    def get_current_stream(self, device):
+        return STREAM
+
 
 @pytest.fixture
 def device(monkeypatch):
@@ -48,7 +51,7 @@ def device(monkeypatch):
 
     def launch(self, backend, arch):
         compiled = CompiledKernel.__new__(CompiledKernel)
-        compiled.function, compiled.packed_metadata = FUNCTION, (4, 1, 0)
+        compiled.module, compiled.function, compiled.packed_metadata = None, FUNCTION, (4, 1, 0)
         compiled._run = lambda *args: called.append(args)
         ordinary.append(self)
         return compiled
@@ -56,9 +59,9 @@ def device(monkeypatch):
     monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(Launch, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(recorded, "current_device", lambda: 0)
-    monkeypatch.setattr(recorded, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(recorded, "device_of", lambda tensor: 0)
     monkeypatch.setattr(recorded, "empty", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(triton_private, "UNTRIED", ())
     with assume(TARGET):
         yield ordinary, called
 
@@ -308,7 +311,7 @@ def test_hooks_see_every_launch(hook, device, monkeypatch):
 def test_another_current_device_is_not_run_again(device, monkeypatch):
     inputs, problem, tile = forward_of("triton_flash")
     again = flash.record((inputs,), problem, tile)[1]
-    monkeypatch.setattr(recorded, "current_device", lambda: 1)
+    monkeypatch.setattr(recorded, "device_of", lambda tensor: 1)
     assert again(*inputs[:3]) is None
 
 

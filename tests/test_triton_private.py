@@ -16,7 +16,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from sdpa.kernels.triton import flash, triton_private  # noqa: E402
 
 STREAM, FUNCTION = 11, 7
-SEEN = pytest.mark.skipif(triton_private.VERSION != triton_private.LAID_OUT, reason="told of Triton 3.6")
+SEEN = pytest.mark.skipif(triton_private.VERSION not in triton_private.LAID_OUT, reason="told of Triton 3.6 and 3.9")
 
 
 class Launcher:
@@ -38,12 +38,14 @@ class Launcher:
     ((3, 6), {"global_scratch_size": 128}, "launcher"),
     ((3, 6), {"profile_scratch_size": 128}, "launcher"),
     ((3, 5), {}, "launcher"),
+    ((3, 9), {}, "launcher"),
 ])  # fmt: skip
 def test_the_function_in_c_is_called_where_nothing_is_put_before_it(version, sizes, way, monkeypatch):
     """With the arguments that Triton 3.6's launcher calls it with."""
     called = []
     compiled = CompiledKernel.__new__(CompiledKernel)
-    compiled.function, compiled.packed_metadata, compiled._run = FUNCTION, (4, 1, 0), Launcher(called, **sizes)
+    compiled.module, compiled.function, compiled.packed_metadata = None, FUNCTION, (4, 1, 0)
+    compiled._run = Launcher(called, **sizes)
     monkeypatch.setattr(triton_private, "VERSION", version)
     run, call = triton_private.launcher_of(compiled, (5, 1, 1))
     call[triton_private.STREAM] = STREAM
@@ -119,20 +121,52 @@ def compiled_with(run, metadata=(4, 1, 0)):
 
 
 PLAIN = {"launch_cooperative_grid": False, "launch_pdl": True, "global_scratch_size": 0, "profile_scratch_size": 0}
+SANITIZED = PLAIN | {"gsan_enabled": False}  # in Triton 3.9
 
 
-@SEEN
-@pytest.mark.parametrize("missing", [None, *PLAIN])
-def test_the_driver_is_called_only_where_all_is_known_of_a_launcher(missing):
-    launcher = SimpleNamespace(**{name: value for name, value in PLAIN.items() if name != missing})
+RELEASES = [((3, 6), PLAIN), ((3, 9), SANITIZED)]
+
+
+@pytest.mark.parametrize(
+    "version,parts,missing", [(version, parts, name) for version, parts in RELEASES for name in (None, *parts)]
+)
+def test_the_driver_is_called_only_where_all_is_known_of_a_launcher(version, parts, missing, monkeypatch):
+    monkeypatch.setattr(triton_private, "VERSION", version)
+    launcher = SimpleNamespace(**{name: value for name, value in parts.items() if name != missing})
     wanted = (4, 0, True) if missing is None else None
     assert triton_private.plain_launch(compiled_with(launcher)) == wanted
 
 
+def test_the_driver_is_not_called_where_triton_adds_arguments_or_is_not_known(monkeypatch):
+    launcher = SimpleNamespace(**SANITIZED)
+    for version in ((3, 4), (3, 5), (3, 7), (3, 8), (3, 10), (4, 0)):
+        monkeypatch.setattr(triton_private, "VERSION", version)
+        assert triton_private.plain_launch(compiled_with(launcher)) is None
+    monkeypatch.setattr(triton_private, "VERSION", (3, 9))
+    assert triton_private.plain_launch(compiled_with(launcher)) is not None
+    launcher.gsan_enabled = True
+    assert triton_private.plain_launch(compiled_with(launcher)) is None
+
+
 @SEEN
-@pytest.mark.parametrize("metadata", [(4, 2, 0), (4, 1), None, 4])
+@pytest.mark.parametrize("metadata", [(4, 2, 0), (4, 1), None, 4, (4, 1, (228 << 10) + 16)])
 def test_clusters_and_other_metadata_are_left_to_triton(metadata):
-    assert triton_private.plain_launch(compiled_with(SimpleNamespace(**PLAIN), metadata)) is None
+    assert triton_private.plain_launch(compiled_with(SimpleNamespace(**SANITIZED), metadata)) is None
+    assert triton_private.plain_launch(compiled_with(SimpleNamespace(**SANITIZED), (4, 1, 228 << 10))) is not None
+
+
+@pytest.mark.skipif(triton_private.VERSION != (3, 9), reason="told of Triton 3.9")
+def test_the_arguments_of_a_launcher_are_those_of_tritons_own_call():
+    """`JITFunction.run` ends in a call of `CudaLauncher`, which the recorded one repeats."""
+    import inspect
+
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    names = list(inspect.signature(CudaLauncher.__call__).parameters)[1:]
+    assert names[triton_private.STREAM : triton_private.STREAM + 2] == ["stream", "function"]
+    assert names[5:] == ["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"]
+    _, call = triton_private.launcher_of(compiled_with(SimpleNamespace(**SANITIZED)), (5, 1, 1))
+    assert call == [5, 1, 1, None, FUNCTION, (4, 1, 0), None, None, None]
 
 
 def test_a_launcher_without_its_function_in_c_is_called_itself():
@@ -147,14 +181,15 @@ def test_without_the_function_that_encodes_descriptors(monkeypatch):
 
 @pytest.mark.parametrize("size", [0, 8, 256])
 def test_a_tensor_map_in_another_object_is_left_to_triton(size, monkeypatch):
-    """Its 128 bytes are read only out of the object of Triton 3.6, which is known by its size."""
+    """Its 128 bytes are read only out of an object that is known by its size."""
     encoded = bytes(size)
     assert type(encoded).__basicsize__ != triton_private.MAP_OFFSET + triton_private.MAP_SIZE
-    module = SimpleNamespace(make_tensordesc_arg=lambda descriptor, kind: [encoded, 1, 2, 3, 4])
+    module = SimpleNamespace(make_tensordesc_arg=lambda *_: [encoded, 1, 2, 3, 4])
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", module)
     assert triton_private.encode(object(), {}) is None
 
 
 def test_a_descriptor_that_is_no_map_is_left_to_triton():
     assert triton_private.encode(object(), None) is None
+    assert triton_private.encode(object(), {"is_im2col": True}) is None
     assert triton_private.descriptor_kinds(SimpleNamespace(metadata=SimpleNamespace())) == ()

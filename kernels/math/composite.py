@@ -19,7 +19,7 @@ from sdpa.kernels.math.scores import finite, over_group, per_group, quarantine, 
 from sdpa.kernels.math.weights import weights
 from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
-from sdpa.torch_private import without_autocast
+from sdpa.torch_private import profiler_enabled, without_autocast
 
 __all__ = ["TILES", "backward", "backward_terms", "forward", "forward_terms", "unavailable", "weights"]
 
@@ -45,7 +45,7 @@ def unavailable() -> str | None:
 
 def named(name: str) -> AbstractContextManager:
     """A range of the profiler, if one is on: kernels have names of their own, a composition has those of its parts."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    return record_function(name) if profiler_enabled() else nullcontext()
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:

@@ -28,6 +28,7 @@ from sdpa.layout import empty_as, unexpanded
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 HOPPER = (9, 0)
+UNSEEN = (3, 9)  # the first release of Triton whose code for this kernel compiles, but has not run on a GPU
 MIN_POWER = 2.0**-6  # float16 has no digits to lose far below 1
 SMALL_D, MEDIUM_D = 64, 128  # head sizes; 64 numbers fill a row of the 128-byte swizzle, so none is smaller
 # Warps are those of one consumer warpgroup. Stages of keys and values fill the shared memory: 160 KB at D = 128, 192 KB
@@ -50,7 +51,15 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     found = torch.cuda.get_device_capability()
-    return None if found == HOPPER else f"needs a device of compute capability 9.0; got {found[0]}.{found[1]}"
+    if found != HOPPER:
+        return f"needs a device of compute capability 9.0; got {found[0]}.{found[1]}"
+    return unseen_release(triton.__version__)
+
+
+def unseen_release(version: str) -> str | None:
+    """Gluon is experimental, and the kernel's named barriers and registers were counted in what Triton made of it."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return None if release < UNSEEN else f"needs Triton older than {UNSEEN[0]}.{UNSEEN[1]}, got {version}"
 
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sdpa.kernels.triton.hopper_primitives import LANE_BITS, WG_ROWS, WG_WARPS, barriers
+from sdpa.kernels.triton.hopper_primitives import LANE_BITS, WG_ROWS, WG_WARPS, barriers, copy_in, copy_out
 from sdpa.kernels.triton.hopper_schedule import entry_and_block
 
 
@@ -239,7 +239,7 @@ def store_grad(grad, desc, smem, block, WG: gl.constexpr, CONFIG: gl.constexpr):
     tile = smem.index(WG)
     tile.reshape([WG_ROWS, CONFIG.D]).store(grad.to(desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [block.batch, block.head, block.row + WG * WG_ROWS, 0], tile)
+    copy_out(desc, [block.batch, block.head, block.row + WG * WG_ROWS, 0], tile)
 
 
 @gluon.jit
@@ -317,9 +317,9 @@ def load_ab(descs, smem, bars, block, CONFIG: gl.constexpr):
         full = bars.ab_full.index(g)
         at = [block.batch, block.head, block.row + g * WG_ROWS, 0]
         mbarrier.expect(full, 2 * BYTES if CONFIG.GRAD_A else BYTES)
-        tma.async_copy_global_to_shared(descs.a, at, full, smem.a.index(g))
+        copy_in(descs.a, at, full, smem.a.index(g))
         if CONFIG.GRAD_A:
-            tma.async_copy_global_to_shared(descs.b, at, full, smem.b.index(g))
+            copy_in(descs.b, at, full, smem.b.index(g))
 
 
 @gluon.jit
@@ -341,13 +341,13 @@ def producer(descs, smem, bars, schedule, band, factors, CONFIG: gl.constexpr):
             at = [block.batch, head, start, 0]
             stage = acquire_stage(bars.x_full, bars.x_empty, i, BYTES + ROW_BYTES, CONFIG)
             full = bars.x_full.index(stage)
-            tma.async_copy_global_to_shared(descs.x, at, full, smem.x.index(stage))
+            copy_in(descs.x, at, full, smem.x.index(stage))
             if CONFIG.OVER_KEYS:
                 rows = [block.batch * descs.x.shape[1] + head, start]
-                tma.async_copy_global_to_shared(descs.lse, rows, full, smem.lse.index(stage))
-                tma.async_copy_global_to_shared(descs.delta, rows, full, smem.delta.index(stage))
+                copy_in(descs.lse, rows, full, smem.lse.index(stage))
+                copy_in(descs.delta, rows, full, smem.delta.index(stage))
             stage = acquire_stage(bars.y_full, bars.y_empty, i, BYTES, CONFIG)
-            tma.async_copy_global_to_shared(descs.y, at, bars.y_full.index(stage), smem.y.index(stage))
+            copy_in(descs.y, at, bars.y_full.index(stage), smem.y.index(stage))
             start += CONFIG.BLOCK_INNER
             i += 1
         head += 1

@@ -48,6 +48,8 @@ from sdpa.kernels.triton.hopper_primitives import (
     WG_WARPS,
     apply_mask,
     barriers,
+    copy_in,
+    copy_out,
     hold_order,
     ping_pong_signal,
     ping_pong_wait,
@@ -242,7 +244,7 @@ def attend_query_block(
         tma.store_wait(0)
     out.reshape([WG_ROWS, CONFIG.D]).store(rescale(acc, 1.0 / total).to(descs.out.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(descs.out, [batch, head, row, 0], out)
+    copy_out(descs.out, [batch, head, row, 0], out)
     if CONFIG.PERSISTENT and not CONFIG.EPILOGUE_SMEM:
         tma.store_wait(0)
         mbarrier.arrive(bars.q_empty.index(WG), count=1)
@@ -293,7 +295,7 @@ def fetch(desc, coordinates, smem, full, empty, i, BESIDE: gl.constexpr, CONFIG:
     stage = i % CONFIG.STAGES
     mbarrier.wait(empty.index(stage), ((i // CONFIG.STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), desc.block_type.nbytes + BESIDE)
-    tma.async_copy_global_to_shared(desc, coordinates, full.index(stage), smem.index(stage))
+    copy_in(desc, coordinates, full.index(stage), smem.index(stage))
 
 
 @gluon.jit
@@ -312,7 +314,7 @@ def fetch_keys(descs, smem, bars, block_coords, kv_head, start, i, CONFIG: gl.co
             own_head = 0
         stage = i % CONFIG.STAGES
         for g in gl.static_range(NUM_WGS):
-            tma.async_copy_global_to_shared(descs.bias, [own_batch, own_head, row + g * WG_ROWS, start],
+            copy_in(descs.bias, [own_batch, own_head, row + g * WG_ROWS, start],
                                             bars.k_full.index(stage), smem.bias.index(stage * NUM_WGS + g))  # fmt: skip
     else:
         fetch(descs.k, coordinates, smem.k, bars.k_full, bars.k_empty, i, 0, CONFIG)
@@ -326,7 +328,7 @@ def fetch_queries(descs, smem, bars, block_coords, t, CONFIG: gl.constexpr):
         mbarrier.wait(bars.q_empty.index(g), (t & 1) ^ 1)
         mbarrier.expect(bars.q_full.index(g), descs.q.block_type.nbytes)
         coordinates = [batch, head, row + g * WG_ROWS, 0]
-        tma.async_copy_global_to_shared(descs.q, coordinates, bars.q_full.index(g), smem.q.index(g))
+        copy_in(descs.q, coordinates, bars.q_full.index(g), smem.q.index(g))
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sdpa.kernels.triton.hopper_schedule import diagonal
 
@@ -19,6 +19,9 @@ PING_PONG_BARRIER = gl.constexpr(11)  # the first of the named barriers of ping-
 LANE_BITS = gl.constexpr(6)  # of a column number
 # Rows whose largest score is beyond this in size compare by differences alone (see `softmax_step`).
 LARGE_SCORE = gl.constexpr(2.0**26)
+# Copies by TMA from global memory to shared memory, and back. Triton 3.9 has them under other names than 3.6.
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit

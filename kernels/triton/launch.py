@@ -31,6 +31,7 @@ class Launch(NamedTuple):
     @property
     def options(self) -> dict:
         sizes = {"num_warps": self.tile.num_warps, "num_stages": self.tile.num_stages}
+        sizes["enable_fp_fusion"] = True  # Triton 3.9 warns where nothing is said, and 3.10 will not fuse
         if self.pdl:
             sizes["launch_pdl"] = True
         if self.registers:

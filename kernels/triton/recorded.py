@@ -16,20 +16,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 from sdpa.kernels.triton.driver_launch import DriverLaunch, driver_launch
 from sdpa.kernels.triton.launch import Launch, Pass, device_index, run, with_memory
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.triton_private import ALIGNMENT, STREAM, can_record, hooked, launcher_of, pre_run_hooks
+from sdpa.kernels.triton.trial import TRIALS
+from sdpa.kernels.triton.triton_private import (
+    ALIGNMENT,
+    STREAM,
+    can_record,
+    hooked,
+    is_untried,
+    launcher_of,
+    pre_run_hooks,
+)
 from sdpa.problem import AttentionProblem
-from sdpa.torch_private import current_device, current_stream
 from sdpa.torch_private import empty_strided_cuda as empty
 
 # Below this an address may be an offset into storage that was freed. Memory of GPUs begins above it, as far as seen;
 # where it does not, storages are asked.
 LOW_ADDRESS = 1 << 32
 
-stride_of = Tensor.stride
+stride_of, device_of = Tensor.stride, Tensor.get_device
 
 
 class Slot(NamedTuple):
@@ -46,6 +55,7 @@ class Described(NamedTuple):
     shape: list[int]
     strides: list[int]
     padding: str
+    round_f32_to_tf32: bool
 
 
 class Step(NamedTuple):
@@ -76,8 +86,10 @@ class RecordedCall:
 
     count: int  # of the tensors given
     steps: list[Step]
+    kernels: list[CompiledKernel]  # held, since Triton unloads the machine code of one that nobody holds
     hooks: list[list]  # of each kernel: what wants to be called before a launch
     device: int
+    stream_of: Callable[[int], int]  # the current stream of a device
     strides: list[tuple[int, ...]]  # of the tensors given, where they are asked for
     copied: list[int]  # of the tensors given: those that kernels read from a contiguous copy
     made: list[Form]
@@ -87,12 +99,14 @@ class RecordedCall:
 
     def __call__(self, *given: Tensor) -> Any:
         """What the call returns; None where the ordinary way must be taken."""
-        if len(given) != self.count or hooked() or any(self.hooks) or current_device() != self.device:
+        if len(given) != self.count or hooked() or any(self.hooks):
             return None
         if self.strides and any(map(ne, map(stride_of, given), self.strides)):
             return None
-        read = contiguous_at(given, self.copied) if self.copied else given
         made = [empty(size, stride, dtype) for size, stride, dtype in self.made]
+        if device_of(made[0]) != self.device:  # the current device is another
+            return None
+        read = contiguous_at(given, self.copied) if self.copied else given
         for number, value in self.fills:
             made[number].fill_(value)
         tensors = (*read, *made)
@@ -104,7 +118,7 @@ class RecordedCall:
                 return None
         elif reduce(or_, addresses) % ALIGNMENT:
             return None
-        stream = current_stream(self.device)
+        stream = self.stream_of(self.device)
         for launch, call, pointers, nested, by_driver in self.steps:
             if by_driver is not None and by_driver(addresses, stream) == 0:
                 continue  # else Triton's launcher says what is wrong, or makes the context that this thread lacks
@@ -127,7 +141,10 @@ def run_pass(work: Pass, problem: AttentionProblem) -> Any:
 def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCall | None]:
     """The same, and what does it again for tensors of the same form; None where that would not do."""
     compiled = run(work.launches, problem)
-    return work.finish(work.read, work.made), recorded(work, compiled, problem)
+    results, again = work.finish(work.read, work.made), recorded(work, compiled, problem)
+    if again is not None and is_untried() and not TRIALS.allow(again, work.given, results):
+        again = None
+    return results, again
 
 
 def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedCall | None:
@@ -137,7 +154,7 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
     index = device_index(problem.device)
     if index is None or target_of(problem.device).backend != "cuda" or not can_record():
         return None
-    if None in (current_device, current_stream, work.fills) or current_device() != index:
+    if work.fills is None or not work.made or torch.cuda.current_device() != index:
         return None
     hooks = [pre_run_hooks(launch.kernel) for launch in work.launches]
     if None in hooks or not all(isinstance(kernel, CompiledKernel) for kernel in compiled):
@@ -152,8 +169,10 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
     return RecordedCall(
         len(work.given),
         steps,
+        compiled,
         hooks,
         index,
+        driver.active.get_current_stream,
         # A forward is asked for by strides; a backward comes with what its forward, others and saving made of them.
         [] if problem.direction == "forward" else [tensor.stride() for tensor in work.given],
         [n for n, (given, read) in enumerate(zip(work.given, work.read, strict=True)) if given is not read],
@@ -212,7 +231,8 @@ def with_slots(arg: Any, numbers: dict[int, int]) -> Any:
     if isinstance(arg, Tensor):
         return Slot(numbers[arg.data_ptr()], None)
     if is_descriptor(arg):
-        return Slot(numbers[arg.base.data_ptr()], (arg.shape, arg.strides, getattr(arg, "padding", "zero")))
+        rest = (arg.shape, arg.strides, getattr(arg, "padding", "zero"), getattr(arg, "round_f32_to_tf32", False))
+        return Slot(numbers[arg.base.data_ptr()], rest)
     if isinstance(arg, tuple):
         return remade(arg, [with_slots(part, numbers) for part in arg])
     return arg

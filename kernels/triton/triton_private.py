@@ -1,7 +1,7 @@
 """Triton's private parts that repeated launches rely on, each with what is done where it is absent.
 
-Seen in Triton 3.4, 3.5 and 3.6. Where a part is absent, a call is not recorded or a launch goes through Triton's own
-launcher: slower, never wrong.
+Seen in Triton 3.4, 3.5, 3.6 and 3.9. Where a part is absent, a call is not recorded or a launch goes through Triton's
+own launcher: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import triton
 from triton import knobs
 
 # Releases whose JITFunction.run ends in `compiled.run` with the arguments of `launcher_of`.
-KNOWN = ((3, 4), (3, 5), (3, 6))
+KNOWN = ((3, 4), (3, 5), (3, 6), (3, 9))
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# The release whose launchers only put scratch memory, where a kernel wants some, before a function in C; and whose
-# objects around a tensor map are known.
-LAID_OUT = (3, 6)
+# The release whose launchers only put scratch memory, where a kernel wants some, before a function in C that takes a
+# kernel's arguments as they are.
+IN_C = (3, 6)
+# Releases of which it is known what the driver is told, and the object around a tensor map.
+LAID_OUT = ((3, 6), (3, 9))
+# Releases whose recorded launches were never seen on a GPU: each kernel's first one is tried (`trial`).
+UNTRIED = ((3, 9),)
+MOST_SHARED = 228 << 10  # bytes, beyond which Triton 3.9 sets another attribute
 STREAM = 3  # the place of the stream among a launcher's arguments, behind the grid
 ALIGNMENT = 16  # bytes by which Triton tells addresses apart
-# A CUtensorMap, and where it lies in Triton 3.6's object around it.
+# A CUtensorMap, and where it lies in Triton's object around it.
 MAP_SIZE, MAP_OFFSET = 128, 128
 SCRATCH_SIZES = ("global_scratch_size", "profile_scratch_size")
 HOOKS = ("launch_enter_hook", "launch_exit_hook")
@@ -53,10 +58,14 @@ def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[...
         return None
     no_stream, no_scratch = None, (None, None)
     rest = (metadata, None, None, None)  # no metadata for hooks, and no hooks
-    if VERSION != LAID_OUT or has_scratch(launcher) or not hasattr(launcher, "launch"):
+    if VERSION != IN_C or has_scratch(launcher) or not hasattr(launcher, "launch"):
         return launcher, [*grid, no_stream, function, *rest]
     kinds = launcher.launch_cooperative_grid, launcher.launch_pdl, *no_scratch
     return launcher.launch, [*grid, no_stream, function, *kinds, *rest]
+
+
+def is_untried() -> bool:
+    return VERSION in UNTRIED
 
 
 def has_scratch(launcher: Any) -> bool:
@@ -67,14 +76,16 @@ def has_scratch(launcher: Any) -> bool:
 def plain_launch(compiled: Any) -> tuple[int, int, bool] | None:
     """(warps, bytes of shared memory, whether it is a programmatic dependent launch) of a kernel whose launcher only
     launches; None where it does more (scratch memory, clusters, a cooperative grid) or is not known."""
-    if VERSION != LAID_OUT:
+    if VERSION not in LAID_OUT:
         return None
     try:
         launcher, (warps, clusters, shared) = compiled.run, compiled.packed_metadata
         cooperative, dependent = launcher.launch_cooperative_grid, bool(launcher.launch_pdl)
+        sanitized = VERSION > IN_C and launcher.gsan_enabled  # three more arguments
     except (AttributeError, TypeError, ValueError):
         return None
-    return None if has_scratch(launcher) or cooperative or clusters != 1 else (warps, shared, dependent)
+    more = has_scratch(launcher) or cooperative or sanitized or clusters != 1 or shared > MOST_SHARED
+    return None if more else (warps, shared, dependent)
 
 
 def signature_of(compiled: Any) -> tuple:
@@ -94,9 +105,9 @@ def encode(descriptor: Any, kind: dict | None) -> tuple[bytes, list[int]] | None
         from triton.backends.nvidia.driver import make_tensordesc_arg
     except ImportError:
         return None
-    if kind is None:
+    if kind is None or kind.get("is_im2col"):
         return None
-    encoded, *numbers = make_tensordesc_arg(descriptor, kind)
+    encoded, *numbers = make_tensordesc_arg(descriptor, kind, *(() if VERSION <= IN_C else (None,)))
     if type(encoded).__basicsize__ != MAP_OFFSET + MAP_SIZE:
         return None
     return ctypes.string_at(id(encoded) + MAP_OFFSET, MAP_SIZE), numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from sdpa.inputs import Options
 from sdpa.nn.masks import check_kinds, check_lengths, check_masks, check_shapes, mask_of
 from sdpa.nn.padding import is_lengths
 from sdpa.nn.weights import attention_with_weights
-from sdpa.torch_private import mha_shape_check
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +135,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             check_lengths(key_padding_mask, query)
             if is_lengths(key_padding_mask) and query.dim() == 3:
                 key_padding_mask = None  # torch knows no lengths
-        is_batched = mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        is_batched = query.dim() == 3
+        if not fits_dimensions(query, key, value, key_padding_mask, attn_mask, self.num_heads):
+            complain(query, key, value, key_padding_mask, attn_mask, self.num_heads)
         if key_padding_mask is not None or attn_mask is not None or is_causal:
             check_masks(key_padding_mask, attn_mask, is_causal)
         if query.shape[-1] != self.embed_dim:
@@ -232,3 +233,29 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def can_pack(self) -> bool:
         """Keys that every query sees besides its sequence's belong to no sequence."""
         return self.bias_k is None and not self.add_zero_attn
+
+
+def fits_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None, num_heads: int
+) -> bool:
+    """Whether numbers of dimensions fit, and the shape of a mask of the heads of one sequence."""
+    rank = query.dim()
+    if rank not in (2, 3) or not key.dim() == value.dim() == rank:
+        return False
+    if padding is not None and padding.dim() != rank - 1:
+        return False
+    if attn_mask is None or attn_mask.dim() == 2:
+        return True
+    return attn_mask.dim() == 3 and (rank == 3 or attn_mask.shape == (num_heads, query.shape[0], key.shape[0]))
+
+
+def complain(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, attn_mask: Tensor | None, num_heads: int
+) -> NoReturn:
+    """torch's own sentence about dimensions that do not fit, which its function begins with."""
+    nothing: Any = None
+    F.multi_head_attention_forward(
+        query, key, value, query.shape[-1], num_heads, *(nothing,) * 4, False, 0.0, nothing, nothing,
+        key_padding_mask=padding, attn_mask=attn_mask,
+    )  # fmt: skip
+    raise AssertionError("expected inputs and masks whose dimensions fit")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sdpa.mask import is_integer
-from sdpa.torch_private import TRACERS, get_dispatch_mode, peek_interpreter_stack
+from sdpa.torch_private import mode_traces, peek_interpreter_stack
 from sdpa.varlen import varlen_attention
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def can_pack() -> bool:
     """Packing needs the number of rows on the host: not inside a graph that must serve every mask."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if peek_interpreter_stack() is not None or any(map(get_dispatch_mode, TRACERS)):
+    if peek_interpreter_stack() is not None or mode_traces():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

@@ -18,10 +18,9 @@ from sdpa.patterns.reading import drop_unread, is_transformed, name_of, settle_w
 from sdpa.patterns.rewriting import rewrite
 from sdpa.patterns.torchs import torchs_of
 from sdpa.patterns.written import Written, written_of
-from sdpa.torch_private import count_in_inductor, inductor_pass
+from sdpa.torch_private import inductor_pass
 
 LOG = logging.getLogger("sdpa.patterns")
-COUNTER = "sdpa_attention"  # beside Inductor's own "fuse_attention"
 FINDERS = {"softmax": written_of, "attention": torchs_of}
 
 CONFIG: Any
@@ -41,7 +40,6 @@ def replace(graph: Graph) -> int:
         count += found is not None
     if count:
         graph.lint()
-        count_in_inductor(COUNTER, count)
         LOG.info("attention of sdpa in place of %d written out", count)
     return count
 
