@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sdpa.bench import ceilings, timing, tuner, workload
+import sdpa
+from sdpa.bench import ceilings, timing, tuner, workload, written_out
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, WINDOW, Problem, square
 from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.dispatch import tuning
@@ -245,6 +246,22 @@ def test_ceilings(monkeypatch):
     measured = list(ceilings.measure((forward, decode), 0.0))
     assert [problem for problem, _, _ in measured] == [forward, decode]
     assert all(ours > 0 and most > 0 for _, ours, most in measured)
+
+
+def test_written_out_attention_is_ours_in_one_of_the_two(monkeypatch):
+    q = torch.randn(1, 1, 4, 4)
+    chosen = []
+
+    def run_each(calls, time_limit):
+        for call in calls:
+            sdpa.scaled_dot_product_attention(q, q, q, kernel="math")
+            call()
+            chosen.append(sdpa.last_choice().kernel.name)
+        return [timing.Timing((1.0,))] * 2
+
+    monkeypatch.setattr(written_out, "interleave", run_each)
+    assert [form for form, _ in written_out.measure(8, torch.float32, False)] == ["plain", "masked", "added"]
+    assert chosen == ["math", "cpu_flash"] * 3
 
 
 def test_ceilings_say_what_is_missing(monkeypatch):

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import checkpoint
 
 import sdpa
 from sdpa.patterns import hook
@@ -162,14 +163,24 @@ def einsum_of_rows(q, k, v):
 
 
 def rows_inside(q, k, v):
-    """(B, L, H, D) turned, and the result turned back: no copy of it is needed."""
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    return ((q @ k.transpose(-2, -1) * SCALE).softmax(-1) @ v).transpose(1, 2).reshape(B, M, H * D)
+    """The result turned back: no copy of it is needed where the queries lie in memory as it then does."""
+    return times(q, k, v).transpose(1, 2).reshape(B, M, H * D)
 
 
 def strides_asked(q, k, v):
-    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
-    return ((q @ k.transpose(-2, -1) * SCALE).softmax(-1) @ v).view(B * H, M, D)
+    return times(q, k, v).view(B * H, M, D)
+
+
+def cloned(q, k, v):
+    return times(q, k, v).clone().view(B * H, M, D)
+
+
+def split(q, k, v):
+    return times(q, k, v).reshape(B, H, M, 2, D // 2).flatten().view(B * H, -1)
+
+
+def turned_and_split(q, k, v):
+    return times(q, k, v).transpose(1, 2).reshape(B, M, H, 2, D // 2).transpose(1, 2)
 
 
 def batched(q, k, v):
@@ -193,7 +204,7 @@ def twice(q, k, v):
 
 
 PLAIN = [times, over, before, both, no_scale, constant_scale, in_place, hugging_face, upcast, einsum, einsum_of_rows]
-PLAIN += [rows_inside, strides_asked, batched, softcap, weights_thrown_away]
+PLAIN += [batched, softcap, weights_thrown_away]
 
 
 @pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.__name__)
@@ -201,8 +212,19 @@ def test_forms(function):
     same(function, qkv())
 
 
+def inside(tensors):
+    """The same numbers as (B, M, H, D) in memory."""
+    return [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad) for t in tensors]
+
+
+@pytest.mark.parametrize("lay", [list, inside], ids=["outside", "inside"])
+@pytest.mark.parametrize("function", [times, rows_inside, strides_asked, cloned, split], ids=lambda f: f.__name__)
+def test_forms_whose_memory_is_asked_for(function, lay):
+    same(function, lay(qkv()))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", [times, before, hugging_face, upcast, rows_inside], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [times, before, hugging_face, upcast], ids=lambda f: f.__name__)
 def test_half_precision(function, dtype):
     same(function, qkv(dtype))
 
@@ -221,11 +243,20 @@ def test_scales_and_softcap_reach_the_operator():
     assert 5.0 in operator_of(softcap)
 
 
+def test_a_result_that_was_turned_and_split():
+    """Its dimensions lie in another order than before, in which every view is possible."""
+    q, k, v = inside(qkv(learn=False))
+    graphs = Graphs()
+    found = torch.compile(turned_and_split, backend=graphs)(q, k, v)
+    torch.testing.assert_close(found, turned_and_split(q, k, v))
+    assert graphs.replaced == 1 and found.transpose(1, 2).is_contiguous()
+
+
 def test_the_layout_of_the_queries_saves_a_copy():
-    methods = same(rows_inside, qkv()).targets
+    methods = same(rows_inside, inside(qkv())).targets
     after = methods[methods.index(OURS) :]
     assert "contiguous" not in after
-    methods = same(strides_asked, qkv()).targets
+    methods = same(strides_asked, inside(qkv())).targets
     assert "contiguous" in methods[methods.index(OURS) :]
 
 
@@ -652,6 +683,24 @@ def test_inductor_trains_and_infers(installed, dtype, caplog):
     assert sdpa.last_choice().kernel.name == "vendor_cpu_flash"  # chosen where it runs
     if counters["aot_autograd"]["autograd_cache_hit"] == 0:
         assert caplog.text.count("1 written out") == 2  # the graph with gradients and the one without
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_activation_checkpointing(installed, p):
+    """The graph of a checkpoint is one inside of another; what is dropped is the same when it is computed again."""
+
+    def inner(q, k, v):
+        return F.dropout((q @ k.transpose(-2, -1) * SCALE).softmax(-1), p) @ v
+
+    counters.clear()
+    args = [*qkv()[:2], torch.eye(N).expand(B, H, N, N).clone().requires_grad_()]
+    compiled = torch.compile(lambda *a: checkpoint(inner, *a, use_reentrant=False), fullgraph=True)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        out = compiled(*args)
+    assert counters["inductor"]["sdpa_attention"] == 1
+    # With one-hot values the output is the weights, and the sum over its columns is linear in what was kept.
+    (grad,) = torch.autograd.grad(out.sum(), args[2])
+    torch.testing.assert_close(grad, out.sum(-2).unsqueeze(-1).expand_as(grad).detach())
 
 
 class Noted(CustomGraphPass):

@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sdpa.operators import FORWARD, forward_arguments
-from sdpa.patterns.products import NotAttention, Rows
-from sdpa.patterns.reading import dtype_of, looks, name_of, readers, tensor_of
+from sdpa.patterns.products import NotAttention, Rows, order_of
+from sdpa.patterns.reading import dtype_of, looks, name_of, readers, shape_of, tensor_of
 from sdpa.patterns.written import Step, Written
 from sdpa.problem import UNLIMITED, AttentionInputs
 
 LOWEST = torch.finfo(torch.float32).min  # beside which every score is absorbed
 SEEDS = 2**62  # dropout's seeds are below it, as those of `philox.draw_seed`
-# What takes a tensor in any order of its memory, and what only turns its dimensions.
-TAKES_ANY_ORDER = ("contiguous", "flatten", "linear", "matmul", "bmm", "einsum")
-TURNS = ("transpose", "permute")
+# What takes a tensor in any order of its memory, and gives back one that is contiguous.
+TAKES_ANY_ORDER = ("linear", "matmul", "bmm")
+HEADS_INSIDE = (0, 2, 1, 3)  # (B, H, M, D) turned to (B, M, H, D), and back
 
 
 def rewrite(found: Written) -> None:
     """Put the operator in place of an attention."""
     out, rank = found.out, len(found.order)
-    graph, order = out.graph, order_in_memory(out)
+    graph, order = out.graph, order_in_memory(found)
     with graph.inserting_before(out):
         q, k, v = (laid(graph, rows, found) for rows in (found.q, found.k, found.v))
         bias, allowed = masks_of(graph, found)
@@ -122,12 +122,12 @@ def padded(graph: Graph, mask: Node | None, steps: list[Step]) -> Node | None:
 # -- the result in memory --------------------------------------------------------------------------------------------
 
 
-def order_in_memory(out: Node) -> tuple[int, ...] | None:
+def order_in_memory(found: Written) -> tuple[int, ...] | None:
     """The dimensions of a result by their strides, the largest first; None where no reader can tell, as after
     `out.transpose(1, 2).reshape(B, M, H * D)`: the operator's, which is that of the queries, then saves a copy."""
-    if all(map(takes_any_order, readers(out))):
+    out, tensor = found.out, fake(found.out)
+    if all(takes_any_order(reader, found.order == HEADS_INSIDE) for reader in readers(out)):
         return None
-    tensor = fake(out)
     if name_of(out) in ("matmul", "bmm", "baddbmm"):
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
@@ -139,11 +139,18 @@ def order_in_memory(out: Node) -> tuple[int, ...] | None:
     return order
 
 
-def takes_any_order(reader: Node) -> bool:
-    name = name_of(reader)
-    if name == "view":
-        return str(reader.target) == "reshape" or getattr(reader.target, "__name__", "") == "reshape"
-    return name in TAKES_ANY_ORDER or (name in TURNS and all(map(takes_any_order, readers(reader))))
+def takes_any_order(reader: Node, turned: bool) -> bool:
+    """Whether a reader's result lies in memory as it did; `turned` tensors are (B, M, H, D), which the operator's
+    result is or is not in memory: folding those makes a contiguous one."""
+    name, spelling = name_of(reader), getattr(reader.target, "__name__", str(reader.target))
+    if spelling in ("reshape", "flatten"):
+        return turned
+    if spelling == "contiguous":
+        return not reader.kwargs and len(reader.args) == 1
+    order = order_of(reader, name, len(shape_of(reader)))
+    if order is None:
+        return name in TAKES_ANY_ORDER
+    return order == HEADS_INSIDE and all(takes_any_order(further, not turned) for further in readers(reader))
 
 
 def in_memory(graph: Graph, result: Node, order: tuple[int, ...]) -> Node:
