@@ -98,6 +98,7 @@ def test_each_compiled_kernel_is_tried():
 def test_nothing_is_tried_while_a_graph_is_captured_or_somebody_watches(capturing):
     trials, watched, again = trial.Trials(), Again(None), Again(results())
     assert not trials.allow(watched, (), results())
+    assert not trials.allow(Again(torch.OutOfMemoryError("no room for two")), (), results())
     capturing[0] = True
     assert not trials.allow(again, (), results())
     assert again.calls == 0 and not trials.failed
@@ -130,3 +131,5 @@ def test_a_call_is_recorded_only_after_its_trial(alike, device, monkeypatch):  #
         found, again = flash.record((inputs,), problem, flash.tiles(problem)[0])
     assert len(called) == 1 and (again is not None) == alike
     assert found.out.eq(1).all()
+    assert (flash.record((inputs,), problem, flash.tiles(problem)[0])[1] is not None) == alike
+    assert len(called) == (2 if alike else 1)  # the fixture's kernels are new ones each time

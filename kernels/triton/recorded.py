@@ -141,7 +141,8 @@ def run_pass(work: Pass, problem: AttentionProblem) -> Any:
 def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCall | None]:
     """The same, and what does it again for tensors of the same form; None where that would not do."""
     compiled = run(work.launches, problem)
-    results, again = work.finish(work.read, work.made), recorded(work, compiled, problem)
+    results = work.finish(work.read, work.made)
+    again = None if TRIALS.failed else recorded(work, compiled, problem)
     if again is not None and is_untried() and not TRIALS.allow(again, work.given, results):
         again = None
     return results, again

@@ -33,6 +33,8 @@ class Trials:
             return False
         try:
             found = again(*given)
+        except torch.OutOfMemoryError:  # for two results at a time
+            return False
         except Exception:  # of a launcher that is called otherwise
             found = ()
         if found is None:  # somebody watches the launches
