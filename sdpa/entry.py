@@ -117,7 +117,9 @@ def answer(
     ):
         # fmt: on
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
-    if autocast_is_on() and not has_torch_function(tensors):
+    if autocast_is_on() and not has_torch_function(
+        (*tensors, None if type(mask) is Mask else mask, sinks, *(places or ()))
+    ):
         return under_autocast(kind, tensors, options, returns_lse, kernel, places)
     parts = NOTHING if mask is None and sinks is None and places is None else parts_of(mask, sinks, places)
     if parts is None:

@@ -38,3 +38,13 @@ def unexpanded(mask: Tensor) -> Tensor:
         if mask.stride(dimension) == 0:
             mask = mask.narrow(dimension, 0, 1)
     return mask
+
+
+# Below this an address may be an offset into storage that was freed. Memory begins above it, as far as seen; where it
+# does not, storages are asked.
+LOW_ADDRESS = 1 << 32
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's storage was not freed, as `untyped_storage().resize_(0)` frees it."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0

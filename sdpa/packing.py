@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from sdpa.problem import AttentionInputs, Results
-from sdpa.torch_private import is_exporting
+from sdpa.torch_private import dispatch_modes, is_exporting, jit_tracing
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def is_ordinary(inputs: AttentionInputs) -> bool:
@@ -103,7 +105,8 @@ def together(values: Tensor, cu: Tensor, T: int, outside: float = 0.0) -> Tensor
     B, H, size = values.shape[:3]
     if B == 0 or size == 0:
         return values.new_full((1, H, T, *values.shape[3:]), outside)
-    document, places = positions(cu, T)
+    document = (ends_before(cu, T) - 1).long()  # as torch indexes, and ONNX only so
+    places = torch.arange(T, device=cu.device) - cu[document.clamp(min=0)]
     beyond = (document < 0) | (document >= B) | (places >= size)
     rows = values.transpose(1, 2)[document.clamp(0, B - 1), places.clamp(0, size - 1)]  # [T, H, ...]
     rows = rows.masked_fill(beyond.view(-1, *(1,) * (rows.dim() - 1)), outside)
@@ -116,12 +119,6 @@ def rows_of(results: tuple[Tensor, Tensor | None], cu: Tensor, T: int) -> tuple[
     return together(out, cu, T), None if lse is None else together(lse, cu, T, -torch.inf).contiguous()
 
 
-def positions(cu: Tensor, T: int) -> tuple[Tensor, Tensor]:
-    """Of T packed rows the document, -1 before the first and B behind the last, and the position in it."""
-    document = documents_of(cu, T).long()  # as torch indexes, and ONNX only so
-    return document, torch.arange(T, device=cu.device) - cu[document.clamp(min=0)]
-
-
 def documents_of(cu: Tensor, T: int) -> Tensor:
     """(T,) int32: the document of each packed row, -1 before the first and B behind the last."""
     return ends_before(cu, T) - 1
@@ -131,7 +128,8 @@ def ends_before(ends: Tensor, size: int) -> Tensor:
     """(size,) int32: how many of the ascending `ends` are at or before each position, without synchronising.
 
     A graph that is exported gets a sum of marks, because torch.onnx.export has no searchsorted."""
-    if not is_exporting():
+    plain = not is_dynamo_compiling() and dispatch_modes() == 0 and jit_tracing() is None
+    if plain or not is_exporting():
         positions = torch.arange(size, device=ends.device, dtype=ends.dtype)
         return torch.searchsorted(ends.contiguous(), positions, right=True, out_int32=True)
     places = ends.clamp(0, size).long()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdpa.torch_private import current_stream
+
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
@@ -18,7 +20,7 @@ HALF = 0xFFFF
 
 
 OFFSET_STEP = 4  # torch's CUDA generators count in steps of the four words of one Philox block
-SEEDS = 1 << 16  # in one tensor of 1 MiB
+SEEDS = 1 << 12  # in one tensor of 64 KiB
 MAX_POOLS = 16
 VIEWS = 64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -32,12 +34,12 @@ def draw_seed(device: torch.device) -> Tensor:
 
 def next_seed(device: torch.device) -> Tensor:
     """The same for an eager call. On a CUDA device without a launch, except while a CUDA graph is captured."""
-    if device.type != "cuda":
+    if device.type != "cuda" or current_stream is None:
         return draw_seed(device)
     index = device.index
     assert index is not None  # of a tensor's device
     try:
-        return POOLS.draw(torch.cuda.default_generators[index], index)
+        return POOLS.draw(torch.cuda.default_generators[index], index, current_stream(index))
     except (RuntimeError, AttributeError):  # a captured generator has no offset
         return draw_seed(device)
 
@@ -63,28 +65,30 @@ class SeedPools:
 
     The seed of a call is a function of the generator's seed and offset alone, and every call moves the offset on. So
     manual_seed, set_rng_state and checkpointing, which set these, bring the same seeds again. A pool holds the seeds of
-    SEEDS consecutive steps of the offset.
+    SEEDS consecutive steps of the offset, and belongs to the stream that it is written and read on. Like torch's own
+    generators, which threads share, it gives a thread no numbers of its own.
     """
 
-    def __init__(self, make: Callable[[int, int], Tensor], wait: Callable[[int], object]) -> None:
-        self.make = make  # (key, device index) -> (SEEDS, 2) int64, written when it returns: any stream may read it
-        self.wait = wait  # until no stream of the device reads anything
-        self.pools: OrderedDict[tuple[int, int, int], Pool] = OrderedDict()
+    def __init__(self, make: Callable[[int, int], Tensor]) -> None:
+        self.make = make  # (key, device index) -> (SEEDS, 2) int64
+        self.pools: OrderedDict[tuple[int, int, int, int], Pool] = OrderedDict()
         self.lock = threading.RLock()
 
-    def draw(self, generator: Any, index: int) -> Tensor:
+    def draw(self, generator: Any, index: int, stream: int) -> Tensor:
         """(2,) int64: the seed at the generator's offset, which moves on by one step."""
         with self.lock:
-            offset, seed = generator.get_offset(), generator.initial_seed()
+            offset = generator.get_offset()
+            generator.set_offset(offset + OFFSET_STEP)
+            seed = generator.initial_seed()
             block, number = divmod(offset // OFFSET_STEP, SEEDS)
-            place = index, seed, block
+            place = index, stream, seed, block
             pool = self.pools.get(place)
             if pool is None:
                 pool = self.pools[place] = Pool(self.make(mixed(seed, block), index))
                 while len(self.pools) > MAX_POOLS:
-                    self.wait(index)
                     self.pools.popitem(last=False)
-            generator.set_offset(offset + OFFSET_STEP)
+            else:
+                self.pools.move_to_end(place)
             return pool.seed(number)
 
 
@@ -105,11 +109,10 @@ def make_pool(key: int, index: int) -> Tensor:
     with torch.inference_mode(False):  # where a call with gradients may read it later
         pool = torch.full((SEEDS, 2), key, dtype=torch.int64, device=device)
         pool[:, 1] = torch.arange(SEEDS, device=device)
-    torch.cuda.current_stream(device).synchronize()
     return pool
 
 
-POOLS = SeedPools(make_pool, torch.cuda.synchronize)
+POOLS = SeedPools(make_pool)
 
 
 def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: Tensor | None = None) -> Tensor:

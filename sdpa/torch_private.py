@@ -122,7 +122,7 @@ def unwrapped(argument: Any) -> Any:
 
 
 def forward_level() -> int:
-    """The level of forward mode, -1 outside of it."""
+    """The level of forward mode, -1 outside of it. Needed likewise."""
     return forward_ad._current_level
 
 
@@ -161,6 +161,9 @@ empty_strided_cuda = part(
     "torch._C._dynamo.guards._empty_strided_cuda",
     lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"),
 )
+
+# The number of a device's current stream. Absent: a launch draws each seed of dropout.
+current_stream = part("torch._C._cuda_getCurrentRawStream", None)
 
 # A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's
 # autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++, and

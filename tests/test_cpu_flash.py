@@ -409,6 +409,21 @@ def test_the_operator_is_called_where_addresses_do_not_do():
     assert again(*freed) is None
 
 
+@pytest.mark.parametrize("offset", [0, 64])
+@pytest.mark.parametrize("calls", [0, 3])
+@pytest.mark.parametrize("freed", range(4))
+def test_freed_storage_is_refused(freed, calls, offset):
+    """By the first call and by a repeated one. Such an address would end the process."""
+    q, k, v = (random(offset + 2 * 3 * 5 * 8)[offset:].view(2, 3, 5, 8) for _ in range(3))
+    allowed = torch.ones(offset + 25, dtype=torch.bool)[offset:].view(5, 5)
+    given = (q, k, v, allowed) if freed == 3 else (q, k, v)
+    for _ in range(calls):
+        sdpa.scaled_dot_product_attention(*given, kernel="cpu_flash")
+    given[freed].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"memory behind them|storage"):
+        sdpa.scaled_dot_product_attention(*given, kernel="cpu_flash")
+
+
 def test_a_recorded_forward_is_freed(monkeypatch):
     freed, known = [], flash.functions()
     monkeypatch.setattr(flash, "functions", lambda: known._replace(forget_forward=freed.append))

@@ -151,20 +151,24 @@ def host_pool(key, index):
 
 
 def test_pooled_seeds_follow_the_generators_state():
-    made, waited = [], []
-    pools = philox.SeedPools(lambda key, index: made.append(key) or host_pool(key, index), waited.append)
+    made = []
+    pools = philox.SeedPools(lambda key, index: made.append(key) or host_pool(key, index))
     generator = Generator(7)
-    first = [pools.draw(generator, 0).tolist() for _ in range(3)]
+    first = [pools.draw(generator, 0, 0).tolist() for _ in range(3)]
     assert len(set(map(tuple, first))) == 3 and generator.offset == 12 and len(made) == 1
     generator.offset = 4  # as set_rng_state and checkpointing leave it
-    assert pools.draw(generator, 0).tolist() == first[1]
-    assert pools.draw(Generator(7), 0).tolist() == first[0]
-    assert pools.draw(Generator(8), 0).tolist() != first[0]
+    assert pools.draw(generator, 0, 0).tolist() == first[1]
+    assert pools.draw(Generator(7), 0, 0).tolist() == first[0]
+    assert pools.draw(Generator(8), 0, 0).tolist() != first[0]
     later = Generator(7, 4 * philox.SEEDS)
-    assert pools.draw(later, 0).tolist()[0] != first[0][0]
+    assert pools.draw(later, 0, 0).tolist()[0] != first[0][0]
+    before = len(made)
     for seed in range(40):
-        pools.draw(Generator(seed), 0)
-    assert len(pools.pools) == philox.MAX_POOLS and waited == [0] * (len(made) - philox.MAX_POOLS)
+        pools.draw(Generator(100 + seed), 0, 0)
+        pools.draw(Generator(7), 0, 0)  # a pool in use stays
+    assert len(pools.pools) == philox.MAX_POOLS and len(made) == before + 40
+    assert pools.draw(Generator(7), 0, 1).tolist() == first[0] and len(made) == before + 41  # another stream's
+    assert pools.draw(Generator(7), 1, 0).tolist() == first[0] and len(made) == before + 42  # another device's
 
 
 def test_keys_of_pools_differ():

@@ -276,3 +276,14 @@ def test_meta_and_fake_tensors(kind, layout, options, dtype):
 def test_meta_tensors_without_a_mode():
     out = attention(*(t.to("meta") for t in qkv()), torch.ones(9, 11, dtype=torch.bool, device="meta"))
     assert out.is_meta and out.shape == (2, 3, 9, 8)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_causal_bias_under_autocast(repeats):
+    """A mask with a __torch_function__ is read before autocast casts anything."""
+    q, mask = torch.randn(1, 2, 5, 8), causal_lower_right(5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(repeats):
+            found = sdpa.scaled_dot_product_attention(q, q, q, mask)
+        wanted = sdpa.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)

@@ -22,7 +22,7 @@ def seed():
 def test_examples_run(capsys):
     text = (ROOT / "README.md").read_text()
     blocks = list(BLOCK.finditer(text))
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     names: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         line = text.count("\n", 0, block.start(1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa.kernels.cpu.library import functions, load_error
+from sdpa.layout import LOW_ADDRESS, has_memory
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
 from sdpa.torch_private import empty_strided_cpu, profiler_enabled
 
@@ -83,8 +84,8 @@ def record(
 class _Recorded:
     """The library's memory of a forward, freed with this object."""
 
-    def __init__(self, address: int) -> None:
-        self.address, self.forget = address, functions().forget_forward
+    def __init__(self, address: int, forget: Callable[[int], None]) -> None:
+        self.address, self.forget = address, forget
 
     def __del__(self) -> None:
         self.forget(self.address)
@@ -95,19 +96,21 @@ def _forward_again(
 ) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
     """The forward of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. None
     where the operator has to be called: under a profiler, of tensors without memory, and for its errors."""
-    recorded = _Recorded(_operator("record_forward")(*inputs[:FIRST_OPTION], **_options(inputs, tile), out=results.out))
-    run = functions().run_forward
+    run, forget = functions()
+    record = _operator("record_forward")
+    recorded = _Recorded(record(*inputs[:FIRST_OPTION], **_options(inputs, tile), out=results.out), forget)
     size, stride, dtype = tuple(results.out.shape), results.out.stride(), results.out.dtype
     lse_form = (tuple(results.lse.shape), results.lse.stride(), results.lse.dtype) if results.lse is not None else ()
     needs_lse = "lse" in problem.features
 
     def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor | None] | None:
         q_at, k_at, v_at, others_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), None
-        if not (q_at and k_at and v_at) or profiler_enabled():
+        low = q_at < LOW_ADDRESS or k_at < LOW_ADDRESS or v_at < LOW_ADDRESS
+        if profiler_enabled() or (low and not all(map(has_memory, (q, k, v)))):
             return None
         if others:
-            addresses = [tensor.data_ptr() for tensor in others]
-            if 0 in addresses:
+            addresses = list(map(Tensor.data_ptr, others))
+            if min(addresses) < LOW_ADDRESS and not all(map(has_memory, others)):
                 return None
             others_at = (ctypes.c_void_p * len(addresses))(*addresses)
         out = empty_strided_cpu(size, stride, dtype)

@@ -36,12 +36,25 @@ Dtype dtype_of(const Tensor& tensor) {
   return Dtype::kFloat32;
 }
 
+template <typename List>
+std::string shape_text(const List& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
+}
+
 View view_without_type(const Tensor& tensor) {
   View view;
   view.data = static_cast<char*>(tensor.data_ptr());
   view.element = static_cast<int64_t>(tensor.element_size());
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   STD_TORCH_CHECK(sizes.size() <= 4, "cpu_flash: expected at most four dimensions");
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  STD_TORCH_CHECK(bytes > 0 || tensor.numel() == 0,
+                  "cpu_flash: expected tensors with memory behind them; got one of shape ", shape_text(sizes),
+                  " whose storage holds 0 bytes: it was freed (untyped_storage().resize_(0)) before ",
+                  "attention was called");
   for (size_t i = 0; i < sizes.size(); ++i) view.stride[i] = sizes[i] != 1 ? strides[i] : i < 3 ? 0 : 1;
   return view;
 }
@@ -53,13 +66,6 @@ View view_of(const Tensor& tensor) {
 }
 
 using Sizes = std::initializer_list<int64_t>;
-
-template <typename List>
-std::string shape_text(const List& sizes) {
-  std::string text;
-  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "(" + text + ")";
-}
 
 // The loops trust these sizes: with wrong ones they would read beyond a tensor.
 template <typename List>
@@ -269,6 +275,7 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
 struct RecordedForward {
   AttentionParams params;
   View out;
+  bool has_rng;
   int64_t rng_stride;  // in words
 };
 
@@ -285,7 +292,7 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_sizes("out", out->sizes(), {p.B, p.H, p.M, p.Dv});
   STD_TORCH_CHECK(dtype_of(*out) == p.q.dtype, "cpu_flash: expected out in the dtype of q");
   const int64_t rng_stride = call.rng ? call.rng->stride(0) : 0;
-  put(stack, reinterpret_cast<int64_t>(new RecordedForward{p, view_of(*out), rng_stride}));
+  put(stack, reinterpret_cast<int64_t>(new RecordedForward{p, view_of(*out), call.rng.has_value(), rng_stride}));
 }
 
 // `others` are the addresses of the optional tensors that are there, in the order of the arguments.
@@ -295,7 +302,7 @@ void run_again(const RecordedForward& recorded, void* out, void* lse, char* q, c
   for (View* view :
        {&p.bias, &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments, &p.k_segments, &p.prefix, &p.alibi, &p.sinks})
     if (*view) view->data = *others++;
-  if (recorded.rng_stride) {
+  if (recorded.has_rng) {
     const auto* words = reinterpret_cast<const uint64_t*>(*others);
     p.philox_key = words[0], p.philox_offset = words[recorded.rng_stride];
   }

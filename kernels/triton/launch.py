@@ -13,6 +13,7 @@ from triton.runtime import driver
 
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
 from sdpa.kernels.triton.target import target_of
+from sdpa.layout import has_memory
 from sdpa.problem import AttentionProblem, Tile
 
 Tensors = TypeVar("Tensors", bound=Sequence[Tensor])
@@ -70,7 +71,7 @@ class Pass(NamedTuple):
 def with_memory(tensors: Tensors) -> Tensors:
     """The tensors. Raises RuntimeError where the storage of one was freed: a kernel would end the process with it."""
     for tensor in tensors:
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
+        if not has_memory(tensor):
             raise RuntimeError(
                 f"expected tensors with memory behind them; got one of shape {tuple(tensor.shape)} whose storage holds "
                 "0 bytes: it was freed (untyped_storage().resize_(0)) before attention was called"

@@ -31,12 +31,9 @@ from sdpa.kernels.triton.triton_private import (
     launcher_of,
     pre_run_hooks,
 )
+from sdpa.layout import LOW_ADDRESS
 from sdpa.problem import AttentionProblem
 from sdpa.torch_private import empty_strided_cuda as empty
-
-# Below this an address may be an offset into storage that was freed. Memory of GPUs begins above it, as far as seen;
-# where it does not, storages are asked.
-LOW_ADDRESS = 1 << 32
 
 stride_of, device_of = Tensor.stride, Tensor.get_device
 
