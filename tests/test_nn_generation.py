@@ -263,3 +263,16 @@ def test_hooks_see_the_positions_of_a_step():
         for layer in ("layers.0", "layers.1"):
             assert seen.count((layer + part, x.shape)) == 1 and seen.count(f"after {layer}{part}") == 1
     torch.testing.assert_close(got, decoder_of(True, False).step(x, decoder.new_cache(draw(S, True, 2), T)))
+
+
+def test_a_step_after_the_layers_were_exchanged():
+    layer = torch.nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+    decoder = nn.TransformerDecoder(layer, 2).eval()
+    nn.accelerate(decoder)
+    cache = decoder.new_cache(torch.randn(2, 3, 16), 4)
+    for each in decoder.layers:
+        nn.restore(each)
+    with pytest.raises(
+        TypeError, match="step needs sdpa.nn.TransformerDecoderLayer, got TransformerDecoderLayer as layer 0"
+    ):
+        decoder.step(torch.randn(2, 1, 16), cache)

@@ -2,7 +2,7 @@
 recorded launches of a release of Triton were never seen on a GPU.
 
 A trial runs the recorded call on the tensors of the call that was just made, waits for the device, and compares bits.
-Kernels give the same bits twice. Where they differ, no call is recorded in this process: slower, never wrong.
+Kernels give the same bits twice. Where they differ, no further call is recorded in this process: slower, never wrong.
 """
 
 from __future__ import annotations

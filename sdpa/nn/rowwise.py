@@ -1,4 +1,7 @@
-"""Whether layers may run on packed rows: nothing in them, and no hook on them, expects a padded batch."""
+"""Whether layers may run on packed rows: nothing in them, and no hook on them, expects a padded batch.
+
+Hooks of all modules at once (`torch.nn.modules.module.register_module_forward_hook`) are not asked: they see rows.
+"""
 
 from __future__ import annotations
 

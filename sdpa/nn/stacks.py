@@ -170,13 +170,16 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             cache: of `new_cache`; its stores and lengths are changed in place.
 
         Raises:
-            TypeError: a `tgt` that is no tensor, a `cache` that is none.
+            TypeError: a `tgt` that is no tensor, a `cache` that is none, a layer that is not ours.
             ValueError: another number of dimensions, of sequences or of layers than the cache has.
             IndexError: more positions than the cache has room for, as far as this is known.
             RuntimeError: a `tgt` that requires a gradient while gradients are recorded.
         """
         batch_first = is_batch_first(self)
         check_step(tgt, cache, len(self.layers), batch_first)
+        for number, layer in enumerate(self.layers):
+            if not isinstance(layer, TransformerDecoderLayer):  # exchanged since the cache was made
+                steppable(layer, number)
         with torch.no_grad():
             for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
                 tgt = layer(tgt, tgt, _inside=(own, memory))  # the memory is in the cache

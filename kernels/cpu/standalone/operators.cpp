@@ -200,7 +200,7 @@ void backward(StableIValue* stack, uint64_t, uint64_t) {
   put(stack, gradients[0], gradients[1], gradients[2], gradients[3], gradients[4]);
 }
 
-// What cannot be answered. The arguments are freed first.
+// What cannot be answered. The arguments were all taken off the stack, and are freed as the exception passes.
 void refuse(const std::string& reason) { STD_TORCH_CHECK(false, reason, kAdvice); }
 
 void weights(StableIValue* stack, uint64_t, uint64_t) {
