@@ -917,18 +917,18 @@ def test_inductor_trains_and_infers(installed, dtype, caplog):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_activation_checkpointing(installed, p):
+def test_activation_checkpointing(installed, p, caplog):
     """The graph of a checkpoint is one inside of another; what is dropped is the same when it is computed again."""
 
     def inner(q, k, v):
         return F.dropout((q @ k.transpose(-2, -1) * SCALE).softmax(-1), p) @ v
 
-    counters.clear()
+    caplog.set_level(logging.INFO, "sdpa.patterns")
     args = [*qkv()[:2], torch.eye(N).expand(B, H, N, N).clone().requires_grad_()]
     compiled = torch.compile(lambda *a: checkpoint(inner, *a, use_reentrant=False), fullgraph=True)
-    with config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    with torch._functorch.config.patch(enable_autograd_cache=False):
         out = compiled(*args)
-    assert counters["inductor"]["sdpa_attention"] == 1
+    assert caplog.text.count("attention of sdpa in place of 1 written out") == 1
     # With one-hot values the output is the weights, and the sum over its columns is linear in what was kept.
     (grad,) = torch.autograd.grad(out.sum(), args[2])
     torch.testing.assert_close(grad, out.sum(-2).unsqueeze(-1).expand_as(grad).detach())
