@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sdpa.patterns.products import NotAttention
-from sdpa.patterns.reading import drop_unread, is_transformed, name_of, settle_writes
+from sdpa.patterns.reading import changes_tensors, drop_unread, is_transformed, name_of, settle_writes
 from sdpa.patterns.rewriting import rewrite
 from sdpa.patterns.torchs import torchs_of
 from sdpa.patterns.written import Written, written_of
@@ -31,6 +31,9 @@ CONFIG, Pass = inductor_pass()
 def replace(graph: Graph) -> int:
     """Put our operator in place of every attention that a graph writes out; says how many there were."""
     if not any(name_of(node) in FINDERS for node in graph.nodes) or is_transformed(graph):
+        return 0
+    if changes_tensors(graph):
+        LOG.debug("a graph is left as it is: it changes the dimensions or the memory of a tensor in place")
         return 0
     drop_unread(graph)
     settle_writes(graph)

@@ -155,6 +155,8 @@ def peel(rows: Rows, scaled: bool, cast: torch.dtype | None = None) -> Peeled:
 
 def peel_once(found: Peeled, scaled: bool, cast: torch.dtype | None) -> Peeled | None:
     node, order = found.rows
+    if writes(node):
+        return None
     name, rank = name_of(node), len(order)
     inner = argument(node, 0, "input", "self")
     moved = order_of(node, name, rank)
@@ -165,7 +167,7 @@ def peel_once(found: Peeled, scaled: bool, cast: torch.dtype | None) -> Peeled |
         return Peeled(Rows(inner, order), found.factor, passed)
     if name == "cast" and cast is not None and isinstance(inner, Node) and dtype_of(inner) == cast:
         return Peeled(Rows(inner, order), found.factor, passed)
-    if scaled and name in ("mul", "div") and not writes(node):
+    if scaled and name in ("mul", "div"):
         scale = scaling(node, name)
         if scale is not None and dtype_of(scale[0]) == dtype_of(node):
             return Peeled(Rows(scale[0], order), found.factor * scale[1], passed)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
 
 Shape = tuple[Any, ...]  # of int and SymInt
 
@@ -65,6 +66,20 @@ ARITHMETIC = "add and concat floordiv lshift matmul mod mul or pow rshift sub tr
 WRITING_OPERATORS = (operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in ARITHMETIC))
 NAMESPACES = (torch, F, torch.special)
 OVERLOAD: Any = type(torch.ops.aten.add.Tensor)
+# What changes a tensor itself instead of its numbers: views that were taken of it before do not follow.
+CHANGES = (
+    "transpose_",
+    "swapaxes_",
+    "swapdims_",
+    "t_",
+    "squeeze_",
+    "unsqueeze_",
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+    "set_",
+    "detach_",
+)
 
 
 def functions() -> dict[Any, str]:
@@ -100,6 +115,11 @@ def name_of(node: object) -> str:
         return FUNCTIONS.get(target, "")
     except TypeError:  # no hash
         return ""
+
+
+def spelling_of(node: Node) -> str:
+    """torch's name of the function that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "").partition(".")[0]
 
 
 def argument(node: Node, position: int, *names: str, default: Any = None) -> Any:
@@ -172,7 +192,7 @@ def number_of(value: object, any_shape: bool = False) -> float | None:
     return number_of(argument(value, 0, "data")) if name == "tensor" else None
 
 
-# -- who reads and who writes ----------------------------------------------------------------------------------------
+# -- who writes ----------------------------------------------------------------------------------------
 
 
 def inplace_argument(node: Node) -> bool:
@@ -202,6 +222,19 @@ def writes(node: Node) -> bool:
     return getattr(node.target, "__name__", "").endswith("_") or inplace_argument(node)
 
 
+def written_by(node: Node) -> list[Node]:
+    """The arguments that a node may write into: all those of a function that is not known."""
+    if is_plain(node):
+        return []
+    known = node.op == "call_method" or (writes(node) and not isinstance(node.target, OVERLOAD))
+    given = (node.args[:1], {name: node.kwargs.get(name) for name in ("input", "self", "out")})
+    return [leaf for leaf in tree_leaves(given if known else (node.args, node.kwargs)) if isinstance(leaf, Node)]
+
+
+def changes_tensors(graph: Graph) -> bool:
+    return any(writes(node) and spelling_of(node) in CHANGES for node in graph.nodes)
+
+
 def is_plain(node: Node) -> bool:
     """Whether a node only computes a result: no change of modes, no function of functions, nothing of functorch's."""
     if node.op in ("placeholder", "get_attr", "output"):
@@ -228,6 +261,38 @@ def drop_unread(graph: Graph) -> None:
     """Take out what only computes a result that nobody reads, such as weights that are averaged and thrown away."""
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_plain(node))
 
+
+# -- whose memory ----------------------------------------------------------------------------------------------------
+
+
+def memory_of(node: Node) -> set[int]:
+    """The memory that a node's fake tensors are views of."""
+    leaves = tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+    return {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided}
+
+
+# What is a view or a copy, as its argument lies in memory.
+MAYBE_VIEWS = ("reshape", "flatten", "contiguous")
+
+
+def overwritten_behind(out: Node, others: list[Node]) -> Node | None:
+    """A node behind `out` that may write into `out` or one of the others, or a view of these."""
+    result = memory_of(out)
+    rest = set().union(*map(memory_of, others))
+    for node in nodes_behind(out):
+        if any(memory_of(target) & (result | rest) for target in written_by(node)):
+            return node
+        if spelling_of(node) in MAYBE_VIEWS and any(memory_of(given) & result for given in node.all_input_nodes):
+            result |= memory_of(node)  # whether `out` will lie in memory as it does now is not known yet
+    return None
+
+
+def nodes_behind(node: Node) -> Iterator[Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+# -- who reads -------------------------------------------------------------------------------------------------------
 
 # Functions that ask one of their arguments for its sizes and its dtype alone, and which.
 LOOKS = {"expand_as": 1, "view_as": 1, "reshape_as": 1, "type_as": 1, "zeros_like": 0, "ones_like": 0, "full_like": 0}

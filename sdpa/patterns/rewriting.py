@@ -12,8 +12,17 @@ from torch.fx import Graph, Node
 
 from sdpa.operators import FORWARD, forward_arguments
 from sdpa.patterns.products import NotAttention, Rows, order_of
-from sdpa.patterns.reading import dtype_of, looks, name_of, readers, shape_of, tensor_of
-from sdpa.patterns.written import Step, Written
+from sdpa.patterns.reading import (
+    dtype_of,
+    looks,
+    name_of,
+    overwritten_behind,
+    readers,
+    shape_of,
+    spelling_of,
+    tensor_of,
+)
+from sdpa.patterns.written import ABSORBING, Step, Written
 from sdpa.problem import UNLIMITED, AttentionInputs
 
 LOWEST = torch.finfo(torch.float32).min  # beside which every score is absorbed
@@ -106,7 +115,7 @@ def with_step(graph: Graph, bias: Node | None, step: Step, dtype: torch.dtype) -
         base = graph.call_function(torch.zeros_like, (step.node,), {"dtype": torch.float32})
     else:
         base = graph.call_method("to", (bias, torch.float32))
-    fill = LOWEST if math.isfinite(step.fill) else step.fill
+    fill = step.fill if step.fill <= ABSORBING else LOWEST
     sides = (fill, base) if step.where else (base, fill)
     return graph.call_function(torch.where, (step.node, *sides))
 
@@ -126,7 +135,8 @@ def order_in_memory(found: Written) -> tuple[int, ...] | None:
     """The dimensions of a result by their strides, the largest first; None where no reader can tell, as after
     `out.transpose(1, 2).reshape(B, M, H * D)`: the operator's, which is that of the queries, then saves a copy."""
     out, tensor = found.out, fake(found.out)
-    if all(takes_any_order(reader, found.order == HEADS_INSIDE) for reader in readers(out)):
+    free = all(takes_any_order(reader, found.order == HEADS_INSIDE) for reader in readers(out))
+    if free and overwritten_behind(out, []) is None:  # a copy that became a view must not be written into
         return None
     if name_of(out) in ("matmul", "bmm", "baddbmm"):
         return tuple(range(tensor.dim()))
@@ -142,7 +152,7 @@ def order_in_memory(found: Written) -> tuple[int, ...] | None:
 def takes_any_order(reader: Node, turned: bool) -> bool:
     """Whether a reader's result lies in memory as it did; `turned` tensors are (B, M, H, D), which the operator's
     result is or is not in memory: folding those makes a contiguous one."""
-    name, spelling = name_of(reader), getattr(reader.target, "__name__", str(reader.target))
+    name, spelling = name_of(reader), spelling_of(reader)
     if spelling in ("reshape", "flatten"):
         return turned
     if spelling == "contiguous":

@@ -25,6 +25,7 @@ from sdpa.patterns.reading import (
     number_of,
     only_reader,
     operands,
+    overwritten_behind,
     same_shape,
     shape_of,
     tensor_of,
@@ -33,6 +34,8 @@ from sdpa.patterns.reading import (
 
 # A weight whose score was filled with this or less is 0 beside any other: exp(-1e4) is, in every floating type.
 FAR = -1e4
+# Beside this or less every score is absorbed, in float32 and in bfloat16.
+ABSORBING = -1e30
 DEVICES = ("cpu", "cuda")
 
 
@@ -117,6 +120,8 @@ def scores_of(node: Any, reader: Node, found: Scores) -> Scores:
         return added(node, found)
     if name in ("masked_fill", "where"):
         inner, step = filled(node, name)
+        if not same_shape(shape_of(inner), shape_of(node)):
+            raise NotAttention("a mask does not broadcast to its scores")
         return scores_of(inner, node, with_step(found, step, node))
     raise NotAttention(f"{name or node.target} stands between its softmax and a product of queries and keys")
 
@@ -133,7 +138,7 @@ def with_product(node: Node, product: Product, found: Scores) -> Scores:
 def folds_heads(inner: Any, node: Node) -> bool:
     """Whether a view only folds heads into the batch, or takes them apart."""
     own, other = shape_of(inner), shape_of(node)
-    return {len(own), len(other)} <= {3, 4} and same_shape(own[-2:], other[-2:])
+    return same_shape(own, other) or ({len(own), len(other)} == {3, 4} and same_shape(own[-2:], other[-2:]))
 
 
 def added(node: Node, found: Scores) -> Scores:
@@ -240,6 +245,7 @@ def assembled(scores: Scores, product: Product, values: Product, dropout_p: floa
     keys, rows = (k.rows, v.rows) if shared[0] is None or shared[1] is None else (shared[0], shared[1])
     scale = scores.factor * q.factor * k.factor
     steps = scores.steps[::-1]
+    tell_apart(steps)
     heads = heads_of(passed, steps)
     return Written(q.rows, keys, rows, dtype, scale, scores.softcap, steps, dropout_p, heads, out, values.order, passed)
 
@@ -256,6 +262,25 @@ def hold_still(nodes: tuple[Node, ...], computed: tuple[Node, ...], passed: tupl
         target = argument(node, 0, "input", "self")
         if writes(node) and target not in passed:
             raise NotAttention(f"{node.target} writes into another tensor than its scores")
+
+
+def tell_apart(steps: tuple[Step, ...]) -> None:
+    """Where the keys of a row are hidden by several numbers, the largest one wins: each must be kept as it is, which
+    only works for those that absorb the scores."""
+    numbers = [step.fill for step in steps if step.fill != -math.inf]
+    if len(numbers) > 1 and any(fill is not None and fill > ABSORBING for fill in numbers):
+        raise NotAttention("a finite number is filled into its scores beside another mask")
+
+
+def stay_unwritten(found: Written) -> None:
+    """The operator saves its result and all that it reads for its backward, which what was written does not."""
+    tensor = tensor_of(found.out)
+    if tensor is None or not tensor.requires_grad:
+        return
+    read = [found.q.node, found.k.node, found.v.node, *(step.node for step in found.steps)]
+    writer = overwritten_behind(found.out, read)
+    if writer is not None:
+        raise NotAttention(f"{writer.target} may write into a tensor that its backward needs")
 
 
 def heads_of(passed: tuple[Node, ...], steps: tuple[Step, ...]) -> Any:
@@ -288,6 +313,7 @@ def checked(found: Written) -> Written:
     device = tensor_of(found.out).device.type  # type: ignore[union-attr]
     if device not in DEVICES:
         raise NotAttention(f"it is computed on {device}")
+    stay_unwritten(found)
     return found
 
 
