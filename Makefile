@@ -101,7 +101,7 @@ $(OTHER)/ready: | $(READY)
 	$(BIN)/python -m venv --clear $(OTHER)
 	site=$$(cd $(VENV) && echo lib/python*/site-packages) && \
 		echo "import site; site.addsitedir('$(abspath $(VENV))/$$site')" > $(OTHER)/$$site/shared.pth
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir torch==$(VERSION)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir torch==$(VERSION) "setuptools>=77"
 	touch $@
 
 $(READY): $(VENV)/installed $(NATIVE) kernels/cuda/instances.def

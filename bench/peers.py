@@ -95,11 +95,14 @@ def flex_terms(work: Workload) -> tuple[Callable[..., Any] | None, Callable[...,
     if mask == "none":
         return None, None, None
     if mask in ("bias", "bias_grad"):
-        return (lambda score, b, h, i, j: score + given[0, h, i, j]), None, None
-    if mask in ("allowed", "padding", "lengths"):
-        if mask == "allowed":
-            return None, (lambda b, h, i, j: given[b, 0, i, j]), p.B
-        return None, (lambda b, h, i, j: given[b, 0, 0, j]), p.B
+        bias = given[0]  # torch 2.10 takes no plain number among a function's indices
+        return (lambda score, b, h, i, j: score + bias[h, i, j]), None, None
+    if mask == "allowed":
+        allowed = given[:, 0]
+        return None, (lambda b, h, i, j: allowed[b, i, j]), p.B
+    if mask in ("padding", "lengths"):
+        keys = given[:, 0, 0]
+        return None, (lambda b, h, i, j: keys[b, j]), p.B
     if mask == "window":
         window = p.window
         return None, (lambda b, h, i, j: (i >= j) & (i - j <= window)), None
