@@ -26,6 +26,7 @@
 
 std::vector<at::Tensor> read_tensors(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error("cannot read " + path);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   const c10::IValue list = torch::jit::pickle_load(bytes);
   std::vector<at::Tensor> tensors;
@@ -36,7 +37,10 @@ std::vector<at::Tensor> read_tensors(const std::string& path) {
 void write_tensors(const std::string& path, const std::vector<at::Tensor>& tensors) {
   const std::vector<c10::IValue> values(tensors.begin(), tensors.end());
   const std::vector<char> bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create(values));
-  std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  std::ofstream file(path, std::ios::binary);
+  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  file.close();
+  if (!file) throw std::runtime_error("cannot write " + path);
 }
 
 int run(const std::vector<std::string>& paths) {
@@ -53,6 +57,9 @@ int main(int count, char** words) {
     const std::vector<std::string> paths(words + 1, words + count);
     if (paths.size() < 3) throw std::invalid_argument("run_package PACKAGE.pt2 INPUTS.pt OUTPUTS.pt [LIBRARY]");
     return run(paths);
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << '\n';
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';
     return 1;

@@ -6,6 +6,7 @@ that function stands for it. Everything else is the composition of kernels/math,
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +93,10 @@ def is_torchs(inputs: AttentionInputs) -> bool:
 def by_torch(inputs: AttentionInputs) -> Tensor:
     mask = inputs.allowed if inputs.bias is None else inputs.bias
     grouped = bool(inputs.q.shape[1] != inputs.k.shape[1])
-    return TORCHS(*inputs[:3], mask, inputs.dropout_p, inputs.right == 0, scale=inputs.scale, enable_gqa=grouped)
+    scale: float | None = inputs.scale
+    if jit_tracing() is not None and scale == 1.0 / math.sqrt(int(inputs.q.shape[3])):
+        scale = None  # a number would hold for this head size alone
+    return TORCHS(*inputs[:3], mask, inputs.dropout_p, inputs.right == 0, scale=scale, enable_gqa=grouped)
 
 
 def decomposition_table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

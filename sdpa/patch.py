@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from sdpa.dispatch.context import PerCall
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.torch_private import saved_tensors_hooks
+from sdpa.validate import check_flag
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -100,7 +101,9 @@ def install(*, patterns: bool = False) -> None:
 
     Raises:
         RuntimeError: `patterns` in a torch whose Inductor takes no such pass.
+        TypeError: `patterns` that is no bool.
     """
+    check_flag("patterns", patterns, "install")
     with _State.lock:
         installed = import_module("sdpa.patterns.hook").install() if patterns else None  # which imports Inductor
         _State.depth += 1

@@ -455,3 +455,10 @@ def test_functionalize(name, qkv):
     gradient = torch.func.grad(lambda q, k, v: CALLS[name](q, k, v).square().sum(), argnums=(0, 1, 2))
     for a, b in zip(torch.func.functionalize(gradient)(*qkv), gradient(*qkv), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_jit_trace_holds_for_other_head_sizes():
+    """The scale that depends on the head size is torch's to find."""
+    q, wide = draw(2, 4, 5, 8), draw(2, 3, 6, 32)
+    traced = torch.jit.trace(lambda x: attention(x, x, x, is_causal=True), q)
+    torch.testing.assert_close(traced(wide), attention(wide, wide, wide, is_causal=True), **CLOSE)

@@ -273,6 +273,6 @@ def test_a_step_after_the_layers_were_exchanged():
     for each in decoder.layers:
         nn.restore(each)
     with pytest.raises(
-        TypeError, match="step needs sdpa.nn.TransformerDecoderLayer, got TransformerDecoderLayer as layer 0"
+        TypeError, match=r"step needs sdpa\.nn\.TransformerDecoderLayer, got TransformerDecoderLayer as layer 0"
     ):
         decoder.step(torch.randn(2, 1, 16), cache)
