@@ -168,9 +168,15 @@ def rows_of_masks(graph):
     return {value.shape[-2] for value in given if isinstance(value, torch.Tensor) and value.dtype == torch.bool}
 
 
+COPIES = pytest.mark.skipif(
+    torch.__version__.startswith("2.10."),
+    reason="transformers' T5 copies its settings, which Dynamo of 2.10 cannot trace",
+)
+
+
 @pytest.mark.parametrize("name,padded,rows", [
-    ("llama", False, set()), ("llama", True, {1}), ("bert", True, {1}), ("t5", True, {1}), ("mistral", False, {11}),
-    ("gemma2", True, {1, 11}),
+    ("llama", False, set()), ("llama", True, {1}), ("bert", True, {1}), pytest.param("t5", True, {1}, marks=COPIES),
+    ("mistral", False, {11}), ("gemma2", True, {1, 11}),
 ])  # fmt: skip
 def test_a_compiled_model_is_one_graph(name, padded, rows):
     model, arguments = made(name, NAME).requires_grad_(False), arguments_of(name, padded)

@@ -195,10 +195,11 @@ def as_fields(function: FunctionType, options: dict[str, Any], M: int, N: int, o
     if isinstance(offset, Tensor) and is_tracing(offset):
         return None
     allowed = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
-    for known, sides in known_functions(options.get("local_size")):
+    traced = torch.compiler.is_compiling()  # where only functions of modules are known, and not those made at each call
+    for known, sides in known_functions(None if traced else options.get("local_size")):
         if allowed and held(function, known) is not None:
             return band(sides, M, N, int(offset))
-        packed = held(function, packed_sequence_compatibility_function(known, HOLE, HOLE))
+        packed = None if traced else held(function, packed_sequence_compatibility_function(known, HOLE, HOLE))
         if packed is not None:
             documents, _ = packed
             within = band(sides, M, N, int(offset))
