@@ -395,6 +395,16 @@ def test_outputs_made_again_lie_as_the_first(layout):
     assert (results.out.stride(1) < results.out.stride(2)) == (layout == "bmhd")
 
 
+def test_an_empty_option_keeps_its_place():
+    """Without keys their segments have no memory, and the sinks stand behind them."""
+    q, k = random(2, 2, 3, 8), random(2, 2, 0, 8)
+    ids = torch.zeros(2, 3, dtype=torch.int32)
+    inputs = AttentionInputs(q, k, k.clone(), 1.0, q_segments=ids, k_segments=ids[:, :0].clone(), sinks=random(2))
+    problem = AttentionProblem.of(inputs, extra={"lse"})
+    results, again = flash.record((inputs,), problem, None)
+    assert all(map(torch.equal, again(*read_of(inputs)), results))
+
+
 def test_the_operator_is_called_where_addresses_do_not_do():
     """Tensors without memory are for torch to refuse, and a profiler wants to see an operator."""
     first = make(Case(S, {}), torch.float32, 0)

@@ -275,6 +275,7 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
 struct RecordedForward {
   AttentionParams params;
   View out;
+  std::vector<bool> given;  // which optional tensors there are, an empty one too, whose view is absent
   bool has_rng;
   int64_t rng_stride;  // in words
 };
@@ -291,17 +292,24 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   STD_TORCH_CHECK(out.has_value(), "cpu_flash: expected out, whose memory order the others get");
   check_sizes("out", out->sizes(), {p.B, p.H, p.M, p.Dv});
   STD_TORCH_CHECK(dtype_of(*out) == p.q.dtype, "cpu_flash: expected out in the dtype of q");
+  std::vector<bool> given;
+  for (const std::optional<Tensor>& tensor : call.kept) given.push_back(tensor.has_value());
   const int64_t rng_stride = call.rng ? call.rng->stride(0) : 0;
-  put(stack, reinterpret_cast<int64_t>(new RecordedForward{p, view_of(*out), call.rng.has_value(), rng_stride}));
+  auto* recorded = new RecordedForward{p, view_of(*out), given, call.rng.has_value(), rng_stride};
+  put(stack, reinterpret_cast<int64_t>(recorded));
 }
 
 // `others` are the addresses of the optional tensors that are there, in the order of the arguments.
 void run_again(const RecordedForward& recorded, void* out, void* lse, char* q, char* k, char* v, char* const* others) {
   AttentionParams p = recorded.params;
   p.q.data = q, p.k.data = k, p.v.data = v;
-  for (View* view :
-       {&p.bias, &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments, &p.k_segments, &p.prefix, &p.alibi, &p.sinks})
-    if (*view) view->data = *others++;
+  View* const views[] = {&p.bias,       &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments,
+                         &p.k_segments, &p.prefix,  &p.alibi,     &p.sinks};
+  for (size_t i = 0; i < recorded.given.size(); ++i) {
+    if (!recorded.given[i]) continue;
+    if (*views[i]) views[i]->data = *others;
+    ++others;
+  }
   if (recorded.has_rng) {
     const auto* words = reinterpret_cast<const uint64_t*>(*others);
     p.philox_key = words[0], p.philox_offset = words[recorded.rng_stride];
