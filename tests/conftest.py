@@ -228,3 +228,25 @@ def matches_torch(q, k, v, attn_mask=None, *, ours=None, kernel=None, **options)
 @pytest.fixture(name="matches_torch")
 def matches_torch_fixture():
     return matches_torch
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Nothing compiled before; Inductor's pass and torch's function are afterwards what they were."""
+    from torch._inductor import config
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    before = config.pre_grad_custom_pass, torch.nn.functional.scaled_dot_product_attention
+    yield
+    assert before == (config.pre_grad_custom_pass, torch.nn.functional.scaled_dot_product_attention)
+
+
+@pytest.fixture
+def installed(fresh_compiler):
+    """Our pass in Inductor."""
+    from torch._inductor import config
+
+    sdpa.install(patterns=True)
+    yield config.pre_grad_custom_pass
+    sdpa.uninstall()

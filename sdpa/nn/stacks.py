@@ -95,16 +95,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             tgt_is_causal, memory_is_causal: hints that a mask is causal; None: look.
         """
         if not are_ours(self.layers):
-            return super().forward(
-                tgt,
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+            masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+            return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         check_decoder(self, (tgt, memory), (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask))
         batch_first = is_batch_first(self)
         for side, x, mask, padding, hint in (
