@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
-NATIVE := $(wildcard bench/*.c examples/*.cpp kernels/cpu/*.cpp kernels/cpu/*/*.cpp kernels/cpu/*.h kernels/cuda/*.cpp kernels/cuda/*.h kernels/cuda/*.cuh kernels/cuda/*/*.cuh)
+NATIVE := $(wildcard bench/*.c sdpa/*/*.cpp sdpa/*/*.h examples/*.cpp kernels/cpu/*.cpp kernels/cpu/*/*.cpp kernels/cpu/*.h kernels/cuda/*.cpp kernels/cuda/*.h kernels/cuda/*.cuh kernels/cuda/*/*.cuh)
 # Headers that the CUDA kernels are built with, where there is an nvcc.
 CUTLASS ?= 4.2.0.0
 SANITIZER ?= compute-sanitizer
@@ -76,7 +76,7 @@ wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info kernels/cpu/*.so
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info kernels/*/*.so sdpa/*/*.so
 	find sdpa -maxdepth 1 -type l -delete
 
 $(BIN)/python:

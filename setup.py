@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_path
 
 ROOT = Path(__file__).resolve().parent
 # Hugging Face's `kernels` hooks into setuptools; with our root on the path the hook would import our folder instead.
@@ -32,6 +33,8 @@ CUDA_LIBRARY = "kernels/cuda/libsdpa_cuda.so"
 # The operators of programs without Python, which finds the CPU's library beside itself.
 STANDALONE = "kernels/cpu/libsdpa_operators.so"
 STANDALONE_SOURCE = "kernels/cpu/standalone/operators.cpp"
+# Calls CPython by its limited API, so that one build serves every Python from 3.10 on.
+REPEATED = "sdpa/repeated/_native.abi3.so"
 OBJECTS = "build/native"
 
 OLDEST_TORCH = (2, 10)  # the first whose stable ABI has all that the library uses
@@ -55,6 +58,8 @@ ISA_FLAGS = {
 }
 # On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
 LINK_FLAGS = "-ltorch_cpu -ldl -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
+
+PYTHON_LINK_FLAGS = "" if sys.platform == "linux" else "-undefined dynamic_lookup"
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # of instances.def: a line, its head sizes
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
@@ -241,6 +246,7 @@ def ninja_text(torch: Path) -> str:
     lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
     alone = f"{OBJECTS}/standalone.o"
     lines += [f"build {alone}: compile {STANDALONE_SOURCE}", f"build {STANDALONE}: link {alone}"]
+    lines += python_text()
     compiler, headers = nvcc(), cutlass()
     if os.environ.get("SDPA_BUILD_CUDA") == "0":
         print("SDPA_BUILD_CUDA is 0: the CUDA kernels are not built")
@@ -254,6 +260,30 @@ def ninja_text(torch: Path) -> str:
         print("building the CUDA kernels, too; SDPA_BUILD_CUDA=0 leaves them out")
         lines += cuda_text(torch, compiler, headers)
     return "\n".join([*lines, ""])
+
+
+def python_text() -> list[str]:
+    """The lines of ninja for what is called by Python itself; none without Python's headers."""
+    include = get_path("include")
+    if not Path(include, "Python.h").exists():
+        print(f"no Python.h in {include} (Debian and Ubuntu: python3-dev): repeated calls will take longer")
+        return []
+    flags = "-std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -Wall -Wextra"
+    sources = sorted((ROOT / REPEATED).parent.glob("*.cpp"))
+    objects = [f"{OBJECTS}/python/{source.stem}.o" for source in sources]
+    return [
+        "rule compile_python",
+        f"  command = {cxx()} {flags} -isystem {include} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link_python",
+        f"  command = {cxx()} -shared $in -o $out {PYTHON_LINK_FLAGS}",
+        *(
+            f"build {made}: compile_python {source.relative_to(ROOT)}"
+            for made, source in zip(objects, sources, strict=True)
+        ),
+        f"build {REPEATED}: link_python {' '.join(objects)}",
+    ]
 
 
 class BuildNative(build_ext):
@@ -271,6 +301,8 @@ class BuildNative(build_ext):
         else:
             for library in filter(lambda name: (ROOT / name).exists(), (LIBRARY, STANDALONE, CUDA_LIBRARY)):
                 shutil.copy2(ROOT / library, Path(self.build_lib, "sdpa", library))
+            if (ROOT / REPEATED).exists():
+                shutil.copy2(ROOT / REPEATED, Path(self.build_lib, REPEATED))
 
 
 class Build(build):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
-from sdpa.calls import ALIGNMENT_BITS, CALLS, PLAIN_TYPES, form_of
+from sdpa.calls import CALLS, PLAIN_TYPES, form_of
 from sdpa.decomposed import is_decomposed
 from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
@@ -30,6 +30,7 @@ from sdpa.mask import Mask
 from sdpa.operators import call_forward, call_weights
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
 from sdpa.problem import AttentionInputs, Results, is_empty
+from sdpa.repeated import configure, recognise
 from sdpa.sequences import results_of, served_form
 from sdpa.torch_private import (
     autocast_is_on,
@@ -49,7 +50,6 @@ from sdpa.torch_private import (
 )
 from sdpa.validate import Options, check_flag
 
-NOTHING: tuple[Any, ...] = (None, (), ())  # of a call with neither a mask, nor sinks, nor places
 band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
@@ -106,46 +106,50 @@ def answer(
     places: Any = None,
 ) -> Any:
     """The result of a call by what a call like it before came to, else by the ordinary way; nothing is checked yet."""
+    if is_dynamo_compiling():
+        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
+    found = recognise(kind, tensors, options, returns_lse, kernel, places)
+    return unrecognised(kind, tensors, options, returns_lse, kernel, places) if found is NotImplemented else found
+
+
+def unrecognised(
+    kind: Kind, tensors: tuple[Any, ...], options: tuple[Any, ...], returns_lse: bool, kernel: str | None, places: Any
+) -> Any:
+    """The same for a call that is unlike the latest ones, or is not plain. `repeated.cpp` asks the same questions in
+    the same order."""
     query, key, value = tensors
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = options
+    request = request_of(kind, tensors, options, returns_lse, kernel, places)
     # fmt: off
     if (
-        is_dynamo_compiling() or function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
-        or jit_tracing() is not None
+        function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0 or jit_tracing() is not None
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
     ):
         # fmt: on
-        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
+        return ordinary(request)
     if autocast_is_on() and not has_torch_function(
         (*tensors, None if type(mask) is Mask else mask, sinks, *(places or ()))
     ):
         return under_autocast(kind, tensors, options, returns_lse, kernel, places)
-    parts = NOTHING if mask is None and sinks is None and places is None else parts_of(mask, sinks, places)
+    parts = parts_of(mask, sinks, places)
     if parts is None:
-        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
-    form, others, given = parts
-    recent = None
+        return ordinary(request)
+    form, others, _ = parts
     try:
+        if any(map(is_nested_tensor, (query, key, value, *others))):
+            return ordinary(request)
         # fmt: off
         state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
                  CURRENT.get() and current_text(),
                  flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
-                 float32_precision(), grad_enabled(),
-                 query.is_cuda and (form_of((query, key, value, *others)) if others else
-                                    (query.data_ptr() | key.data_ptr() | value.data_ptr()) & ALIGNMENT_BITS))
+                 float32_precision(), grad_enabled(), query.is_cuda and form_of((query, key, value, *others)))
         # fmt: on
-        if not (query.is_nested or key.is_nested or value.is_nested or (others and any(map(is_nested_tensor, others)))):
-            recent = CALLS.recent.get(state, ())
+        hash(state)
     except (TypeError, AttributeError, ValueError, RuntimeError):
-        pass  # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks of it
-    if recent is None:
-        return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
-    for is_alike, run, _ in recent:
-        if is_alike(query, key, value, *others) if others else is_alike(query, key, value):
-            found = run(query, key, value, *given) if given else run(query, key, value)
-            return tuple(found) if returns_lse else found[0]
-    return look_up(request_of(kind, tensors, options, returns_lse, kernel, places), parts, state)
+        # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks of it
+        return ordinary(request)
+    return look_up(request, parts, state)
 
 
 def under_autocast(
@@ -217,6 +221,26 @@ def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Ten
         else:
             tensors += places
     return form, tensors, (mask, sinks, places)
+
+
+configure(
+    function_modes=function_modes,
+    dispatch_modes=dispatch_modes,
+    forward_ad=forward_ad,
+    jit_tracing=jit_tracing,
+    autocast_is_on=autocast_is_on,
+    current=CURRENT.get,
+    current_text=current_text,
+    flash_enabled=flash_enabled,
+    efficient_enabled=efficient_enabled,
+    math_enabled=math_enabled,
+    cudnn_enabled=cudnn_enabled,
+    deterministic=deterministic,
+    float32_precision=float32_precision,
+    grad_enabled=grad_enabled,
+    parts_of=parts_of,
+    recent=CALLS.recent,
+)
 
 
 def is_transformed() -> bool:

@@ -15,6 +15,7 @@ from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.recovery import recover
 from sdpa.problem import AttentionInputs, Gradients, Results
+from sdpa.repeated import Repeated, configure
 
 WITH_LSE = frozenset({"lse"})
 AVERAGED = frozenset({"averaged"})
@@ -22,6 +23,9 @@ NO_EXTRA: frozenset[str] = frozenset()
 PLAIN: tuple[Any, Any, Any] = (0, 1, 2)  # places of q, k and v
 FIRST_NUMBER, END_NUMBERS = 3, 7  # scale, left, right, bottom_right
 CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
+
+
+configure(last=LAST)
 
 
 class Form:
@@ -87,30 +91,29 @@ def as_rows(batch: Tensor) -> Tensor:
     return batch.squeeze(0).transpose(0, 1)
 
 
-class Pass:
+class Pass(Repeated):
     """One direction of the calls of one form.
 
     It is called with the form's tensors. For a backward they are followed by out, lse, the gradient of out and, where
-    one arrives, that of lse; for weights by lse. It returns Results, Gradients, or the weights.
+    one arrives, that of lse; for weights by lse. It returns (out, lse), gradients in the order of Gradients, or the
+    weights.
     """
 
-    __slots__ = ("again", "choice", "form", "is_passing")
+    __slots__ = ("form", "is_passing")
 
     def __init__(self, form: Form, choice: Choice) -> None:
         self.form, self.choice = form, choice
-        self.again: Callable[..., Any] | None = None  # its recorded launches
+        self.again = None  # its recorded launches
         self.is_passing = False  # not expected to be called again: launches are not recorded
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        LAST.choice = self.choice
+    def first_time(self, tensors: Sequence[Tensor]) -> Any:
         try:
-            if self.again is not None:
-                results = self.again(*tensors)
-                if results is not None:
-                    return results
             return self.first(tensors)
         except Exception as error:
-            return recover(self.choice, error, *self.nouns(tensors))
+            return self.recovered(error, tensors)
+
+    def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> Any:
+        return recover(self.choice, error, *self.nouns(tensors))
 
     def first(self, tensors: Sequence[Tensor]) -> Results | Gradients | Tensor:
         """Run the kernel and record its launches; for later calls whose tensors the recorded launches do not fit, run

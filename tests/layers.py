@@ -21,7 +21,8 @@ PACKAGES = {
 
 # A layer's modules; a name with a dot at its end stands for a package and all below it. The longest match counts.
 LAYERS: dict[str, tuple[str, ...]] = {
-    # What a call is, the environment, torch's private parts: they import nothing of ours but each other.
+    # What a call is, the environment, torch's private parts, what runs a repeated call: they import nothing of ours but
+    # each other.
     "facts": (
         "sdpa.problem",
         "sdpa.alignment",
@@ -29,6 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.philox",
         "sdpa.layout",
         "sdpa.torch_private",
+        "sdpa.repeated.",
         "sdpa.tuning_tables.",
     ),
     # What masks and packed sequences mean, in torch operations.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, read_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, read_of
 
 B, H, HKV, M, N, D = 2, 4, 2, 32, 64, 64
 PAGE = 16
@@ -147,5 +147,5 @@ def given_of(tensors):
 
 
 def tensors_in(found):
-    """The tensors of Results, Gradients or weights that are there."""
-    return [t for t in found if t is not None] if isinstance(found, Results | Gradients) else [found]
+    """The tensors of results, gradients or weights that are there."""
+    return [t for t in found if t is not None] if isinstance(found, tuple) else [found]

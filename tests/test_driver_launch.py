@@ -10,7 +10,9 @@ import sys
 import sysconfig
 import threading
 import time
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +27,12 @@ from sdpa.kernels.triton import decode, driver_launch, forward, hopper  # noqa: 
 from sdpa.kernels.triton.target import Target  # noqa: E402
 from sdpa.kernels.triton.tiles import tiles  # noqa: E402
 from sdpa.kernels.triton.triton_private import LAID_OUT, VERSION  # noqa: E402
+from sdpa.repeated import Launches, Recording  # noqa: E402
 
 AMPERE = Target("cuda", 80, 163 << 10, 108, 40 << 20)
 FUNCTION = 0x7777777700
 HERE = Path(__file__).parent
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class Launcher:
@@ -106,16 +110,36 @@ def test_the_driver_is_told_what_triton_tells_it(tmp_path):
     for name, (wanted, got, answer) in found.items():
         assert got == wanted, name
         assert answer == 0, name
-    assert found["decode chained 1"][0]["config"][7:] == [1, driver_launch.PROGRAMMATIC_SERIALIZATION, 1]
+    assert found["decode chained 1"][0]["config"][7:] == [1, PROGRAMMATIC_SERIALIZATION, 1]
     assert found["decode 1"][0]["config"][7:] == [0, 0, 0]
 
 
-def made(monkeypatch, tmp_path, case, **changes):
-    """The DriverLaunch of a case's first launch, and what a driver that is not here is called with."""
-    told = []
-    monkeypatch.setattr(
-        driver_launch, "driver", lambda: driver_launch.Driver(lambda *args: told.append(args) or 0, None)
-    )
+@pytest.fixture
+def told():
+    """What a driver that is not here is told: the config and the words of each launch; `then` is called inside."""
+    seen = SimpleNamespace(launches=[], then=lambda: None, answer=0)
+
+    def launch(config_at, function, places_at, extra):
+        seen.then()
+        config = Config.from_address(config_at)
+        words = (ctypes.c_void_p * seen.words).from_address(places_at)
+        seen.launches.append((config.stream, [ctypes.c_uint64.from_address(word).value for word in words]))
+        return seen.answer
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch)
+    seen.held, seen.address = function, ctypes.cast(function, ctypes.c_void_p).value
+    return seen
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, of which the stream is read."""
+
+    _fields_ = (("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p))
+
+
+def native_of(monkeypatch, tmp_path, case, told, **changes):
+    """The first launch of a case for a driver that is not here, and how many tensors it knows."""
+    monkeypatch.setattr(driver_launch, "driver", lambda: driver_launch.Driver(told.address, 0))
     target, make = case
     with compiling_for(target, tmp_path):
         launches, tensors = make()
@@ -125,118 +149,120 @@ def made(monkeypatch, tmp_path, case, **changes):
     numbers = {t.data_ptr(): n for n, t in enumerate(tensors)}
     args = launches[0].args
     number_of = lambda arg: numbers[arg.data_ptr()] if isinstance(arg, torch.Tensor) else None  # noqa: E731
-    return driver_launch.driver_launch(compiled, (3, 1, 1), args, number_of), told
+    native = driver_launch.driver_launch(compiled, (3, 1, 1), args, number_of)
+    if native is not None:
+        told.words = len(array("i", native[-2])) // 2
+    return native, len(tensors)
+
+
+def launches_of(native, count, stream_of, otherwise=None):
+    """Recorded launches of one launch."""
+    nothing = torch.zeros(16)
+    return Launches(
+        Recording(
+            count, -1, ((),), lambda: nothing, ((otherwise, native),), (-1,), lambda: False, 0, lambda tensors: True,
+            unaligned=False, stream_of=stream_of,
+        )
+    )  # fmt: skip
+
+
+def order_of(native):
+    """Which tensor's address stands in each of a launch's words."""
+    pairs = array("i", native[-2]).tolist()
+    assert pairs[::2] == list(range(len(pairs) // 2))
+    return pairs[1::2]
 
 
 @ours
-def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path):
+def test_threads_do_not_share_what_they_fill(monkeypatch, tmp_path, told):
     """Each launch finds the addresses and the stream that its own thread has written."""
-    launch, _ = made(monkeypatch, tmp_path, CASES["decode in one part"])
-    mixed, number = [], len(launch.blueprint[0].pointers)
+    native, count = native_of(monkeypatch, tmp_path, CASES["decode in one part"], told)
+    told.then, own = (lambda: time.sleep(0)), threading.local()  # another thread may go on there
+    launch, order = launches_of(native, count, lambda device: own.stream), order_of(native)
+    wanted = {}
 
-    def read(config_at, function, places_at, extra):
-        time.sleep(0)  # another thread may go on here
-        places = (ctypes.c_void_p * number).from_address(places_at)
-        words = [ctypes.c_uint64.from_address(place).value for place in places]
-        stream = driver_launch.Config.from_address(config_at).stream
-        mixed.extend([] if words == [stream + n for n in range(number)] else [(words, stream)])
-        return 0
-
-    launch.launch = read
-    assert [word for word, _ in launch.blueprint[0].pointers] == list(range(number))
-    order = [which for _, which in launch.blueprint[0].pointers]
-
-    def many(first):
-        addresses = [0] * (1 + max(order))
-        for place, which in enumerate(order):
-            addresses[which] = first + place
+    def many(stream):
+        own.stream, tensors = stream, [torch.zeros(8) for _ in range(count)]
+        wanted[stream] = [tensors[number].data_ptr() for number in order]
         for _ in range(300):
-            launch(addresses, first)
+            assert launch(*tensors) is not None
 
     threads = [threading.Thread(target=many, args=(1000 * (1 + n),)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not mixed
-
-
-class Interrupted(list):
-    """Addresses, in the middle of whose reading something else runs."""
-
-    def __init__(self, addresses, at, then):
-        super().__init__(addresses)
-        self.at, self.then = at, then
-
-    def __getitem__(self, part):
-        if self.at in range(*part.indices(len(self))) and self.then is not None:
-            then, self.then = self.then, None
-            then()
-        return super().__getitem__(part)
-
-
-def test_runs_of_addresses_are_written_at_once():
-    pointers = [(0, 0), (1, 1), (2, 2), (5, 3), (6, 4), (8, 1), (9, 0)]
-    found = list(driver_launch.writes_of(pointers))
-    assert [write[1:] for write in found] == [(0, 0, 3), (40, 3, 5), (64, 1, 2), (72, 0, 1)]
-    words, addresses = (ctypes.c_uint64 * 10)(), [2**64 - 1, 20, 30, 40, 50]
-    for pack, place, begin, end in found:
-        pack(words, place, *addresses[begin:end])
-    assert list(words) == [2**64 - 1, 20, 30, 0, 0, 40, 50, 0, 20, 2**64 - 1]
-    assert list(driver_launch.writes_of([])) == []
+    assert len(told.launches) == 1200
+    assert all(words == wanted[stream] for stream, words in told.launches)
 
 
 @ours
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_launch_inside_of_itself_changes_nothing(depth, monkeypatch, tmp_path):
-    """A signal handler or a finaliser that calls attention again between the writing of two addresses."""
-    launch, _ = made(monkeypatch, tmp_path, CASES["decode in one part"])
-    seen, number = [], len(launch.blueprint[0].pointers)
-    order = [which for _, which in launch.blueprint[0].pointers]
+def test_a_launch_inside_of_itself_changes_nothing(depth, monkeypatch, tmp_path, told):
+    """A signal handler or a finaliser that calls attention again while the driver is called."""
+    native, count = native_of(monkeypatch, tmp_path, CASES["decode in one part"], told)
+    order, level = order_of(native), [0]
+    launch = launches_of(native, count, lambda device: level[0])
+    tensors = [[torch.zeros(8) for _ in range(count)] for _ in range(depth + 1)]
 
-    def read(config_at, function, places_at, extra):
-        places = (ctypes.c_void_p * number).from_address(places_at)
-        words = [ctypes.c_uint64.from_address(place).value for place in places]
-        seen.append((driver_launch.Config.from_address(config_at).stream, words))
-        return 0
+    def inside():
+        if level[0] < depth:
+            call(level[0] + 1)
 
-    def call(level):
-        addresses = [0] * (1 + max(order))
-        for place, which in enumerate(order):
-            addresses[which] = 1000 * level + place
-        inner = (lambda: call(level + 1)) if level <= depth else None
-        launch(Interrupted(addresses, order[1], inner), level)
+    def call(to):
+        before, level[0] = level[0], to
+        assert launch(*tensors[to]) is not None
+        level[0] = before
 
-    launch.launch = read
-    call(1)
-    assert seen == [(n, [1000 * n + place for place in range(number)]) for n in range(depth + 1, 0, -1)]
-    call(1)
-    assert len(launch.free) == depth + 1  # and no more are made
+    told.then = inside
+    call(0)
+    wanted = [(n or None, [tensors[n][number].data_ptr() for number in order]) for n in range(depth, -1, -1)]
+    assert told.launches == wanted
 
 
 @ours
-def test_a_launch_that_is_cut_off_leaves_the_next_one_right(monkeypatch, tmp_path):
-    """An exception of a signal handler, as Ctrl-C raises one, between two addresses."""
-    launch, told = made(monkeypatch, tmp_path, CASES["decode in one part"])
-    order = [which for _, which in launch.blueprint[0].pointers]
+def test_an_exception_before_a_launch_leaves_the_next_one_right(monkeypatch, tmp_path, told):
+    """Of a signal handler, as Ctrl-C raises one."""
+    native, count = native_of(monkeypatch, tmp_path, CASES["decode in one part"], told)
+    raised = [KeyboardInterrupt]
 
-    def interrupt():
-        raise KeyboardInterrupt
+    def stream_of(device):
+        if raised:
+            raise raised.pop()
+        return 5
 
+    launch, tensors = launches_of(native, count, stream_of), [torch.zeros(8) for _ in range(count)]
     with pytest.raises(KeyboardInterrupt):
-        launch(Interrupted([0] * (1 + max(order)), order[1], interrupt), 5)
-    assert not told
-    assert launch([16] * (1 + max(order)), 5) == 0
-    assert len(told) == 1 and len(launch.free) == 1
+        launch(*tensors)
+    assert not told.launches
+    assert launch(*tensors) == (None,)
+    assert told.launches == [(5, [tensors[number].data_ptr() for number in order_of(native)])]
+
+
+@ours
+def test_what_the_driver_refuses_is_launched_otherwise(monkeypatch, tmp_path, told):
+    native, count = native_of(monkeypatch, tmp_path, CASES["decode in one part"], told)
+    told.answer, asked, tensors = 1, [], [torch.zeros(8) for _ in range(count)]
+    launch = launches_of(native, count, lambda device: 5, lambda *given: asked.append(given))
+    assert launch(*tensors) == (None,)
+    ((given, addresses, stream),) = asked
+    assert [t.data_ptr() for t in given] == addresses and len(given) == count + 1 and stream == 5
+    assert launches_of(native, count, lambda device: 5)(*tensors) is None
+
+
+@ours
+def test_more_than_there_is_room_for_is_left_to_triton(monkeypatch, tmp_path, told):
+    monkeypatch.setattr(driver_launch, "MAX_WORDS", 4)
+    assert native_of(monkeypatch, tmp_path, CASES["decode in one part"], told)[0] is None
 
 
 @ours
 @pytest.mark.parametrize(
     "change", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"launch_cooperative_grid": True}], ids=str
 )
-def test_what_is_left_to_triton(change, monkeypatch, tmp_path):
-    assert made(monkeypatch, tmp_path, CASES["decode in one part"], **change)[0] is None
-    assert made(monkeypatch, tmp_path, CASES["decode in one part"])[0] is not None
+def test_what_is_left_to_triton(change, monkeypatch, tmp_path, told):
+    assert native_of(monkeypatch, tmp_path, CASES["decode in one part"], told, **change)[0] is None
+    assert native_of(monkeypatch, tmp_path, CASES["decode in one part"], told)[0] is not None
 
 
 @ours

@@ -121,7 +121,9 @@ def test_a_call_is_recorded_only_after_its_trial(alike, device, monkeypatch):  #
 
     monkeypatch.setattr(Launch, "__call__", launch)
     value = 1.0 if alike else 2.0
-    monkeypatch.setattr(recorded, "empty", lambda size, stride, dtype: torch.full(size, value, dtype=dtype))
+    monkeypatch.setattr(
+        recorded, "empty_strided_cuda", lambda size, stride, dtype: torch.full(size, value, dtype=dtype)
+    )
     inputs = inputs_of("plain", 1)
     given = {t.data_ptr() for t in inputs[:3]}
     problem = problem_of((inputs,), "forward", (), "cuda:0")

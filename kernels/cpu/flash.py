@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from sdpa.kernels.cpu.library import functions, load_error
 from sdpa.layout import LOW_ADDRESS, has_memory
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
+from sdpa.repeated import BUILT, Launches, Recording
 from sdpa.torch_private import empty_strided_cpu, profiler_enabled
 
 # The library's own choice, which depends on the instruction set, the direction and the threads; others gained at most
@@ -61,7 +62,7 @@ def record(
     if len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
         return results, _refilling(tensors, problem, tile)
     if not learning:
-        return results, _forward_again(inputs, problem, tile, results)
+        return results, _forward_again(inputs, problem, tile, results) if BUILT else _refilling(tensors, problem, tile)
     if _is_plain(problem, inputs, tile, learning[1]):
         return results, _dense_backward_again(inputs)
     band, numbers = inputs[FIRST_NUMBER:FIRST_OPTION], _options(inputs, tile)
@@ -81,11 +82,14 @@ def record(
     return results, again
 
 
-class _Recorded:
-    """The library's memory of a forward, freed with this object."""
+class _RecordedForward(Launches):
+    """A forward of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. The
+    operator itself is called under a profiler, for tensors without memory, and for its errors."""
 
-    def __init__(self, address: int, forget: Callable[[int], None]) -> None:
-        self.address, self.forget = address, forget
+    __slots__ = ("address", "forget")
+
+    address: int  # of what the library keeps of the call, until this object is gone
+    forget: Callable[[int], None]
 
     def __del__(self) -> None:
         self.forget(self.address)
@@ -93,33 +97,25 @@ class _Recorded:
 
 def _forward_again(
     inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None, results: Results
-) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
-    """The forward of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. None
-    where the operator has to be called: under a profiler, of tensors without memory, and for its errors."""
+) -> _RecordedForward:
+    needs_lse, options = "lse" in problem.features, _options(inputs, tile)
     run, forget = functions()
-    record = _operator("record_forward")
-    recorded = _Recorded(record(*inputs[:FIRST_OPTION], **_options(inputs, tile), out=results.out), forget)
-    size, stride, dtype = tuple(results.out.shape), results.out.stride(), results.out.dtype
-    lse_form = (tuple(results.lse.shape), results.lse.stride(), results.lse.dtype) if results.lse is not None else ()
-    needs_lse = "lse" in problem.features
-
-    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        q_at, k_at, v_at, others_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), None
-        low = q_at < LOW_ADDRESS or k_at < LOW_ADDRESS or v_at < LOW_ADDRESS
-        if profiler_enabled() or (low and not all(map(has_memory, (q, k, v)))):
-            return None
-        if others:
-            addresses = list(map(Tensor.data_ptr, others))
-            if min(addresses) < LOW_ADDRESS and not all(map(has_memory, others)):
-                return None
-            others_at = (ctypes.c_void_p * len(addresses))(*addresses)
-        out = empty_strided_cpu(size, stride, dtype)
-        if not needs_lse:
-            return None if run(recorded.address, out.data_ptr(), None, q_at, k_at, v_at, others_at) else (out, None)
-        lse = empty_strided_cpu(*lse_form)
-        failed = run(recorded.address, out.data_ptr(), lse.data_ptr(), q_at, k_at, v_at, others_at)
-        return None if failed else (out, lse)
-
+    address: Any = _operator("record_forward")(*inputs[:FIRST_OPTION], **options, out=results.out, lse=needs_lse)
+    made = (results.out, results.lse) if needs_lse and results.lse is not None else (results.out,)
+    recording = Recording(
+        given=len(read_of(inputs)),
+        device=-1,
+        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made),
+        empty=empty_strided_cpu,
+        steps=((None, (run, address)),),
+        finish=(0, 1) if needs_lse else (0, -1),
+        watched=profiler_enabled,
+        low=LOW_ADDRESS,
+        check_memory=lambda tensors: all(map(has_memory, tensors)),
+        unaligned=False,
+    )
+    again = _RecordedForward(recording)
+    again.address, again.forget = address, forget
     return again
 
 

@@ -47,18 +47,16 @@ def _load() -> str | None:
 class Functions(NamedTuple):
     """The library's functions that are called past torch."""
 
-    run_forward: Callable[..., int]  # (recorded, out, lse, q, k, v, others), addresses all; 0 where it went well
+    run_forward: int  # the address of a function (recorded, addresses) -> 0 where it went well
     forget_forward: Callable[[int], None]
 
 
 @cache
 def functions() -> Functions:
-    """They release the interpreter's lock, as torch's operators do while they compute."""
     library = ctypes.CDLL(str(LIBRARY))
-    run, forget = library.sdpa_cpu_run_forward, library.sdpa_cpu_forget_forward
-    run.argtypes, run.restype = [ctypes.c_void_p] * 7, ctypes.c_int
+    forget = library.sdpa_cpu_forget_forward
     forget.argtypes, forget.restype = [ctypes.c_void_p], None
-    return Functions(run, forget)
+    return Functions(ctypes.cast(library.sdpa_cpu_run_forward, ctypes.c_void_p).value or 0, forget)
 
 
 def isa() -> str:

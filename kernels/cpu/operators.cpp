@@ -276,7 +276,7 @@ struct RecordedForward {
   AttentionParams params;
   View out;
   std::vector<bool> given;  // which optional tensors there are, an empty one too, whose view is absent
-  bool has_rng;
+  bool has_rng, has_lse;
   int64_t rng_stride;  // in words
 };
 
@@ -287,6 +287,7 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   call.take_band(&in);
   call.take_options(&in);
   const std::optional<Tensor> out = in.next_optional();
+  const bool has_lse = in.next<bool>();
   call.read();
   const AttentionParams& p = call.params;
   STD_TORCH_CHECK(out.has_value(), "cpu_flash: expected out, whose memory order the others get");
@@ -295,28 +296,29 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   std::vector<bool> given;
   for (const std::optional<Tensor>& tensor : call.kept) given.push_back(tensor.has_value());
   const int64_t rng_stride = call.rng ? call.rng->stride(0) : 0;
-  auto* recorded = new RecordedForward{p, view_of(*out), given, call.rng.has_value(), rng_stride};
+  auto* recorded = new RecordedForward{p, view_of(*out), given, call.rng.has_value(), has_lse, rng_stride};
   put(stack, reinterpret_cast<int64_t>(recorded));
 }
 
-// `others` are the addresses of the optional tensors that are there, in the order of the arguments.
-void run_again(const RecordedForward& recorded, void* out, void* lse, char* q, char* k, char* v, char* const* others) {
+// The addresses of q, k, v, of the optional tensors that are there in the order of the arguments, of the output, and of
+// the log-sum-exp where it is wanted.
+void run_again(const RecordedForward& recorded, char* const* addresses) {
   AttentionParams p = recorded.params;
-  p.q.data = q, p.k.data = k, p.v.data = v;
+  p.q.data = *addresses++, p.k.data = *addresses++, p.v.data = *addresses++;
   View* const views[] = {&p.bias,       &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments,
                          &p.k_segments, &p.prefix,  &p.alibi,     &p.sinks};
   for (size_t i = 0; i < recorded.given.size(); ++i) {
     if (!recorded.given[i]) continue;
-    if (*views[i]) views[i]->data = *others;
-    ++others;
+    if (*views[i]) views[i]->data = *addresses;
+    ++addresses;
   }
   if (recorded.has_rng) {
-    const auto* words = reinterpret_cast<const uint64_t*>(*others);
+    const auto* words = reinterpret_cast<const uint64_t*>(*addresses++);
     p.philox_key = words[0], p.philox_offset = words[recorded.rng_stride];
   }
   p.threads = torch::stable::get_num_threads();
-  ForwardResults results = {recorded.out, lse};
-  results.out.data = static_cast<char*>(out);
+  ForwardResults results = {recorded.out, recorded.has_lse ? addresses[1] : nullptr};
+  results.out.data = addresses[0];
   run_forward(p, results);
 }
 
@@ -442,7 +444,8 @@ STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
                ", bool bias_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
                   .c_str());
   library.def(
-      ("record_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ", Tensor? out=None) -> int").c_str());
+      ("record_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ", Tensor? out=None, bool lse=False) -> int")
+          .c_str());
   library.def("isa() -> str");
   library.def("isas() -> str");
   library.def("set_isa(str name) -> ()");
@@ -464,12 +467,11 @@ STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CompositeExplicitAutograd, library) {
 
 }  // namespace sdpa_cpu
 
-// Called by ctypes, past torch's dispatcher. A result other than 0: the operator says what is wrong.
-extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run_forward(const void* recorded, void* out, void* lse,
-                                                                           char* q, char* k, char* v,
-                                                                           char* const* others) {
+// Called past torch's dispatcher. A result other than 0: the operator says what is wrong.
+extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run_forward(const void* recorded,
+                                                                           char* const* addresses) {
   try {
-    sdpa_cpu::run_again(*static_cast<const sdpa_cpu::RecordedForward*>(recorded), out, lse, q, k, v, others);
+    sdpa_cpu::run_again(*static_cast<const sdpa_cpu::RecordedForward*>(recorded), addresses);
     return 0;
   } catch (...) {
     return 1;

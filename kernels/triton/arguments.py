@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 from torch import Tensor
@@ -30,7 +28,7 @@ from sdpa.kernels.triton.kernel_arguments import (
     Sizes,
     Strides,
 )
-from sdpa.kernels.triton.launch import Launch, Pass
+from sdpa.kernels.triton.launch import OUTPUT_ALONE, WITH_LSE, Launch, Pass
 from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import empty_as
@@ -165,25 +163,15 @@ def fills_of(inputs: AttentionInputs) -> tuple[tuple[int, float], ...] | None:
     return None if inputs.sinks is not None else ((0, 0.0), (1, -torch.inf))
 
 
-def forward_results(read: Sequence[Tensor], made: Sequence[Tensor]) -> Results:
-    """Results of the first tensors that a forward made, with a log-sum-exp."""
-    return tuple.__new__(Results, made[:2])
-
-
-def forward_output(read: Sequence[Tensor], made: Sequence[Tensor]) -> Results:
-    """Results of the first tensor that a forward made, without a log-sum-exp."""
-    return tuple.__new__(Results, (made[0], None))
-
-
 def forward_pass_of(
     given: tuple[Tensor, ...], read: AttentionInputs, results: Results, launches: list[Launch], scratch: tuple
 ) -> Pass:
     """The pass of a forward's launches. They fill `results` and the tensors `scratch`."""
-    fills, finish = fills_of(read), forward_results
+    fills = fills_of(read)
     if results.lse is None:
-        results, finish = results[:1], forward_output
         fills = fills and fills[:1]
-    return Pass(launches, given, read_of(read), (*results, *scratch), finish, fills)
+        return Pass(launches, given, read_of(read), (results.out, *scratch), OUTPUT_ALONE, fills)
+    return Pass(launches, given, read_of(read), (*results, *scratch), WITH_LSE, fills)
 
 
 def strides_of(tensor: Tensor) -> Strides:

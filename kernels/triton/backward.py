@@ -19,7 +19,7 @@ from sdpa.kernels.triton.arguments import block_size, kernel_args, readable, str
 from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
 from sdpa.kernels.triton.block_ranges import range_tables
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
-from sdpa.kernels.triton.launch import Launch, Pass, with_memory
+from sdpa.kernels.triton.launch import GRADIENTS, Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import (
     TileCoords,
     cap_slope,
@@ -316,10 +316,12 @@ def backward_pass(
 
 def finish_of(
     inputs: AttentionInputs, lse: int, bias_parts: int | None
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Gradients]:
+) -> tuple[int, ...] | Callable[[Sequence[Tensor], Sequence[Tensor]], Gradients]:
     """What makes Gradients of the tensors (read, made) of a backward. `lse` and `bias_parts` are places among them."""
     sinks = None if inputs.sinks is None else [t is inputs.sinks for t in read_of(inputs)].index(True)
     bias_dtype = None if inputs.bias is None else inputs.bias.dtype
+    if bias_parts is None and sinks is None:
+        return GRADIENTS
 
     def finish(read: Sequence[Tensor], made: Sequence[Tensor]) -> Gradients:
         bias = None if bias_parts is None else sum_parts(made[bias_parts], bias_dtype)

@@ -9,66 +9,42 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 
-from sdpa.kernels.triton.triton_private import descriptor_kinds, encode, plain_launch, signature_of
+from sdpa.kernels.triton.triton_private import MAP_SIZE, descriptor_kinds, encode, plain_launch, signature_of
 
 WORD = 8
 # Triton's names of what kernels take by value, as `struct` packs it.
 FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 FORMATS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 CONSTANT, DESCRIPTOR = "constexpr", "tensordesc"
-MAP_ALIGNMENT = 128  # bytes, of a CUtensorMap; 64 before CUDA 13
 SCRATCH = 2  # pointers to memory behind a kernel's own arguments, null where it wants none
-PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 THREADS_PER_WARP = 32
-
-
-class Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_ubyte * 64))
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("number", ctypes.c_uint),
-    )
+MAX_WORDS, MAX_MAPS = 512, 16  # for which repeated.cpp has room
 
 
 class Driver(NamedTuple):
-    """What is called of it; both return 0 where it went well."""
+    """The addresses of its functions that are called; both return 0 where it went well."""
 
-    launch: Callable[..., int]  # cuLaunchKernelEx(config, function, arguments, None)
-    readdress: Callable[..., int]  # cuTensorMapReplaceAddress(map, address)
+    launch: int  # cuLaunchKernelEx(config, function, arguments, None)
+    replace_address: int  # cuTensorMapReplaceAddress(map, address)
 
 
 @lru_cache(maxsize=1)
 def driver() -> Driver | None:
-    """The driver's functions; None where there is no driver.
-
-    A call releases the interpreter's lock, because a driver whose queue is full waits, perhaps for a thread of this
-    process.
-    """
+    """None where there is no driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        found = Driver(library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress)
+        functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
     except (OSError, AttributeError):
         return None
-    for function, number in zip(found, (4, 2), strict=True):
-        function.argtypes, function.restype = [ctypes.c_void_p] * number, ctypes.c_int
-    return found
+    return Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
 
 
 class Arguments(NamedTuple):
@@ -84,6 +60,13 @@ class Arguments(NamedTuple):
     def none(cls) -> Arguments:
         return cls(bytearray(), bytearray(), [], [], [])
 
+    def packed(self) -> tuple[bytes, ...]:
+        """Words, maps, then as 32-bit numbers: the offset of each argument in the order in which the kernel takes them
+        (of a map: less one, negated), and pairs of a place and the number of the address that stands there."""
+        order = [-1 - offset if is_map else offset for is_map, offset in self.order]
+        numbers = (order, chain(*self.pointers), chain(*self.bases))
+        return bytes(self.words), bytes(self.maps), *(array("i", each).tobytes() for each in numbers)
+
     def add(self, word: bytes) -> None:
         self.order.append((False, len(self.words)))
         self.words.extend(word.ljust(WORD, b"\0"))
@@ -98,80 +81,21 @@ class Arguments(NamedTuple):
         self.maps.extend(encoded)
 
 
-class Layout:
-    """Arguments in memory and what points to them, for one launch at a time."""
-
-    def __init__(self, arguments: Arguments, config: Sequence[Any], dependent: bool) -> None:
-        self.words = (ctypes.c_uint64 * (len(arguments.words) // WORD)).from_buffer_copy(arguments.words)
-        self.maps = (ctypes.c_ubyte * (len(arguments.maps) + MAP_ALIGNMENT))()
-        words, maps = ctypes.addressof(self.words), -(-ctypes.addressof(self.maps) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        ctypes.memmove(maps, bytes(arguments.maps), len(arguments.maps))
-        places = [(maps if is_map else words) + offset for is_map, offset in arguments.order]
-        self.places = (ctypes.c_void_p * len(places))(*places)
-        self.attribute = Attribute(PROGRAMMATIC_SERIALIZATION, 0, (ctypes.c_ubyte * 64)(1))
-        self.config = Config(*config, None, ctypes.pointer(self.attribute), int(dependent))
-        bases = [(maps + offset, number) for offset, number in arguments.bases]
-        self.stream = 0  # of the launch before
-        self.parts = self.words, bases, self.config, ctypes.addressof(self.config), ctypes.addressof(self.places)
-
-
-class DriverLaunch:
-    """One kernel's launch; called with the addresses of tensors and the stream it returns the driver's answer, 0 where
-    it went well.
-
-    A call takes a layout out of `free` and puts it back behind the launch. Whoever comes in between (another thread, or
-    a signal handler or finaliser of the same) finds none and makes its own, so nobody changes what another wrote.
-    """
-
-    def __init__(self, cuda: Driver, function: int, arguments: Arguments, *config: Any) -> None:
-        self.launch, self.readdress, self.function = *cuda, function
-        self.writes, self.blueprint = tuple(writes_of(arguments.pointers)), (arguments, *config)
-        self.free = [Layout(*self.blueprint)]
-
-    def __call__(self, addresses: Sequence[int], stream: int) -> int:
-        try:
-            layout = self.free.pop()
-        except IndexError:
-            layout = Layout(*self.blueprint)
-        words, bases, config, config_at, places_at = layout.parts
-        for pack, place, begin, end in self.writes:
-            pack(words, place, *addresses[begin:end])
-        answer = 0
-        for place, number in bases:
-            answer = answer or self.readdress(place, addresses[number])
-        if stream != layout.stream:
-            config.stream = layout.stream = stream
-        answer = answer or self.launch(config_at, self.function, places_at, None)
-        self.free.append(layout)
-        return answer
-
-
-def writes_of(pointers: Sequence[tuple[int, int]]) -> Iterator[tuple[Callable[..., None], int, int, int]]:
-    """(what packs addresses, offset in bytes, first address, end of addresses) for each run of words that are pointers
-    to tensors one after the other: one call for a run takes a third of the time of a word each."""
-    run: list[tuple[int, int]] = []
-    for pointer in (*pointers, None):
-        if run and pointer != (run[-1][0] + 1, run[-1][1] + 1):
-            yield struct.Struct(f"={len(run)}Q").pack_into, run[0][0] * WORD, run[0][1], run[-1][1] + 1
-            run = []
-        if pointer is not None:
-            run.append(pointer)
-
-
 def driver_launch(
     compiled: CompiledKernel, grid: tuple[int, int, int], args: Sequence[Any], number_of: Callable[[Any], int | None]
-) -> DriverLaunch | None:
-    """The launch of a compiled kernel with `args`, where `number_of` a tensor or descriptor is the place of its address
-    among those given; None where Triton's launcher does more than launch, or is not known."""
+) -> tuple[Any, ...] | None:
+    """The launch of a compiled kernel with `args`, as `repeated.Launches` takes it, where `number_of` a tensor or
+    descriptor is the place of its address among those given; None where Triton's launcher does more than launch, or is
+    not known."""
     cuda, known = driver(), plain_launch(compiled)
     if cuda is None or known is None:
         return None
     warps, shared, dependent = known
     arguments = arguments_of(compiled, args, number_of)
-    if arguments is None:
+    if arguments is None or len(arguments.words) > MAX_WORDS * WORD or len(arguments.maps) > MAX_MAPS * MAP_SIZE:
         return None
-    config = (grid, (warps * THREADS_PER_WARP, 1, 1), shared)
-    return DriverLaunch(cuda, compiled.function, arguments, config, dependent)
+    block = (warps * THREADS_PER_WARP, 1, 1)
+    return (*cuda, compiled.function, grid, block, shared, dependent, *arguments.packed())
 
 
 def arguments_of(

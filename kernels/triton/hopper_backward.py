@@ -15,7 +15,7 @@ from sdpa.kernels.triton.arguments import DESCRIPTOR_ALIGNMENT, L2_SHARE, fits_t
 from sdpa.kernels.triton.hopper_backward_kernel import BackwardConfig, backward_kernel
 from sdpa.kernels.triton.hopper_descriptors import describe, numbers_descriptor, rows_descriptor
 from sdpa.kernels.triton.hopper_primitives import LOG2E, WG_ROWS
-from sdpa.kernels.triton.launch import Launch, Pass, with_memory
+from sdpa.kernels.triton.launch import GRADIENTS, Launch, Pass, with_memory
 from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
@@ -173,7 +173,7 @@ def backward_pass(
     grads, launches = made
     scratch = (launches[0].args[plain.BASE2], launches[0].args[plain.DELTA])
     read = plain.tensors_of(inputs, row, upstream_row)
-    return Pass(launches, given, read, (*grads[:3], *scratch), lambda read, made: Gradients(*made[:3]))
+    return Pass(launches, given, read, (*grads[:3], *scratch), GRADIENTS)
 
 
 def backward(

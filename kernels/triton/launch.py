@@ -14,7 +14,11 @@ from triton.runtime import driver
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import has_memory
-from sdpa.problem import AttentionProblem, Tile
+from sdpa.problem import AttentionProblem, Gradients, Results, Tile
+
+# What a pass returns, by the numbers of the tensors that it made.
+OUTPUT_ALONE, WITH_LSE = (0, -1), (0, 1)
+GRADIENTS = (0, 1, 2, -1, -1)  # of q, k and v
 
 Tensors = TypeVar("Tensors", bound=Sequence[Tensor])
 
@@ -63,9 +67,17 @@ class Pass(NamedTuple):
     given: tuple[Tensor, ...]  # as a call has them: `read_of` its inputs, and what follows them
     read: tuple[Tensor, ...]  # the same as kernels read them: some are contiguous copies
     made: tuple[Tensor, ...]
-    finish: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]  # (read, made) -> what the caller gets
+    # (read, made) -> what the caller gets. Or, for Results and Gradients, the numbers of tensors made; -1: None.
+    finish: tuple[int, ...] | Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
     # Numbers of tensors made, and what they hold before the first launch; None where that takes more than a number.
     fills: tuple[tuple[int, float], ...] | None = ()
+
+    def finished(self) -> Any:
+        """What the caller gets, after the launches."""
+        if not isinstance(self.finish, tuple):
+            return self.finish(self.read, self.made)
+        found = [None if number < 0 else self.made[number] for number in self.finish]
+        return tuple.__new__(Results if len(found) == len(Results._fields) else Gradients, found)
 
 
 def with_memory(tensors: Tensors) -> Tensors:

@@ -8,9 +8,7 @@ alignment of their addresses can differ, so that alone is asked here; what diffe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from operator import ne, or_
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from sdpa.kernels.triton.driver_launch import DriverLaunch, driver_launch
+from sdpa.kernels.triton.driver_launch import driver_launch
 from sdpa.kernels.triton.launch import Launch, Pass, device_index, run, with_memory
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.trial import TRIALS
@@ -33,9 +31,10 @@ from sdpa.kernels.triton.triton_private import (
 )
 from sdpa.layout import LOW_ADDRESS
 from sdpa.problem import AttentionProblem
-from sdpa.torch_private import empty_strided_cuda as empty
+from sdpa.repeated import BUILT, Launches, Recording
+from sdpa.torch_private import empty_strided_cuda
 
-stride_of, device_of = Tensor.stride, Tensor.get_device
+MAX_TENSORS = 48  # for which repeated.cpp has room
 
 
 class Slot(NamedTuple):
@@ -62,83 +61,42 @@ class Step(NamedTuple):
     call: list  # with Slots, and without the stream
     pointers: tuple[tuple[int, int], ...]  # positions of plain Slots, and their tensors
     nested: tuple[int, ...]  # positions of what else holds Slots
-    by_driver: DriverLaunch | None  # the same, where it needs nothing of Triton's
+    native: tuple[Any, ...] | None  # the same for the driver, where it needs nothing of Triton's
+
+    def by_triton(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
+        """Where the driver refuses, Triton's launcher says what is wrong, or makes the context that a thread lacks."""
+        call = self.call.copy()
+        call[STREAM] = stream
+        for position, number in self.pointers:
+            call[position] = addresses[number]
+        for position in self.nested:
+            call[position] = filled(call[position], tensors, addresses)
+        self.launch(*call)
 
 
-class Form(NamedTuple):
-    """A tensor to be made: an uninitialised one like that of the call before."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class RecordedCall:
+class RecordedCall(Launches):
     """The launches of one call, for tensors of the same sizes, strides, dtypes and device.
 
     It is called with the tensors of the inputs (`read_of`), followed in a backward by out, lse, the gradient of out
     and, where there is one, that of lse; for weights by lse. Its caller knows that the same fields share a tensor.
     """
 
-    count: int  # of the tensors given
-    steps: list[Step]
-    kernels: list[CompiledKernel]  # held, since Triton unloads the machine code of one that nobody holds
-    hooks: list[list]  # of each kernel: what wants to be called before a launch
-    device: int
-    stream_of: Callable[[int], int]  # the current stream of a device
-    strides: list[tuple[int, ...]]  # of the tensors given, where they are asked for
-    copied: list[int]  # of the tensors given: those that kernels read from a contiguous copy
-    made: list[Form]
-    fills: tuple[tuple[int, float], ...]  # numbers of tensors made, and what they hold before the first launch
-    unaligned: list[bool] | None  # of the tensors read and made; None where all are aligned
-    finish: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    __slots__ = ("kernels", "steps")
 
-    def __call__(self, *given: Tensor) -> Any:
-        """What the call returns; None where the ordinary way must be taken."""
-        if len(given) != self.count or hooked() or any(self.hooks):
-            return None
-        if self.strides and any(map(ne, map(stride_of, given), self.strides)):
-            return None
-        made = [empty(size, stride, dtype) for size, stride, dtype in self.made]
-        if device_of(made[0]) != self.device:  # the current device is another
-            return None
-        read = contiguous_at(given, self.copied) if self.copied else given
-        for number, value in self.fills:
-            made[number].fill_(value)
-        tensors = (*read, *made)
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if min(addresses) < LOW_ADDRESS:
-            with_memory(tensors)
-        if self.unaligned is not None:
-            if alignments(addresses) != self.unaligned:
-                return None
-        elif reduce(or_, addresses) % ALIGNMENT:
-            return None
-        stream = self.stream_of(self.device)
-        for launch, call, pointers, nested, by_driver in self.steps:
-            if by_driver is not None and by_driver(addresses, stream) == 0:
-                continue  # else Triton's launcher says what is wrong, or makes the context that this thread lacks
-            call = call.copy()
-            call[STREAM] = stream
-            for position, number in pointers:
-                call[position] = addresses[number]
-            for position in nested:
-                call[position] = filled(call[position], tensors, addresses)
-            launch(*call)
-        return self.finish(read, made)
+    kernels: list[CompiledKernel]  # held, since Triton unloads the machine code of one that nobody holds
+    steps: list[Step]
 
 
 def run_pass(work: Pass, problem: AttentionProblem) -> Any:
     """Run the launches of a pass; what its caller gets."""
     run(work.launches, problem)
-    return work.finish(work.read, work.made)
+    return work.finished()
 
 
 def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCall | None]:
     """The same, and what does it again for tensors of the same form; None where that would not do."""
     compiled = run(work.launches, problem)
-    results = work.finish(work.read, work.made)
+    results = work.finished()
     again = None if TRIALS.failed else recorded(work, compiled, problem)
     if again is not None and is_untried() and not TRIALS.allow(again, work.given, results):
         again = None
@@ -150,7 +108,7 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
     Triton or torch lack what this relies on; and where two tensors begin at one address, so that it cannot be told
     which of the two an argument is."""
     index = device_index(problem.device)
-    if index is None or target_of(problem.device).backend != "cuda" or not can_record():
+    if index is None or target_of(problem.device).backend != "cuda" or not can_record() or not BUILT:
         return None
     if work.fills is None or not work.made or torch.cuda.current_device() != index:
         return None
@@ -162,23 +120,30 @@ def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedC
     if len(work.read) != len(work.given) or 0 in addresses or len(set(addresses)) < len(tensors):
         return None
     steps = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
-    if None in steps:
+    if None in steps or len(tensors) > MAX_TENSORS:
         return None
-    return RecordedCall(
-        len(work.given),
-        steps,
-        compiled,
-        hooks,
-        index,
-        driver.active.get_current_stream,
+    copied = [n for n, (given, read) in enumerate(zip(work.given, work.read, strict=True)) if given is not read]
+    recording = Recording(
+        given=len(work.given),
+        device=index,
+        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in work.made),
+        empty=empty_strided_cuda,
+        steps=tuple((step.by_triton, step.native) for step in steps),
+        finish=work.finish,
+        watched=hooked,
+        low=LOW_ADDRESS,
+        check_memory=with_memory,
+        unseen=tuple(hooks),
+        copy=partial(contiguous_at, numbers=copied) if copied else None,
+        fills=work.fills,
+        unaligned=tuple(alignments(addresses)) if any(alignments(addresses)) else None,
         # A forward is asked for by strides; a backward comes with what its forward, others and saving made of them.
-        [] if problem.direction == "forward" else [tensor.stride() for tensor in work.given],
-        [n for n, (given, read) in enumerate(zip(work.given, work.read, strict=True)) if given is not read],
-        [Form(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in work.made],
-        work.fills,
-        alignments(addresses) if any(alignments(addresses)) else None,
-        work.finish,
+        strides=() if problem.direction == "forward" else tuple(tensor.stride() for tensor in work.given),
+        stream_of=driver.active.get_current_stream,
     )
+    found = RecordedCall(recording)
+    found.kernels, found.steps = compiled, steps
+    return found
 
 
 def contiguous_at(given: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
@@ -220,8 +185,8 @@ def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor])
         tensor = getattr(arg, "base", arg)
         return numbers[tensor.data_ptr()] if isinstance(tensor, Tensor) else None
 
-    by_driver = driver_launch(compiled, grid, launch.args, number_of)
-    return Step(launcher, call, tuple(pointers), tuple(nested), by_driver)
+    native = driver_launch(compiled, grid, launch.args, number_of)
+    return Step(launcher, call, tuple(pointers), tuple(nested), native)
 
 
 def with_slots(arg: Any, numbers: dict[int, int]) -> Any:

@@ -16,11 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import sdpa
-from sdpa import environment
+from sdpa import environment, repeated
 from sdpa.cli.common import as_json, console, print_json
 from sdpa.dispatch import device as devices
 from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS
+from sdpa.torch_private import ABSENT
 
 Section = dict[str, object]
 OURS = ("SDPA_KERNEL", "SDPA_CPU_ISA", "SDPA_TUNING_DIR")
@@ -82,6 +83,8 @@ def libraries() -> Section:
         "sdpa": probe(lambda: Path(sdpa.__file__).parent),
         "CPU library": probe(cpu_library),
         "operators for C++": probe(sdpa.operators_library),
+        "repeated calls": "in C++" if repeated.BUILT else "in Python, which takes longer: sdpa/repeated was not built",
+        "torch's private parts": f"absent: {', '.join(ABSENT)}: calls take longer" if ABSENT else "all there",
     }
 
 

@@ -1,0 +1,86 @@
+"""What runs a repeated call, in C++: from its arguments to the driver, or to the CPU's library.
+
+    recognise   finds what was prepared for a call like one before    entry.py, calls.py
+    Repeated    one direction of a prepared call                      passes.py
+    Launches    its recorded launches, by addresses                   kernels/triton/recorded.py, kernels/cpu/flash.py
+
+Everything that they do is done in Python, too, where a call is not recognised. Without `_native` (`BUILT` is false)
+that is so for every call: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+
+class Recording(NamedTuple):
+    """What `Launches` are made of."""
+
+    given: int  # how many tensors it is called with
+    device: int  # of the tensors made; -1: a CPU
+    forms: tuple[tuple[Any, ...], ...]  # of the tensors made, as `empty` takes them
+    empty: Callable[..., Tensor]
+    # For each launch: another way of (tensors, addresses, stream), or None; and the launch itself, or None. That is
+    # (function, handle), both addresses, for a library's function of (handle, addresses of all tensors); or what
+    # `driver_launch` makes for the driver.
+    steps: tuple[tuple[Callable[..., object] | None, tuple[Any, ...] | None], ...]
+    # (read, made) -> what the call returns; or the numbers of tensors made, -1 for None.
+    finish: tuple[int, ...] | Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    watched: Callable[[], bool]  # whether somebody wants to see launches
+    low: int  # below this address a tensor may have no memory
+    check_memory: Callable[[Sequence[Tensor]], object]  # raises, or returns false, where it has none
+    unseen: tuple[list[Any], ...] = ()  # somebody wants to see launches where one is not empty
+    copy: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None  # those given, as kernels read them
+    fills: tuple[tuple[int, float], ...] = ()  # numbers of tensors made, and what they hold before the first launch
+    unaligned: tuple[bool, ...] | bool | None = None  # of all tensors; None: all aligned; False: wherever they lie
+    strides: tuple[tuple[int, ...], ...] = ()  # of the tensors given, where they are asked for
+    stream_of: Callable[[int], int] | None = None  # the current stream of a device
+
+
+if TYPE_CHECKING:
+    BUILT: bool
+
+    class Launches:
+        """Recorded launches, for tensors of the form of those that they were recorded with."""
+
+        def __init__(self, recording: Recording) -> None: ...
+
+        def __call__(self, *given: Tensor) -> Any:
+            """What the call returns; None where the ordinary way must be taken."""
+
+    class Repeated:
+        """One direction of a prepared call. It runs `again` where that is there and returns something, else
+        `first_time`. An exception goes to `recovered`."""
+
+        again: Callable[..., Any] | None
+        choice: Any  # which becomes the thread's last choice
+
+        def __call__(self, *tensors: Tensor) -> Any: ...
+
+        def first_time(self, tensors: Sequence[Tensor]) -> Any:
+            raise NotImplementedError
+
+        def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> Any:
+            raise NotImplementedError
+
+    def recognise(*call: Any) -> Any:
+        """The results of a call like one before, else NotImplemented. `call` is (kind, (query, key, value), options,
+        returns_lse, kernel, places)."""
+
+    def configure(**parts: Any) -> None:
+        """Hand over what the three are made of, by name."""
+
+else:
+    try:
+        from sdpa.repeated._native import Launches, Repeated, configure, recognise
+
+        BUILT = True
+    except ImportError:  # not built, or for another machine
+        from sdpa.repeated.in_python import Launches, Repeated, configure, recognise  # noqa: F401
+
+        BUILT = False
+
+configure(data_ptr=Tensor.data_ptr, get_device=Tensor.get_device, stride=Tensor.stride)

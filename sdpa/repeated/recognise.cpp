@@ -1,0 +1,180 @@
+// A call like one before, recognised by its state and by guards of its tensors, and answered by what was prepared for
+// it. entry.py asks the same questions in the same order of a call that is not recognised.
+
+#include "shared.h"
+
+namespace sdpa {
+namespace {
+
+// A call's arguments, borrowed; the options are those of `validate.Options`, in their order.
+struct Call {
+  PyObject *kind, *query, *key, *value;
+  PyObject *mask, *dropout_p, *is_causal, *scale, *enable_gqa, *softcap, *sinks;
+  PyObject *returns_lse, *kernel, *places;
+};
+
+bool is_number(PyObject* object) { return object == Py_None || PyFloat_CheckExact(object); }
+
+bool is_usual(const Call& call) {
+  return PyBool_Check(call.is_causal) && PyBool_Check(call.enable_gqa) && PyBool_Check(call.returns_lse) &&
+         PyFloat_CheckExact(call.dropout_p) && is_number(call.scale) && is_number(call.softcap);
+}
+
+// Whether a mode, forward mode, torch.jit or autocast stands between the call and its kernel; -1 with an exception.
+int is_transformed() {
+  for (PyObject* asked : {parts.function_modes, parts.dispatch_modes, parts.autocast_is_on}) {
+    int on = is_true(PyObject_CallNoArgs(asked));
+    if (on) return on;
+  }
+  Ref level(PyObject_GetAttr(parts.forward_ad, names._current_level)), tracing(PyObject_CallNoArgs(parts.jit_tracing));
+  if (!level || !tracing) return -1;
+  return PyLong_AsLong(level.get()) >= 0 || tracing.get() != Py_None;
+}
+
+// Whether one of the tensors is nested: it has no strides, for which a guard ends the process. -1 with an exception.
+int is_nested(PyObject* const* tensors, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; i++) {
+    int nested = is_true(PyObject_GetAttr(tensors[i], names.is_nested));
+    if (nested) return nested;
+  }
+  return 0;
+}
+
+// False on a CPU, else the bits of the addresses below multiples of 16 bytes, as `calls.form_of` has them.
+PyObject* form_of(PyObject* const* tensors, Py_ssize_t count) {
+  int cuda = is_true(PyObject_GetAttr(tensors[0], names.is_cuda));
+  if (cuda <= 0) return cuda < 0 ? nullptr : Ref::borrowed(Py_False);
+  uint64_t bits = 0, address = 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (!address_of(tensors[i], address)) return nullptr;
+    bits |= address;
+  }
+  return PyLong_FromUnsignedLongLong(bits & kAlignmentBits);
+}
+
+// What `sdpa_kernel` is set to in this context, as a text; what is false where it is set to nothing.
+PyObject* setting() {
+  PyObject* current = PyObject_CallNoArgs(parts.current);
+  int on = current == nullptr ? -1 : PyObject_IsTrue(current);
+  if (on == 0) return current;
+  Py_XDECREF(current);
+  return on < 0 ? nullptr : PyObject_CallNoArgs(parts.current_text);
+}
+
+// The key of a call's state, the same as `entry.state_of` makes.
+PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, Py_ssize_t count) {
+  PyObject* given[] = {PyTuple_GetItem(call.kind, 0),
+                       form,
+                       call.dropout_p,
+                       call.is_causal,
+                       call.scale,
+                       call.enable_gqa,
+                       call.softcap,
+                       call.returns_lse,
+                       call.kernel};
+  PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled, parts.cudnn_enabled,
+                          parts.deterministic, parts.float32_precision, parts.grad_enabled};
+  constexpr Py_ssize_t kGiven = sizeof(given) / sizeof(*given), kSwitches = sizeof(switches) / sizeof(*switches);
+  Ref state(PyTuple_New(kGiven + kSwitches + 2));
+  if (!state) return nullptr;
+  Py_ssize_t place = 0;
+  auto add = [&](PyObject* owned) { return owned != nullptr && PyTuple_SetItem(state.get(), place++, owned) == 0; };
+  for (PyObject* part : given)
+    if (!add(Ref::borrowed(part))) return nullptr;
+  if (!add(setting())) return nullptr;
+  for (PyObject* asked : switches)
+    if (!add(PyObject_CallNoArgs(asked))) return nullptr;
+  if (!add(form_of(tensors, count))) return nullptr;
+  return state.release();
+}
+
+PyObject* unknown() { return Ref::borrowed(Py_NotImplemented); }
+
+// The ordinary way raises for what no state can be made of, or serves it.
+PyObject* unknown_or_raised() {
+  for (PyObject* kind : {PyExc_TypeError, PyExc_AttributeError, PyExc_ValueError, PyExc_RuntimeError})
+    if (PyErr_ExceptionMatches(kind)) return PyErr_Clear(), unknown();
+  return nullptr;
+}
+
+PyObject* results_of(PyObject* run, const Call& call, PyObject* const* tensors, PyObject* given) {
+  Ref found;
+  Py_ssize_t beside = PyTuple_Size(given);
+  if (beside == 0 && PyObject_TypeCheck(run, repeated_type)) {
+    found.take(run_repeated(run, tensors, 3));
+  } else {
+    Ref args(PyTuple_New(3 + beside));
+    if (!args) return nullptr;
+    for (int i = 0; i < 3; i++) PyTuple_SetItem(args.get(), i, Ref::borrowed(tensors[i]));
+    for (Py_ssize_t i = 0; i < beside; i++)
+      PyTuple_SetItem(args.get(), 3 + i, Ref::borrowed(PyTuple_GetItem(given, i)));
+    found.take(PyObject_Call(run, args.get(), nullptr));
+  }
+  if (!found) return nullptr;
+  return call.returns_lse == Py_True ? PySequence_Tuple(found.get()) : PySequence_GetItem(found.get(), 0);
+}
+
+// The first of the latest calls of a state whose guard takes the tensors, as what was prepared for it.
+PyObject* look_up(PyObject* latest, PyObject* tensors, Ref& run) {
+  for (Py_ssize_t i = 0, n = PyTuple_Size(latest); i < n; i++) {
+    PyObject* entry = PyTuple_GetItem(latest, i);
+    int alike = is_true(PyObject_Call(PyTuple_GetItem(entry, 0), tensors, nullptr));
+    if (alike < 0) return nullptr;
+    if (alike) return run.take(Ref::borrowed(PyTuple_GetItem(entry, 1))), run.get();
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+PyObject* recognise(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (parts.recent == nullptr || count != 6 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) ||
+      PyTuple_Size(args[1]) != 3 || PyTuple_Size(args[2]) != 7)
+    return unknown();
+  PyObject *tensors = args[1], *options = args[2];
+  auto option = [&](int i) { return PyTuple_GetItem(options, i); };
+  Call call = {args[0],
+               PyTuple_GetItem(tensors, 0),
+               PyTuple_GetItem(tensors, 1),
+               PyTuple_GetItem(tensors, 2),
+               option(0),
+               option(1),
+               option(2),
+               option(3),
+               option(4),
+               option(5),
+               option(6),
+               args[3],
+               args[4],
+               args[5]};
+  if (!is_usual(call)) return unknown();
+  int transformed = is_transformed();
+  if (transformed) return transformed < 0 ? nullptr : unknown();
+  Ref own;
+  PyObject *form = Py_None, *given = nullptr;
+  Items all(tensors);
+  if (call.mask != Py_None || call.sinks != Py_None || call.places != Py_None) {
+    own.take(PyObject_CallFunctionObjArgs(parts.parts_of, call.mask, call.sinks, call.places, nullptr));
+    if (!own) return nullptr;
+    if (own.get() == Py_None) return unknown();
+    form = PyTuple_GetItem(own.get(), 0);
+    given = PyTuple_GetItem(own.get(), 2);
+    Ref others(PySequence_Tuple(PyTuple_GetItem(own.get(), 1)));
+    Py_ssize_t beside = others ? PyTuple_Size(others.get()) : 0;
+    if (!others || beside > kMaxTensors - 3) return others ? unknown() : nullptr;
+    for (Py_ssize_t i = 0; i < beside; i++) all.item[all.count++] = PyTuple_GetItem(others.get(), i);  // `own` has them
+  }
+  Ref state(state_of(call, form, all.item, all.count));
+  int nested = state ? is_nested(all.item, all.count) : -1;
+  if (nested) return nested < 0 ? unknown_or_raised() : unknown();
+  PyObject* latest = PyDict_GetItemWithError(parts.recent, state.get());
+  if (latest == nullptr) return PyErr_Occurred() ? unknown_or_raised() : unknown();
+  Ref held(Ref::borrowed(latest)), run,
+      arguments(all.count == 3 ? Ref::borrowed(tensors) : tuple_of(all.item, all.count));
+  if (!arguments) return nullptr;
+  if (look_up(held.get(), arguments.get(), run) == nullptr) return PyErr_Occurred() ? nullptr : unknown();
+  Ref nothing(given == nullptr ? PyTuple_New(0) : nullptr);
+  return results_of(run.get(), call, all.item, given == nullptr ? nothing.get() : given);
+}
+
+}  // namespace sdpa
