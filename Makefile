@@ -105,5 +105,6 @@ $(OTHER)/ready: | $(READY)
 	touch $@
 
 $(READY): $(VENV)/installed $(NATIVE) kernels/cuda/instances.def
+	@echo "building the native libraries"
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

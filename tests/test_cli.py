@@ -3,6 +3,7 @@ what is wrong."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from helpers import call, complaint
+from helpers import call, complaint, complete_output
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -27,6 +28,7 @@ from sdpa.bench.suites import SUITES
 from sdpa.cli.app import app
 from sdpa.cli.cases import cases
 from sdpa.cli.check import Verdict, chosen_cases
+from sdpa.cli.common import counted
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.explain import STATUSES
@@ -216,6 +218,31 @@ def test_check_as_json(few_cases):
     assert found["summary"] == "check: 2 cases, 0 failed" and found["seed"] == 3
     (row,) = found["kernels"]
     assert row["kernel"] == "math" and row["cases"] == 2 and 0 < row["worst"] <= 1 and not row["failures"]
+
+
+def test_check_tells_its_progress_where_nobody_sees_a_bar(few_cases):
+    lines = call("check", "--kernel", "math").splitlines()
+    assert lines[0] == "checking: 2 cases"
+    assert [line.partition(", ")[0] for line in lines[1:3]] == [f"checking: {n} of 2 cases" for n in (1, 2)]
+    beside = complete_output("check", "--kernel", "math", "--json")
+    assert beside.startswith("{") and "checking: 2 of 2 cases" in beside.splitlines()[-1]
+
+
+@pytest.mark.parametrize("json_out", [False, True])
+def test_progress_is_written_at_once(monkeypatch, json_out):
+    """Into a stream that keeps what is not flushed."""
+    raw = io.BytesIO()
+    kept = io.TextIOWrapper(raw)
+    monkeypatch.setattr(sys, "stdout", io.StringIO() if json_out else kept)
+    monkeypatch.setattr(sys, "stderr", kept if json_out else io.StringIO())
+    with counted("checking", 60, json_out) as step:
+        seen = [raw.getvalue().decode().splitlines()[-1]]
+        for _ in range(60):
+            step()
+            seen.append(raw.getvalue().decode().splitlines()[-1])
+    assert seen[0] == "checking: 60 cases" and seen[2] == seen[0]
+    assert seen[3].startswith("checking: 3 of 60 cases, ") and seen[60].startswith("checking: 60 of 60 cases, ")
+    assert len(set(seen)) == 21
 
 
 def test_check_finds_a_wrong_kernel(few_cases, monkeypatch):
