@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa.mask import Mask
+from sdpa.scalars import as_int, conversion, shown, type_name
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MIN_RANK = 2
@@ -105,7 +106,7 @@ def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None
     if isinstance(given, Mask):
         return given
     if not isinstance(given, Tensor):
-        raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type(given).__name__}")
+        raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type_name(given)}")
     check_strided("attn_mask", given)
     check_mask_dtype(given, query)
     return given
@@ -175,7 +176,7 @@ def check_sinks(sinks: object, query: Tensor, H: int) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a Tensor of shape (H,) or None, but got {type(sinks).__name__}")
+        raise TypeError(f"sinks must be a Tensor of shape (H,) or None, but got {type_name(sinks)}")
     check_same_device("sinks", sinks, query)
     check_shape("sinks", sinks, ((H,),))
     if sinks.dtype not in (torch.float32, query.dtype):
@@ -216,7 +217,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, function: str = "sc
 
 def check_tensor(name: str, tensor: object, function: str) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
+        raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {type_name(tensor)}")
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
@@ -236,7 +237,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
     if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)) or isinstance(dropout_p, bool):
-        raise TypeError(f"dropout_p must be a number between 0 and 1, but got {dropout_p!r}")
+        raise TypeError(f"dropout_p must be a number between 0 and 1, but got {shown(dropout_p)}")
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     if isinstance(scale, Tensor) and scale.dim() != 0:
@@ -244,24 +245,27 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
             f"scale must be a number or a 0-dimensional tensor, but got a tensor of shape {tuple(scale.shape)}"
         )
     if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type(scale).__name__}")
+        raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type_name(scale)}")
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
     if softcap is not None and not (number and 0 <= softcap < math.inf):
-        raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {softcap!r}")
+        raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {shown(softcap)}")
 
 
 def check_flag(name: str, value: object, function: str) -> None:
     if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type(value).__name__}")
+        instead = conversion(name, value, bool)
+        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type_name(value)}{instead}")
 
 
 def check_count(name: str, value: object, function: str) -> None:
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{function}(): argument '{name}' must be int, not {type(value).__name__}")
-    if value < 0:
-        raise RuntimeError(f"Expected {name} to be 0 or more, but got {value}.")
+    count = as_int(value)
+    if count is None:
+        instead = conversion(name, value, int)
+        raise TypeError(f"{function}(): argument '{name}' must be int, not {type_name(value)}{instead}")
+    if count < 0:
+        raise RuntimeError(f"Expected {name} to be 0 or more, but got {count}.")
 
 
 def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdpa.mask import Mask, is_integer
+from sdpa.scalars import as_int, type_name
 from sdpa.validate import (
     Options,
     Sizes,
@@ -45,6 +46,12 @@ class Pages(NamedTuple):
 
     block_table: Tensor  # (B, pages per sequence) int32
     lengths: Tensor  # (B,) integers
+
+
+def documents_of(cu_q: Tensor, cu_k: Tensor, max_q: Any, max_k: Any) -> Documents:
+    """Documents with Python's integers, whatever integers are given; what is none is left to `check_documents`."""
+    max_q, max_k = (count if (own := as_int(count)) is None else own for count in (max_q, max_k))
+    return Documents(cu_q, cu_k, max_q, max_k)
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor, options: Options, documents: Documents) -> None:
@@ -88,7 +95,7 @@ def check_fields(function: str, options: Options, query: Tensor, refused: tuple[
     """Check that attn_mask is a Mask, whose fields count positions inside a document or sequence."""
     given = options.attn_mask
     if given is not None and not isinstance(given, Mask):
-        raise TypeError(f"{function}(): attn_mask must be a sdpa.Mask or None, not {type(given).__name__}")
+        raise TypeError(f"{function}(): attn_mask must be a sdpa.Mask or None, not {type_name(given)}")
     check_mask_argument(options, query)
     names = [name for name in refused if given is not None and getattr(given, name) is not None]
     if names:

@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.environment",
         "sdpa.philox",
         "sdpa.layout",
+        "sdpa.scalars",
         "sdpa.torch_private",
         "sdpa.tuning_tables.",
     ),

@@ -17,6 +17,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
+from sdpa.scalars import as_int, shown, type_name
 
 if TYPE_CHECKING:
     from sdpa.nn.attention import MultiheadAttention
@@ -193,13 +194,14 @@ def new_cache(
     return DecoderCache(tuple(own), tuple(projected), lengths)
 
 
-def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_first: bool) -> None:
-    """The arguments of `TransformerDecoder.new_cache`; no value is read."""
+def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_first: bool) -> int:
+    """The arguments of `TransformerDecoder.new_cache`, of which no value is read; `max_length` as Python's integer."""
     B, S = check_batch("memory", memory, batch_first)
-    if isinstance(max_length, bool) or not isinstance(max_length, int | torch.SymInt) or max_length < 1:
-        raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+    length = as_int(max_length)
+    if length is None or length < 1:
+        raise ValueError(f"max_length must be a positive integer, got {shown(max_length)}")
     if padding is None:
-        return
+        return length
     check_tensor("memory_key_padding_mask", padding)
     if padding.dtype != torch.bool:
         raise ValueError(f"memory_key_padding_mask must be bool here, got {padding.dtype}")
@@ -208,6 +210,7 @@ def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_
             f"memory_key_padding_mask must have shape {(B, S)}, as memory has {B} sequences of {S} positions, "
             f"got {tuple(padding.shape)}"
         )
+    return length
 
 
 def check_step(tgt: Tensor, cache: DecoderCache, layers: int, batch_first: bool) -> None:
@@ -242,4 +245,4 @@ def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         by_fx = type(tensor).__module__ == "torch.fx.proxy"
         advice = ": torch.fx.symbolic_trace cannot trace steps that store in place, use torch.export" if by_fx else ""
-        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}{advice}")
+        raise TypeError(f"{name} must be a Tensor, got {type_name(tensor)}{advice}")

@@ -144,7 +144,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             RuntimeError: a memory that requires a gradient while gradients are recorded.
         """
         layers = [steppable(layer, number) for number, layer in enumerate(self.layers)]
-        check_memory(memory, max_length, memory_key_padding_mask, is_batch_first(self))
+        max_length = check_memory(memory, max_length, memory_key_padding_mask, is_batch_first(self))
         with torch.no_grad():
             return new_cache(layers, memory, max_length, memory_key_padding_mask)
 
