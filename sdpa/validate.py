@@ -14,6 +14,7 @@ from sdpa.scalars import as_int, conversion, shown, type_name
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MIN_RANK = 2
+NAMES = ("query", "key", "value")  # of the parameters
 
 # torch prints C++ type names in its messages, which programs may match.
 DTYPE_NAMES = {
@@ -185,33 +186,38 @@ def check_sinks(sinks: object, query: Tensor, H: int) -> None:
         )
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, function: str = "scaled_dot_product_attention") -> None:
-    """Types, dtypes, devices and ranks of the three inputs agree."""
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
+def check_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    function: str = "scaled_dot_product_attention",
+    names: tuple[str, str, str] = NAMES,
+) -> None:
+    """Types, dtypes, devices and ranks of the three inputs agree; `names` are those of the function's parameters."""
+    for name, tensor in zip(names, (query, key, value), strict=True):
         check_tensor(name, tensor, function)
-    for name, tensor in named.items():
+    for name, tensor in zip(names, (query, key, value), strict=True):
         check_strided(name, tensor)
+    q, k, v = names
+    listed = f"Expected {q}, {k}, and {v} to"
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
-            "Expected query, key, and value to have the same dtype, but got query.dtype: "
-            f"{dtype_name(query.dtype)} key.dtype: {dtype_name(key.dtype)} and value.dtype: {dtype_name(value.dtype)} "
-            "instead."
+            f"{listed} have the same dtype, but got {q}.dtype: {dtype_name(query.dtype)} {k}.dtype: "
+            f"{dtype_name(key.dtype)} and {v}.dtype: {dtype_name(value.dtype)} instead."
         )
     if not query.device == key.device == value.device:
         raise RuntimeError(
-            "Expected query, key, and value to have the same device type, but got query.device: "
-            f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+            f"{listed} have the same device type, but got {q}.device: {query.device} {k}.device: {key.device} and "
+            f"{v}.device: {value.device} instead."
         )
     if min(query.dim(), key.dim(), value.dim()) < MIN_RANK:
         raise RuntimeError(
-            f"Expected query, key, and value to all be  at least {MIN_RANK} dimensional, but got query.dim: "
-            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+            f"{listed} all be  at least {MIN_RANK} dimensional, but got {q}.dim: {query.dim()} {k}.dim: {key.dim()} "
+            f"and {v}.dim: {value.dim()} instead."
         )
     if query.dtype not in FLOATING:
         raise RuntimeError(
-            "Expected query, key, and value to be float32, float64, bfloat16 or float16, but got "
-            f"{dtype_name(query.dtype)} instead."
+            f"{listed} be float32, float64, bfloat16 or float16, but got {dtype_name(query.dtype)} instead."
         )
 
 
@@ -268,21 +274,22 @@ def check_count(name: str, value: object, function: str) -> None:
         raise RuntimeError(f"Expected {name} to be 0 or more, but got {count}.")
 
 
-def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:
+def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool, names: tuple[str, str, str] = NAMES) -> None:
     """Equal heads, or one head that broadcasts, or with enable_gqa a divisor of the query's heads."""
     if H == heads_k == heads_v:
         return
+    q, k, v = names
     if enable_gqa:
         if any(h == 0 or H % h for h in (heads_k, heads_v)) and H:
             raise RuntimeError(
-                "Number of heads in key and value must divide the number of heads in query, but got "
-                f"{H} query heads, {heads_k} key heads and {heads_v} value heads."
+                f"Number of heads in {k} and {v} must divide the number of heads in {q}, but got "
+                f"{H} {q} heads, {heads_k} {k} heads and {heads_v} {v} heads."
             )
         return
     several = {h for h in (H, heads_k, heads_v) if h != 1}
     if len(several) > 1:
         raise RuntimeError(
-            "Expected query, key and value to have equal numbers of heads, or one that broadcasts, but got "
+            f"Expected {q}, {k} and {v} to have equal numbers of heads, or one that broadcasts, but got "
             f"{H}, {heads_k} and {heads_v}; enable_gqa=True allows fewer key and value heads."
         )
 
