@@ -29,6 +29,7 @@ from sdpa.cli.app import app
 from sdpa.cli.cases import cases
 from sdpa.cli.check import Verdict, chosen_cases
 from sdpa.cli.common import counted
+from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.explain import STATUSES
@@ -66,9 +67,8 @@ def test_info_as_json():
     for name, row in rows.items():
         assert row["available"] == (by_name()[name].unavailable() is None)
         assert row["available"] == (row["reason"] == "")
-    assert set(found["tuning tables"].values()) <= {"not there"} | {
-        t for t in found["tuning tables"].values() if "measured" in t
-    }
+    said = found["tuning tables"].values()
+    assert set(said) <= {"not there"} | {text for text in said if "measured" in text or "times are estimated" in text}
 
 
 def test_info_with_a_library_that_does_not_load(tmp_path, monkeypatch):
@@ -107,6 +107,20 @@ def test_info_names_a_broken_table(tmp_path):
         warnings.simplefilter("error")
         state = json.loads(call("info", "--json"))["tuning tables"][str(path)]
     assert state.startswith("ignored") and "device" in state
+
+
+def test_info_of_a_device_without_a_table(user):
+    tables = json.loads(call("info", "--json"))["tuning tables"]
+    assert tables["cpu"] == "no tuning table for this device; times are estimated"
+    assert {text for path, text in tables.items() if path.endswith(".yaml")} == {"not there"}
+
+
+def test_info_of_a_table_that_needs_no_entry(user):
+    name = device_of("cpu").names[0]
+    head = {"schema": 1, "device": name, "date": "2026-01-01", "versions": {}, "command": "sdpa tune", "entries": []}
+    tuning.write(user / f"{name}.yaml", head)
+    tables = json.loads(call("info", "--json"))["tuning tables"]
+    assert tables[str(user / f"{name}.yaml")] == "there, without entries; times are estimated" and "cpu" not in tables
 
 
 # explain
@@ -385,8 +399,11 @@ def test_without_its_packages_one_sentence(missing):
 
 
 @pytest.mark.parametrize("variable", ["SDPA_KERNEL", "SDPA_CPU_ISA"])
-def test_a_variable_that_means_nothing_is_one_sentence(variable):
-    words = [sys.executable, "-m", "sdpa.cli", "explain", "--shape", "1,2,8,8,16"]
+@pytest.mark.parametrize("command", [("explain", "--shape", "1,2,8,8,16"), ("info",), ("info", "--json")], ids=str)
+def test_a_variable_that_means_nothing_is_one_sentence(variable, command):
+    words = [sys.executable, "-m", "sdpa.cli", *command]
     said = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {variable: "abacus"})
     assert said.returncode == 2, said.stderr
     assert len(said.stderr.splitlines()) == 1 and variable in said.stderr and "abacus" in said.stderr
+    assert ("known kernels: cpu_flash" if variable == "SDPA_KERNEL" else "choose from scalar") in said.stderr
+    assert bool(said.stdout) == (command[0] == "info")
