@@ -136,12 +136,13 @@ class Mask:
 
     def dense(self, B: int, H: int, M: int, N: int) -> Tensor:
         """The mask as a tensor (B, H, M, N): bool, or float with -inf where it has a bias or ALiBi slopes."""
+        from sdpa.inputs import with_mask
+        from sdpa.validate import Sizes, check_dense_mask, check_mask
+
+        check_dense_mask(self, {"B": B, "H": H, "M": M, "N": N})
         device = self.device() or torch.device("cpu")
         like = torch.empty(0, dtype=None if self.bias is None else self.bias.dtype, device=device)
-        q, k = like.new_empty(B, H, M, 0), like.new_empty(B, H, N, 0)
-        from sdpa.inputs import with_mask
-        from sdpa.validate import Sizes, check_mask
-
+        q, k = like.new_empty((B, H, M, 0)), like.new_empty((B, H, N, 0))
         check_mask(self, q, Sizes(B, H, M, N, (B,)))
         inputs = with_mask(AttentionInputs(q, k, k, 1.0), self, torch.Size([B]))
         seen, added = dense.visible(inputs), dense.additive(inputs)
@@ -154,12 +155,18 @@ class Mask:
 
     def device(self) -> torch.device | None:
         """The device of the first tensor among the fields."""
+        tensors = self.tensors()
+        return tensors[0][1].device if tensors else None
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors among the fields with their fields' names."""
+        found = []
         for field in fields(self):
             value = getattr(self, field.name)
             for item in value if isinstance(value, tuple) else (value,):
                 if isinstance(item, Tensor):
-                    return item.device
-        return None
+                    found.append((field.name, item))
+        return found
 
     def to(self, device: torch.device | str) -> Mask:
         """The same with its tensors on `device`."""

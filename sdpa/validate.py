@@ -115,9 +115,13 @@ def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None
 
 def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
     """Check that the tensors of a mask are on the query's device and fit the sizes of the call."""
-    device = mask.device if isinstance(mask, Tensor) else mask.device()
-    if device is not None and device != query.device:
-        raise RuntimeError(f"Expected attn_mask to be on the query's device {query.device}, but got {device} instead.")
+    tensors = [("attn_mask", mask)] if isinstance(mask, Tensor) else mask.tensors()
+    for name, tensor in tensors:
+        check_strided(name, tensor)
+        if tensor.device != query.device:
+            raise RuntimeError(
+                f"Expected attn_mask to be on the query's device {query.device}, but got {tensor.device} instead."
+            )
     if isinstance(mask, Tensor):
         return check_broadcast(mask, sizes)
     B, H = sizes.B, sizes.H
@@ -135,6 +139,21 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
         check_mask_dtype(mask.bias, query)
         check_broadcast(mask.bias, sizes)
     return None
+
+
+def check_dense_mask(mask: Mask, sizes: dict[str, int]) -> None:
+    """The sizes of `Mask.dense`, and that the tensors of the mask are together."""
+    for name, size in sizes.items():
+        if not isinstance(size, Tensor):  # torch.jit.trace makes tensors of sizes
+            check_count(name, size, "Mask.dense")
+    tensors = mask.tensors()
+    for name, tensor in tensors:
+        first, device = tensors[0][0], tensors[0][1].device
+        if tensor.device != device:
+            raise RuntimeError(
+                f"Expected the tensors of a mask on one device, but got {first} on {device} and {name} on "
+                f"{tensor.device}."
+            )
 
 
 def check_segments(mask: Mask, sizes: Sizes) -> None:
@@ -312,7 +331,7 @@ def check_same_device(name: str, tensor: Tensor, query: Tensor) -> None:
 def check_shape(name: str, tensor: Tensor, accepted: tuple[tuple[int, ...], ...]) -> None:
     """`tensor` has one of the accepted shapes."""
     if tuple(tensor.shape) not in accepted:
-        wanted = " or ".join(str(shape) for shape in accepted)
+        wanted = " or ".join(dict.fromkeys(map(str, accepted)))
         raise RuntimeError(f"Expected {name} to have shape {wanted}, but got {tuple(tensor.shape)} instead.")
 
 
