@@ -105,7 +105,7 @@ EXPANDED = {
 @pytest.mark.parametrize("kernel", ["vendor_cpu_flash", "vendor_math"])
 @pytest.mark.parametrize("name", EXPANDED)
 def test_expanded_masks_stay_expanded_for_torchs_kernels(name, kernel):
-    """The additive mask that they take is as large as the given one in memory; torch's math holds its scores besides."""
+    """What they take is as large as the given one in memory; torch's math holds its scores besides."""
     q, k, v = torch.randn(3, 2, 2, SIZE, 8).unbind()
     mask = EXPANDED[name]()
     inputs = build_inputs(q, k, v, Options(attn_mask=mask))
