@@ -3,7 +3,7 @@
     pip install transformers
     python examples/transformers_generate.py
 
-The first run of each loads libraries and chooses kernels, and is not timed; the speed is that of the fastest of the others.
+The first run of each loads libraries and chooses kernels, and is not timed; the speed is that of the fastest other run.
 Weights are random, so nothing is downloaded; with a real model give `from_pretrained` the same attn_implementation.
 """
 
