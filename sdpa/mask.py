@@ -254,7 +254,8 @@ def check_window(window: Window | None) -> None:
         return
     sides = isinstance(window, tuple) and len(window) == 2
     if not sides or not all(side is None or is_count(side) for side in window):
-        raise ValueError(f"Mask.window must be (left, right), each an integer >= 0 or None, got {window!r}")
+        instead = "; pass tuple(window)" if isinstance(window, list) else ""
+        raise ValueError(f"Mask.window must be (left, right), each an integer >= 0 or None, got {window!r}{instead}")
 
 
 def check_integers(mask: Mask) -> None:

@@ -148,6 +148,11 @@ REFUSED = {
         ValueError,
         "Mask.window must be (left, right), each an integer >= 0 or None, got (-1, 0)",
     ),
+    "window_list": (
+        lambda: Mask(window=[3, 2]),
+        ValueError,
+        "Mask.window must be (left, right), each an integer >= 0 or None, got [3, 2]; pass tuple(window)",
+    ),
     "prefix": (
         lambda: Mask(causal=True, prefix=np.zeros((99, 99))),
         TypeError,
