@@ -86,12 +86,13 @@ $(BIN)/python:
 $(VENV)/torch-$(TORCH): | $(BIN)/python
 	@echo "installing torch $(TORCH) into $(VENV)"
 	$(PIP) torch==$(TORCH) "setuptools>=77" wheel ninja
-	if command -v nvcc > /dev/null; then $(PIP) --no-deps nvidia-cutlass==$(CUTLASS); fi
 	touch $@
 
+# CUTLASS' headers come last: pip calls it an error that their package's own requirements are missing, where it installs others.
 $(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
 	@echo "installing sdpa and what its tests and tables need"
 	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test]"
+	if [ "$$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc > /dev/null; then $(PIP) --no-deps nvidia-cutlass==$(CUTLASS); fi
 	touch $@
 
 # Torch and what it asks for that .venv has not; all else is found in .venv. PyPI's torch for x86-64 needs CUDA's libraries,
@@ -105,5 +106,6 @@ $(OTHER)/ready: | $(READY)
 	touch $@
 
 $(READY): $(VENV)/installed $(NATIVE) kernels/cuda/instances.def
+	@echo "building the native libraries"
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

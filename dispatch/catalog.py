@@ -249,6 +249,11 @@ KERNELS: tuple[Kernel, ...] = (
 )
 
 
+# Types of devices with a fused kernel that takes the feature; math, which takes all, names no device.
+SERVED = {
+    feature: frozenset(device for kernel in KERNELS if feature in kernel.features for device in kernel.devices)
+    for feature in ("packed", "paged", "segments")
+}
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 

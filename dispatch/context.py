@@ -16,6 +16,7 @@ from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.kernel import FAMILIES
 from sdpa.dispatch.tracing import torch_toggles as torch_toggles  # noqa: PLC0414
 from sdpa.environment import VariableError, default_kernel
+from sdpa.scalars import type_name
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
@@ -198,7 +199,7 @@ def find_text(backends: Any, set_priority: bool, strict: bool) -> str:
 
 def refuse_flag(name: str, value: object) -> None:
     raise TypeError(
-        f"sdpa_kernel(): argument '{name}' must be bool, not {type(value).__name__}; several kernels go into one list"
+        f"sdpa_kernel(): argument '{name}' must be bool, not {type_name(value)}; several kernels go into one list"
     )
 
 
@@ -206,7 +207,7 @@ def backend_name(backend: object, argument: str = "a kernel or backend", wanted:
     """A family's or kernel's name from whatever a user may pass for it."""
     member: Any = getattr(backend, "name", None)  # of torch's enum, which need not be imported
     if not isinstance(backend, str) and not isinstance(member, str):
-        raise TypeError(f"{argument} must be {wanted}, but got {type(backend).__name__}")
+        raise TypeError(f"{argument} must be {wanted}, but got {type_name(backend)}")
     name = TORCH_BACKENDS.get(member, backend)
     if isinstance(name, str) and (name in FAMILIES or name in by_name() or name == "overrideable"):
         return name

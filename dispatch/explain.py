@@ -9,7 +9,7 @@ from typing import Any
 from sdpa.dispatch.candidates import Candidate, allows, consider, toggles_for
 from sdpa.dispatch.context import Setting
 from sdpa.dispatch.placing import told as copied
-from sdpa.dispatch.refusal import NoKernelError, describe
+from sdpa.dispatch.refusal import NoKernelError, describe, reason_of
 from sdpa.dispatch.select import choose
 from sdpa.problem import AttentionProblem
 
@@ -79,7 +79,7 @@ def explain_problem(problem: AttentionProblem, setting: str = "", learns: bool =
         choice = choose(problem, setting, toggles, learns)
         chosen, reason = choice.kernel.name, choice.reason
     except NoKernelError as error:
-        chosen, reason = None, str(error).splitlines()[0].rstrip(":")
+        chosen, reason = None, reason_of(error)
     rows = tuple(row_of(c, problem, chosen, setting, toggles) for c in consider(problem))
     return Explanation(problem, rows, chosen, reason)
 

@@ -15,6 +15,14 @@ LARGE_PROBLEM = 1 << 24
 KNOWN = frozenset(FAMILIES) | frozenset(by_name())
 
 
+# torch's words, which programs may match, before ours.
+NO_KERNEL = "No available kernel. Aborting execution. "
+NO_BACKEND = (
+    "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the math "
+    "kernel and the fused kernels. "
+)
+
+
 class NoKernelError(RuntimeError):
     """No kernel is both able and allowed; the message gives every reason."""
 
@@ -23,13 +31,18 @@ def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candid
     """All reasons of all allowed kernels, in the form users paste into bug reports."""
     asked = f" (asked for: {', '.join(setting.allowed)})" if setting.allowed else ""
     lines = [
-        f"No available kernel. Aborting execution. No kernel can run this problem{asked}:",
+        f"{NO_KERNEL}No kernel can run this problem{asked}:",
         f"  {describe(problem)}",
     ]
     for candidate in candidates:
         lines.append(f"  {candidate.kernel.name}:")
         lines.extend(f"    - {reason}" for reason in candidate.reasons)
     return "\n".join(lines)
+
+
+def reason_of(error: NoKernelError) -> str:
+    """The first line of a refusal without torch's words, for an explanation whose rows have the rest."""
+    return str(error).splitlines()[0].removeprefix(NO_KERNEL).removeprefix(NO_BACKEND).rstrip(":")
 
 
 def disabled_sentence(setting: Setting, toggles: int) -> str:

@@ -23,7 +23,7 @@ from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import Setting
 from sdpa.dispatch.placing import told as copied
 from sdpa.dispatch.recovery import recover
-from sdpa.dispatch.refusal import NoKernelError, describe, disabled_sentence, fell_to_math, refusal
+from sdpa.dispatch.refusal import NO_BACKEND, NoKernelError, describe, disabled_sentence, fell_to_math, refusal
 from sdpa.problem import AttentionProblem
 
 __all__ = [
@@ -71,10 +71,7 @@ def choose(problem: AttentionProblem, text: str, toggles: int, learns: bool = Fa
     setting = Setting.decode(text)
     candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
     if not candidates and not setting.forced:
-        raise NoKernelError(
-            "No viable backend for scaled_dot_product_attention was found. This is likely due to turning off both the "
-            f"math kernel and the fused kernels. {disabled_sentence(setting, toggles)}"
-        )
+        raise NoKernelError(NO_BACKEND + disabled_sentence(setting, toggles))
     able = [candidate for candidate in candidates if candidate.able]
     if not able:
         raise NoKernelError(refusal(problem, setting, candidates))

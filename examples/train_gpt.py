@@ -106,6 +106,7 @@ def batches(text: Tensor, config: Config, steps: int, device: torch.device):
 
 
 def train(runs: list[Run], config: Config, steps: int, device: torch.device) -> None:
+    """All steps, with a bar, or with a line for each step where standard output is no terminal."""
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -113,13 +114,16 @@ def train(runs: list[Run], config: Config, steps: int, device: torch.device) -> 
         TimeRemainingColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    text = standard_library()
-    with Progress(*columns) as progress:
+    text, piped = standard_library(), not sys.stdout.isatty()
+    with Progress(*columns, disable=piped) as progress:
         task = progress.add_task("training", total=steps * len(runs), loss="")
-        for batch in batches(text, config, steps, device):
+        for number, batch in enumerate(batches(text, config, steps, device), 1):
             for run in runs:
                 run.step(*batch)
                 progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.3f}")
+            if piped:
+                times = ", ".join(f"{run.name} {run.seconds[-1]:.2f} s" for run in runs)
+                print(f"step {number} of {steps}: {times}, loss {runs[-1].losses[-1]:.3f}")
 
 
 def attention_inputs(config: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,6 +181,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     chosen = arguments()
+    sys.stdout.reconfigure(line_buffering=True)  # a pipe or a file shows each line when it is printed
     device, config = torch.device(chosen.device), CONFIGS[chosen.device]
     steps = chosen.steps or STEPS[chosen.device]
     runs = [Run("written out", written_out), Run("torch", fused), Run("sdpa", fused, patched=True)]
@@ -185,6 +190,7 @@ def main() -> None:
     title = describe(config, device, runs[0].model)
     print(title)
     train(runs, config, steps, device)
+    print("timing the same model without attention")
     rest = seconds_without_attention(config, device)
     tokens = config.batch * config.context
     reports = [Report(run.name, run.losses, run.seconds[WARM_UP:] or run.seconds, tokens, rest) for run in runs]

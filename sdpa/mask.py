@@ -14,12 +14,14 @@ from torch import Tensor
 
 from sdpa import dense
 from sdpa.problem import UNLIMITED, AttentionInputs
+from sdpa.scalars import as_int, conversion, shown, type_name
 
 ALIGNMENTS = ("top_left", "bottom_right")
 ANDS: tuple[Callable[..., Any], ...] = (operator.and_, operator.iand)
 ANDS += (Tensor.__and__, Tensor.__rand__, Tensor.__iand__)
 ANDS += (Tensor.bitwise_and, Tensor.bitwise_and_)  # the functions that torch and torch.compile may call for `&`
 Window = tuple[int | None, int | None]
+KNOWN = (int, torch.SymInt)  # integers that need no conversion
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,11 @@ class Mask:
     def check(self) -> None:
         if not isinstance(self.causal, (bool, torch.SymBool)):
             hint = "; a mask of its own goes in as allowed or bias" if isinstance(self.causal, Tensor) else ""
-            raise TypeError(f"Mask.causal must be bool, got {type(self.causal).__name__}{hint}")
+            hint = hint or conversion("causal", self.causal, bool)
+            raise TypeError(f"Mask.causal must be bool, got {type_name(self.causal)}{hint}")
         if self.align not in ALIGNMENTS:
             raise ValueError(f"Mask.align must be one of {ALIGNMENTS}, got {self.align!r}")
+        plain_integers(self)
         check_window(self.window)
         check_integers(self)
         if self.segments is not None and self.cu_seqlens is not None:
@@ -132,12 +136,13 @@ class Mask:
 
     def dense(self, B: int, H: int, M: int, N: int) -> Tensor:
         """The mask as a tensor (B, H, M, N): bool, or float with -inf where it has a bias or ALiBi slopes."""
+        from sdpa.inputs import with_mask
+        from sdpa.validate import Sizes, check_dense_mask, check_mask
+
+        check_dense_mask(self, {"B": B, "H": H, "M": M, "N": N})
         device = self.device() or torch.device("cpu")
         like = torch.empty(0, dtype=None if self.bias is None else self.bias.dtype, device=device)
-        q, k = like.new_empty(B, H, M, 0), like.new_empty(B, H, N, 0)
-        from sdpa.inputs import with_mask
-        from sdpa.validate import Sizes, check_mask
-
+        q, k = like.new_empty((B, H, M, 0)), like.new_empty((B, H, N, 0))
         check_mask(self, q, Sizes(B, H, M, N, (B,)))
         inputs = with_mask(AttentionInputs(q, k, k, 1.0), self, torch.Size([B]))
         seen, added = dense.visible(inputs), dense.additive(inputs)
@@ -150,12 +155,18 @@ class Mask:
 
     def device(self) -> torch.device | None:
         """The device of the first tensor among the fields."""
+        tensors = self.tensors()
+        return tensors[0][1].device if tensors else None
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors among the fields with their fields' names."""
+        found = []
         for field in fields(self):
             value = getattr(self, field.name)
             for item in value if isinstance(value, tuple) else (value,):
                 if isinstance(item, Tensor):
-                    return item.device
-        return None
+                    found.append((field.name, item))
+        return found
 
     def to(self, device: torch.device | str) -> Mask:
         """The same with its tensors on `device`."""
@@ -179,7 +190,7 @@ class Mask:
         Recognition reads the tensor on the host, which synchronises an accelerator: never done by default.
         """
         if not isinstance(mask, Tensor):
-            raise TypeError(f"Mask.from_tensor expects a Tensor, got {type(mask).__name__}")
+            raise TypeError(f"Mask.from_tensor expects a Tensor, got {type_name(mask)}")
         if recognise and mask.dtype == torch.bool:
             from sdpa.mask_algebra import recognise_bool
 
@@ -208,7 +219,7 @@ def of_dense(tensor: Tensor, function: str) -> Mask:
 
 def kind_of(value: object) -> torch.dtype | str:
     """A tensor's dtype; the type's name for anything else."""
-    return value.dtype if isinstance(value, Tensor) else type(value).__name__
+    return value.dtype if isinstance(value, Tensor) else type_name(value)
 
 
 def told(value: object) -> str:
@@ -228,12 +239,23 @@ def is_count(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value >= 0
 
 
+def plain_integers(mask: Mask) -> None:
+    """Write NumPy's integers and others in window and prefix as Python's own; what is no integer stays as it is."""
+    if isinstance(mask.window, tuple) and not all(side is None or isinstance(side, KNOWN) for side in mask.window):
+        sides = tuple(side if (own := as_int(side)) is None else own for side in mask.window)
+        object.__setattr__(mask, "window", sides)
+    if mask.prefix is not None and not isinstance(mask.prefix, (*KNOWN, Tensor)):
+        own = as_int(mask.prefix)
+        object.__setattr__(mask, "prefix", mask.prefix if own is None else own)
+
+
 def check_window(window: Window | None) -> None:
     if window is None:
         return
     sides = isinstance(window, tuple) and len(window) == 2
     if not sides or not all(side is None or is_count(side) for side in window):
-        raise ValueError(f"Mask.window must be (left, right), each an integer >= 0 or None, got {window!r}")
+        instead = "; pass tuple(window)" if isinstance(window, list) else ""
+        raise ValueError(f"Mask.window must be (left, right), each an integer >= 0 or None, got {window!r}{instead}")
 
 
 def check_integers(mask: Mask) -> None:
@@ -243,7 +265,7 @@ def check_integers(mask: Mask) -> None:
         if value is None or (name == "prefix" and is_count(value)):
             continue
         if name == "prefix" and not isinstance(value, (Tensor, tuple)):
-            raise TypeError(f"Mask.prefix must be an integer >= 0 or an integer tensor, got {value!r}")
+            raise TypeError(f"Mask.prefix must be an integer >= 0 or an integer tensor, got {shown(value)}")
         items = value if isinstance(value, tuple) else (value,)
         if isinstance(value, tuple) and (len(value) != 2 or name not in ("segments", "cu_seqlens")):
             raise TypeError(
@@ -251,5 +273,5 @@ def check_integers(mask: Mask) -> None:
             )
         for item in items:
             if not isinstance(item, Tensor) or not is_integer(item):
-                got = item.dtype if isinstance(item, Tensor) else repr(item)
+                got = item.dtype if isinstance(item, Tensor) else shown(item)
                 raise TypeError(f"Mask.{name} must be an integer tensor, got {got}")

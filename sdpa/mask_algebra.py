@@ -67,6 +67,9 @@ def common_prefix(a: Mask, b: Mask) -> int | Tensor | None:
         return None
     same_band = a.band == b.band and a.prefix is not None and b.prefix is not None
     if same_band:
+        numbers = [m.prefix for m in (a, b) if isinstance(m.prefix, int)]
+        if len(numbers) == 2:
+            return min(numbers)
         p, q = (torch.as_tensor(m.prefix) for m in (a, b))
         return torch.minimum(p.to(q.device) if p.dim() == 0 else p, q.to(p.device) if q.dim() == 0 else q)
     owner, other = (a, b) if a.prefix is not None else (b, a)

@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from sdpa import packing
-from sdpa.dispatch.catalog import KERNELS
+from sdpa.dispatch.catalog import SERVED
 from sdpa.inputs import Options, common_heads, mask_of, unmasked, with_dropout, with_mask
 from sdpa.mask import Mask
 from sdpa.problem import AttentionInputs, Results, is_empty
 from sdpa.validate_sequences import Documents, Pages, check_packed, check_paged
 
 __all__ = ["Documents", "Pages", "build_packed", "build_paged", "results_of", "served_form"]
-
-# Types of devices with a fused kernel that takes the feature; math, which takes all, names no device.
-SERVED = {
-    feature: frozenset(device for kernel in KERNELS if feature in kernel.features for device in kernel.devices)
-    for feature in ("packed", "paged", "segments")
-}
 
 
 def build_packed(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: Options) -> AttentionInputs:

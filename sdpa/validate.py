@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from sdpa.mask import Mask
+from sdpa.scalars import as_int, conversion, shown, type_name
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MIN_RANK = 2
+NAMES = ("query", "key", "value")  # of the parameters
 
 # torch prints C++ type names in its messages, which programs may match.
 DTYPE_NAMES = {
@@ -105,7 +107,7 @@ def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None
     if isinstance(given, Mask):
         return given
     if not isinstance(given, Tensor):
-        raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type(given).__name__}")
+        raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type_name(given)}")
     check_strided("attn_mask", given)
     check_mask_dtype(given, query)
     return given
@@ -113,9 +115,13 @@ def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None
 
 def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
     """Check that the tensors of a mask are on the query's device and fit the sizes of the call."""
-    device = mask.device if isinstance(mask, Tensor) else mask.device()
-    if device is not None and device != query.device:
-        raise RuntimeError(f"Expected attn_mask to be on the query's device {query.device}, but got {device} instead.")
+    tensors = [("attn_mask", mask)] if isinstance(mask, Tensor) else mask.tensors()
+    for name, tensor in tensors:
+        check_strided(name, tensor)
+        if tensor.device != query.device:
+            raise RuntimeError(
+                f"Expected attn_mask to be on the query's device {query.device}, but got {tensor.device} instead."
+            )
     if isinstance(mask, Tensor):
         return check_broadcast(mask, sizes)
     B, H = sizes.B, sizes.H
@@ -133,6 +139,21 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
         check_mask_dtype(mask.bias, query)
         check_broadcast(mask.bias, sizes)
     return None
+
+
+def check_dense_mask(mask: Mask, sizes: dict[str, int]) -> None:
+    """The sizes of `Mask.dense`, and that the tensors of the mask are together."""
+    for name, size in sizes.items():
+        if not isinstance(size, Tensor):  # torch.jit.trace makes tensors of sizes
+            check_count(name, size, "Mask.dense")
+    tensors = mask.tensors()
+    for name, tensor in tensors:
+        first, device = tensors[0][0], tensors[0][1].device
+        if tensor.device != device:
+            raise RuntimeError(
+                f"Expected the tensors of a mask on one device, but got {first} on {device} and {name} on "
+                f"{tensor.device}."
+            )
 
 
 def check_segments(mask: Mask, sizes: Sizes) -> None:
@@ -175,7 +196,7 @@ def check_sinks(sinks: object, query: Tensor, H: int) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a Tensor of shape (H,) or None, but got {type(sinks).__name__}")
+        raise TypeError(f"sinks must be a Tensor of shape (H,) or None, but got {type_name(sinks)}")
     check_same_device("sinks", sinks, query)
     check_shape("sinks", sinks, ((H,),))
     if sinks.dtype not in (torch.float32, query.dtype):
@@ -184,39 +205,44 @@ def check_sinks(sinks: object, query: Tensor, H: int) -> None:
         )
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, function: str = "scaled_dot_product_attention") -> None:
-    """Types, dtypes, devices and ranks of the three inputs agree."""
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
+def check_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    function: str = "scaled_dot_product_attention",
+    names: tuple[str, str, str] = NAMES,
+) -> None:
+    """Types, dtypes, devices and ranks of the three inputs agree; `names` are those of the function's parameters."""
+    for name, tensor in zip(names, (query, key, value), strict=True):
         check_tensor(name, tensor, function)
-    for name, tensor in named.items():
+    for name, tensor in zip(names, (query, key, value), strict=True):
         check_strided(name, tensor)
+    q, k, v = names
+    listed = f"Expected {q}, {k}, and {v} to"
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
-            "Expected query, key, and value to have the same dtype, but got query.dtype: "
-            f"{dtype_name(query.dtype)} key.dtype: {dtype_name(key.dtype)} and value.dtype: {dtype_name(value.dtype)} "
-            "instead."
+            f"{listed} have the same dtype, but got {q}.dtype: {dtype_name(query.dtype)} {k}.dtype: "
+            f"{dtype_name(key.dtype)} and {v}.dtype: {dtype_name(value.dtype)} instead."
         )
     if not query.device == key.device == value.device:
         raise RuntimeError(
-            "Expected query, key, and value to have the same device type, but got query.device: "
-            f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+            f"{listed} have the same device type, but got {q}.device: {query.device} {k}.device: {key.device} and "
+            f"{v}.device: {value.device} instead."
         )
     if min(query.dim(), key.dim(), value.dim()) < MIN_RANK:
         raise RuntimeError(
-            f"Expected query, key, and value to all be  at least {MIN_RANK} dimensional, but got query.dim: "
-            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+            f"{listed} all be  at least {MIN_RANK} dimensional, but got {q}.dim: {query.dim()} {k}.dim: {key.dim()} "
+            f"and {v}.dim: {value.dim()} instead."
         )
     if query.dtype not in FLOATING:
         raise RuntimeError(
-            "Expected query, key, and value to be float32, float64, bfloat16 or float16, but got "
-            f"{dtype_name(query.dtype)} instead."
+            f"{listed} be float32, float64, bfloat16 or float16, but got {dtype_name(query.dtype)} instead."
         )
 
 
 def check_tensor(name: str, tensor: object, function: str) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {type(tensor).__name__}")
+        raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {type_name(tensor)}")
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
@@ -236,7 +262,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
     if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)) or isinstance(dropout_p, bool):
-        raise TypeError(f"dropout_p must be a number between 0 and 1, but got {dropout_p!r}")
+        raise TypeError(f"dropout_p must be a number between 0 and 1, but got {shown(dropout_p)}")
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     if isinstance(scale, Tensor) and scale.dim() != 0:
@@ -244,41 +270,45 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
             f"scale must be a number or a 0-dimensional tensor, but got a tensor of shape {tuple(scale.shape)}"
         )
     if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type(scale).__name__}")
+        raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type_name(scale)}")
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
     if softcap is not None and not (number and 0 <= softcap < math.inf):
-        raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {softcap!r}")
+        raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {shown(softcap)}")
 
 
 def check_flag(name: str, value: object, function: str) -> None:
     if not isinstance(value, (bool, torch.SymBool)):
-        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type(value).__name__}")
+        instead = conversion(name, value, bool)
+        raise TypeError(f"{function}(): argument '{name}' must be bool, not {type_name(value)}{instead}")
 
 
 def check_count(name: str, value: object, function: str) -> None:
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{function}(): argument '{name}' must be int, not {type(value).__name__}")
-    if value < 0:
-        raise RuntimeError(f"Expected {name} to be 0 or more, but got {value}.")
+    count = as_int(value)
+    if count is None:
+        instead = conversion(name, value, int)
+        raise TypeError(f"{function}(): argument '{name}' must be int, not {type_name(value)}{instead}")
+    if count < 0:
+        raise RuntimeError(f"Expected {name} to be 0 or more, but got {count}.")
 
 
-def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool) -> None:
+def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool, names: tuple[str, str, str] = NAMES) -> None:
     """Equal heads, or one head that broadcasts, or with enable_gqa a divisor of the query's heads."""
     if H == heads_k == heads_v:
         return
+    q, k, v = names
     if enable_gqa:
         if any(h == 0 or H % h for h in (heads_k, heads_v)) and H:
             raise RuntimeError(
-                "Number of heads in key and value must divide the number of heads in query, but got "
-                f"{H} query heads, {heads_k} key heads and {heads_v} value heads."
+                f"Number of heads in {k} and {v} must divide the number of heads in {q}, but got "
+                f"{H} {q} heads, {heads_k} {k} heads and {heads_v} {v} heads."
             )
         return
     several = {h for h in (H, heads_k, heads_v) if h != 1}
     if len(several) > 1:
         raise RuntimeError(
-            "Expected query, key and value to have equal numbers of heads, or one that broadcasts, but got "
+            f"Expected {q}, {k} and {v} to have equal numbers of heads, or one that broadcasts, but got "
             f"{H}, {heads_k} and {heads_v}; enable_gqa=True allows fewer key and value heads."
         )
 
@@ -301,7 +331,7 @@ def check_same_device(name: str, tensor: Tensor, query: Tensor) -> None:
 def check_shape(name: str, tensor: Tensor, accepted: tuple[tuple[int, ...], ...]) -> None:
     """`tensor` has one of the accepted shapes."""
     if tuple(tensor.shape) not in accepted:
-        wanted = " or ".join(str(shape) for shape in accepted)
+        wanted = " or ".join(dict.fromkeys(map(str, accepted)))
         raise RuntimeError(f"Expected {name} to have shape {wanted}, but got {tuple(tensor.shape)} instead.")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sdpa.mask import Mask, is_integer
+from sdpa.scalars import as_int, type_name
 from sdpa.validate import (
+    NAMES,
     Options,
     Sizes,
     check_count,
@@ -27,6 +29,7 @@ from sdpa.validate import (
     shapes,
 )
 
+PAGED_NAMES = ("query", "key_cache", "value_cache")
 PACKED_REFUSES = ("segments", "cu_seqlens", "allowed", "bias")
 PAGED_REFUSES = (*PACKED_REFUSES, "lengths")
 
@@ -45,6 +48,12 @@ class Pages(NamedTuple):
 
     block_table: Tensor  # (B, pages per sequence) int32
     lengths: Tensor  # (B,) integers
+
+
+def documents_of(cu_q: Tensor, cu_k: Tensor, max_q: Any, max_k: Any) -> Documents:
+    """Documents with Python's integers, whatever integers are given; what is none is left to `check_documents`."""
+    max_q, max_k = (count if (own := as_int(count)) is None else own for count in (max_q, max_k))
+    return Documents(cu_q, cu_k, max_q, max_k)
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor, options: Options, documents: Documents) -> None:
@@ -68,17 +77,19 @@ def check_paged(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: 
             "Expected a mask aligned to the bottom right, because the queries of paged_attention are the last of their "
             f'sequence, but got Mask(align="{mask.align}").'
         )
-    H = check_sequence_heads(query, key_cache, value_cache, options)
+    H = check_sequence_heads(query, key_cache, value_cache, options, PAGED_NAMES)
     if mask is not None:
         B, M, N = *query.shape[:2], pages.block_table.shape[1] * key_cache.shape[1]
         check_mask(mask, query, Sizes(B, H, M, N, (B,)))
     refuse_gradients(query, key_cache, value_cache, options.sinks)
 
 
-def check_sequence_heads(query: Tensor, key: Tensor, value: Tensor, options: Options) -> int:
+def check_sequence_heads(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, names: tuple[str, str, str] = NAMES
+) -> int:
     """The number of heads of the result, of (..., heads, D) tensors that fit."""
     H, heads_k, heads_v = (t.shape[-2] for t in (query, key, value))
-    check_heads(H, heads_k, heads_v, options.enable_gqa)
+    check_heads(H, heads_k, heads_v, options.enable_gqa, names)
     H = max(heads_k, heads_v) if H == 1 and not options.enable_gqa else H
     check_sinks(options.sinks, query, H)
     return H
@@ -88,7 +99,7 @@ def check_fields(function: str, options: Options, query: Tensor, refused: tuple[
     """Check that attn_mask is a Mask, whose fields count positions inside a document or sequence."""
     given = options.attn_mask
     if given is not None and not isinstance(given, Mask):
-        raise TypeError(f"{function}(): attn_mask must be a sdpa.Mask or None, not {type(given).__name__}")
+        raise TypeError(f"{function}(): attn_mask must be a sdpa.Mask or None, not {type_name(given)}")
     check_mask_argument(options, query)
     names = [name for name in refused if given is not None and getattr(given, name) is not None]
     if names:
@@ -133,9 +144,7 @@ def check_documents(documents: Documents, query: Tensor) -> None:
 
 
 def check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor, pages: Pages) -> None:
-    check_tensor("key_cache", key_cache, "paged_attention")
-    check_tensor("value_cache", value_cache, "paged_attention")
-    check_tensors(query, key_cache, value_cache, "paged_attention")
+    check_tensors(query, key_cache, value_cache, "paged_attention", PAGED_NAMES)
     check_dimensions("query", query, "B, M, H, D")
     check_dimensions("key_cache", key_cache, "pages, page_size, Hkv, D")
     check_dimensions("value_cache", value_cache, "pages, page_size, Hkv, Dv")

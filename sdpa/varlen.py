@@ -7,7 +7,7 @@ from torch import Tensor
 from sdpa.entry import answer, public
 from sdpa.kinds import PACKED, PAGED
 from sdpa.mask import Mask
-from sdpa.validate_sequences import Documents, Pages
+from sdpa.validate_sequences import Documents, Pages, documents_of
 
 
 @public(PACKED)
@@ -59,7 +59,8 @@ def varlen_attention(
             shape, dtype or device; their values are not looked at.
     """
     options = (attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
-    return answer(PACKED, (query, key, value), options, return_lse, kernel, Documents(cu_q, cu_k, max_q, max_k))
+    make = Documents if type(max_q) is type(max_k) is int else documents_of
+    return answer(PACKED, (query, key, value), options, return_lse, kernel, make(cu_q, cu_k, max_q, max_k))
 
 
 @public(PAGED)

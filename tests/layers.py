@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.environment",
         "sdpa.philox",
         "sdpa.layout",
+        "sdpa.scalars",
         "sdpa.torch_private",
         "sdpa.repeated.",
         "sdpa.tuning_tables.",

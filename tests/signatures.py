@@ -28,7 +28,6 @@ PUBLIC = {
 }
 # Functions that want a noun, each with the reason why they have none yet.
 KNOWN_SIGNATURES = {
-    ("sdpa/cli/explain.py", "problem_of"): "takes every option of the command",
     ("sdpa/testing.py", "compare"): "what tests compare: no noun yet",
 }
 

@@ -3,6 +3,7 @@ what is wrong."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from helpers import call, complaint
+from helpers import call, complaint, complete_output
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -27,6 +28,8 @@ from sdpa.bench.suites import SUITES
 from sdpa.cli.app import app
 from sdpa.cli.cases import cases
 from sdpa.cli.check import Verdict, chosen_cases
+from sdpa.cli.common import counted
+from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.explain import STATUSES
@@ -64,9 +67,8 @@ def test_info_as_json():
     for name, row in rows.items():
         assert row["available"] == (by_name()[name].unavailable() is None)
         assert row["available"] == (row["reason"] == "")
-    assert set(found["tuning tables"].values()) <= {"not there"} | {
-        t for t in found["tuning tables"].values() if "measured" in t
-    }
+    said = found["tuning tables"].values()
+    assert set(said) <= {"not there"} | {text for text in said if "measured" in text or "times are estimated" in text}
 
 
 def test_info_with_a_library_that_does_not_load(tmp_path, monkeypatch):
@@ -105,6 +107,20 @@ def test_info_names_a_broken_table(tmp_path):
         warnings.simplefilter("error")
         state = json.loads(call("info", "--json"))["tuning tables"][str(path)]
     assert state.startswith("ignored") and "device" in state
+
+
+def test_info_of_a_device_without_a_table(user):
+    tables = json.loads(call("info", "--json"))["tuning tables"]
+    assert tables["cpu"] == "no tuning table for this device; times are estimated"
+    assert {text for path, text in tables.items() if path.endswith(".yaml")} == {"not there"}
+
+
+def test_info_of_a_table_that_needs_no_entry(user):
+    name = device_of("cpu").names[0]
+    head = {"schema": 1, "device": name, "date": "2026-01-01", "versions": {}, "command": "sdpa tune", "entries": []}
+    tuning.write(user / f"{name}.yaml", head)
+    tables = json.loads(call("info", "--json"))["tuning tables"]
+    assert tables[str(user / f"{name}.yaml")] == "there, without entries; times are estimated" and "cpu" not in tables
 
 
 # explain
@@ -216,6 +232,31 @@ def test_check_as_json(few_cases):
     assert found["summary"] == "check: 2 cases, 0 failed" and found["seed"] == 3
     (row,) = found["kernels"]
     assert row["kernel"] == "math" and row["cases"] == 2 and 0 < row["worst"] <= 1 and not row["failures"]
+
+
+def test_check_tells_its_progress_where_nobody_sees_a_bar(few_cases):
+    lines = call("check", "--kernel", "math").splitlines()
+    assert lines[0] == "checking: 2 cases"
+    assert [line.partition(", ")[0] for line in lines[1:3]] == [f"checking: {n} of 2 cases" for n in (1, 2)]
+    beside = complete_output("check", "--kernel", "math", "--json")
+    assert beside.startswith("{") and "checking: 2 of 2 cases" in beside.splitlines()[-1]
+
+
+@pytest.mark.parametrize("json_out", [False, True])
+def test_progress_is_written_at_once(monkeypatch, json_out):
+    """Into a stream that keeps what is not flushed."""
+    raw = io.BytesIO()
+    kept = io.TextIOWrapper(raw)
+    monkeypatch.setattr(sys, "stdout", io.StringIO() if json_out else kept)
+    monkeypatch.setattr(sys, "stderr", kept if json_out else io.StringIO())
+    with counted("checking", 60, json_out) as step:
+        seen = [raw.getvalue().decode().splitlines()[-1]]
+        for _ in range(60):
+            step()
+            seen.append(raw.getvalue().decode().splitlines()[-1])
+    assert seen[0] == "checking: 60 cases" and seen[2] == seen[0]
+    assert seen[3].startswith("checking: 3 of 60 cases, ") and seen[60].startswith("checking: 60 of 60 cases, ")
+    assert len(set(seen)) == 21
 
 
 def test_check_finds_a_wrong_kernel(few_cases, monkeypatch):
@@ -358,8 +399,11 @@ def test_without_its_packages_one_sentence(missing):
 
 
 @pytest.mark.parametrize("variable", ["SDPA_KERNEL", "SDPA_CPU_ISA"])
-def test_a_variable_that_means_nothing_is_one_sentence(variable):
-    words = [sys.executable, "-m", "sdpa.cli", "explain", "--shape", "1,2,8,8,16"]
+@pytest.mark.parametrize("command", [("explain", "--shape", "1,2,8,8,16"), ("info",), ("info", "--json")], ids=str)
+def test_a_variable_that_means_nothing_is_one_sentence(variable, command):
+    words = [sys.executable, "-m", "sdpa.cli", *command]
     said = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {variable: "abacus"})
     assert said.returncode == 2, said.stderr
     assert len(said.stderr.splitlines()) == 1 and variable in said.stderr and "abacus" in said.stderr
+    assert ("known kernels: cpu_flash" if variable == "SDPA_KERNEL" else "choose from scalar") in said.stderr
+    assert bool(said.stdout) == (command[0] == "info")

@@ -28,6 +28,20 @@ def test_demo(tmp_path):
     distances = re.findall(r"^largest distance of the losses, sdpa to .*: (\S+)$", done.stdout, re.MULTILINE)
     assert len(distances) == 2 and all(float(distance) < CLOSE for distance in distances)
     assert "chosen: " in done.stdout
+    steps = re.findall(r"^step \d of 2: written out .* s, torch .* s, sdpa .* s, loss", done.stdout, re.MULTILINE)
+    assert len(steps) == 2
+
+
+def test_demo_prints_each_step_at_once_into_a_pipe():
+    """A buffer of a pipe would hold about a hundred lines back."""
+    command = [sys.executable, DEMO, "--device", "cpu", "--steps", "200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            lines = [process.stdout.readline() for _ in range(3)]
+        finally:
+            process.kill()
+        rest = process.stdout.read().splitlines()
+    assert lines[2].startswith("step 1 of 200: ") and len(rest) < 10
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,12 @@ def test_explain_of_backward_and_of_a_setting():
 def test_explain_without_a_kernel():
     with sdpa.sdpa_kernel("cudnn"):
         result = sdpa.explain(*qkv())
-    assert result.chosen is None and "No available kernel" in result.reason and "chosen: none" in str(result)
+    assert result.chosen is None
+    assert "chosen: none (No kernel can run this problem (asked for: cudnn))\n" in str(result)
+    with torch.nn.attention.sdpa_kernel([]):
+        result = sdpa.explain(*qkv())
+    wanted = "Expected at least one enabled kernel, got all kernels allowed and torch's switches off for: "
+    assert result.chosen is None and result.reason.startswith(wanted)
 
 
 def test_last_choice_is_of_this_thread():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -297,3 +298,79 @@ def test_repr_is_what_was_given():
     assert repr(mask) == "Mask(causal=True, window=(4, 0), lengths=torch.int64(2,), bias=torch.float32(3, 4))"
     assert repr(Mask(segments=(integers(0, 1), integers(0)))) == "Mask(segments=(torch.int64(2,), torch.int64(1,)))"
     assert repr(pickle.loads(pickle.dumps(Mask(window=(1, None))))) == "Mask(window=(1, None))"
+
+
+def test_two_prefixes_that_are_numbers_give_a_number():
+    """A tensor would be on one device, whatever the call's is."""
+    both = Mask(causal=True, prefix=3) & Mask(causal=True, prefix=5)
+    assert both.prefix == 3 and type(both.prefix) is int
+
+
+META = {"dtype": torch.int32, "device": "meta"}
+# name: (mask, sizes, exception, what it says)
+DENSE_ERRORS = {
+    "float": (
+        Mask(causal=True),
+        (1, 2, 3.0, 4),
+        TypeError,
+        "Mask.dense(): argument 'M' must be int, not float; pass int(M)",
+    ),
+    "text": (Mask(causal=True), ("a", 2, 3, 4), TypeError, "Mask.dense(): argument 'B' must be int, not str"),
+    "flag": (
+        Mask(causal=True),
+        (1, True, 3, 4),
+        TypeError,
+        "Mask.dense(): argument 'H' must be int, not bool; pass int(H)",
+    ),
+    "negative": (Mask(causal=True), (1, 2, 3, -4), RuntimeError, "Expected N to be 0 or more, but got -4."),
+    "lengths": (
+        Mask(lengths=integers(1, 2, 3)),
+        (1, 1, 3, 4),
+        RuntimeError,
+        "Expected lengths to have shape (1,) or (), but got (3,) instead.",
+    ),
+    "lengths of rows": (
+        Mask(lengths=integers(1, 2)[:, None]),
+        (2, 1, 3, 4),
+        RuntimeError,
+        "Expected lengths to have shape (2,) or (1,) or (), but got (2, 1) instead.",
+    ),
+    "devices": (
+        Mask(lengths=integers(1, 2), query_lengths=torch.zeros(2, **META)),
+        (2, 1, 3, 4),
+        RuntimeError,
+        "Expected the tensors of a mask on one device, but got lengths on cpu and query_lengths on meta.",
+    ),
+    "sparse": (
+        Mask(allowed=torch.ones(3, 4, dtype=torch.bool).to_sparse()),
+        (2, 1, 3, 4),
+        RuntimeError,
+        "Expected allowed to be a dense tensor (torch.strided), but got torch.sparse_coo instead.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE_ERRORS)
+def test_dense_says_what_is_wrong(name):
+    mask, sizes, error, text = DENSE_ERRORS[name]
+    with pytest.raises(error) as caught:
+        mask.dense(*sizes)
+    assert str(caught.value) == text
+
+
+def test_dense_takes_integers_of_other_libraries():
+    sizes = np.array([1, 2, 3, 4])
+    assert torch.equal(Mask(causal=True).dense(*sizes), Mask(causal=True).dense(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("name", ["lengths", "segments"])
+def test_calls_look_at_the_device_of_every_field(name):
+    """And not at that of the first one alone."""
+    far = {
+        "lengths": {"query_lengths": torch.zeros(2, **META)},
+        "segments": {"allowed": torch.ones(3, 4).bool().to("meta")},
+    }
+    own = {"lengths": integers(1, 2), "segments": (torch.zeros(3).int(), torch.zeros(4).int())}[name]
+    q, k = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8)
+    with pytest.raises(RuntimeError, match="Expected attn_mask to be on the query's device cpu, but got meta instead"):
+        scaled_dot_product_attention(q, k, k, Mask(**{name: own}, **far[name]))

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import sdpa
 from sdpa.dispatch.catalog import by_name
+from sdpa.inputs import Options, build_inputs
+from sdpa.kernels.vendor.common import float_mask, rows_without_keys
 
 N, H, D = 8192, 1, 16
 SCORES = H * N * N  # bytes of a bool per pair, the least that a materialised mask or score matrix takes
@@ -86,6 +88,49 @@ def test_no_allocation_of_the_size_of_the_scores(name):
 
     run()
     assert max(allocations(run)) < SIZE * SIZE
+
+
+FULL = (2, 2, SIZE, SIZE)
+# Masks that users have expanded to the scores, of which memory holds one row, one column or one matrix.
+EXPANDED = {
+    "row": lambda: sdpa.Mask(allowed=(torch.arange(SIZE).view(1, 1, 1, SIZE) < SIZE - 10).expand(FULL)),
+    "rows of a batch": lambda: sdpa.Mask(allowed=torch.rand(2, 1, 1, SIZE).gt(0.1).expand(FULL)),
+    "column": lambda: sdpa.Mask(allowed=(torch.arange(SIZE).view(1, 1, SIZE, 1) < SIZE - 10).expand(FULL)),
+    "bias and row": lambda: sdpa.Mask(
+        bias=torch.randn(1, 2, 1, 1).expand(FULL), allowed=torch.rand(2, 1, 1, SIZE).gt(0.1).expand(FULL)
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", ["vendor_cpu_flash", "vendor_math"])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_masks_stay_expanded_for_torchs_kernels(name, kernel):
+    """What they take is as large as the given one in memory; torch's math holds its scores besides."""
+    q, k, v = torch.randn(3, 2, 2, SIZE, 8).unbind()
+    mask = EXPANDED[name]()
+    inputs = build_inputs(q, k, v, Options(attn_mask=mask))
+    made = float_mask(inputs)
+    assert made.untyped_storage().nbytes() <= 2 * 2 * SIZE * q.element_size()
+    assert torch.equal(
+        made.expand(FULL), torch.where(mask.allowed, 0.0 if mask.bias is None else mask.bias, -torch.inf)
+    )
+    run = lambda: sdpa.scaled_dot_product_attention(q, k, v, mask, kernel=kernel)  # noqa: E731
+    if kernel == "vendor_cpu_flash":
+        run()
+        assert max(allocations(run)) < SIZE * SIZE
+    expected = sdpa.scaled_dot_product_attention(q, k, v, mask, kernel="math")
+    assert torch.allclose(run(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_masks_of_other_dimensions_are_as_large_as_both():
+    """A bias of heads and a mask of batch entries: nothing is expanded along rows."""
+    q = torch.randn(2, 3, 5, 8)
+    bias, allowed = torch.randn(1, 3, 1, 5).expand(2, 3, 5, 5), torch.rand(2, 1, 1, 5).gt(0.3).expand(2, 3, 5, 5)
+    inputs = build_inputs(q, q, q, Options(attn_mask=sdpa.Mask(bias=bias, allowed=allowed)))
+    assert float_mask(inputs).shape == (2, 3, 1, 5)
+    assert torch.equal(float_mask(inputs).expand(2, 3, 5, 5), bias.masked_fill(~allowed, -torch.inf))
+    dead = rows_without_keys(inputs)
+    assert dead.shape == (2, 3, 1) and torch.equal(dead.expand(2, 3, 5), ~allowed.any(-1))
 
 
 def test_the_measurement_sees_a_score_matrix():

@@ -107,6 +107,16 @@ WRONG = {
     "layers": (lambda d, c: d.step(TGT, replace(c, own=())), ValueError, "is of 0 layers, expected this decoder's 2"),
     "no memory": (lambda d, c: d.new_cache(None, T), TypeError, "memory must be a Tensor, got NoneType"),
     "memory": (lambda d, c: d.new_cache(MEMORY[0], T), ValueError, f"memory {DIMENSIONS}"),
+    "features": (
+        lambda d, c: d.step(TGT[..., 1:], c),
+        ValueError,
+        rf"^tgt must be \(batch, length, {D}\), got shape \({B}, 1, {D - 1}\)$",
+    ),
+    "memory's features": (
+        lambda d, c: d.new_cache(MEMORY[..., 1:], T),
+        ValueError,
+        rf"^memory must be \(batch, length, {D}\), got shape \({B}, {S}, {D - 1}\)$",
+    ),
     "no mask": (lambda d, c: d.new_cache(MEMORY, T, [S]), TypeError, "_padding_mask must be a Tensor, got list"),
     "short mask": (lambda d, c: d.new_cache(MEMORY, T, HIDDEN[:, 1:]), ValueError, rf"{MASK}\({B}, {S - 1}\)"),
     "mask of one": (lambda d, c: d.new_cache(MEMORY, T, HIDDEN[:1]), ValueError, rf"{MASK}\(1, {S}\)"),
@@ -134,6 +144,14 @@ def test_wrong_arguments(name):
     with pytest.raises(kind, match=pattern) as error:
         call(decoder, decoder.new_cache(MEMORY, T))
     assert len(str(error.value).splitlines()) == 1 and error.value.__context__ is None
+
+
+def test_features_where_the_length_comes_first():
+    decoder = decoder_of(False, False)
+    cache = decoder.new_cache(draw(S, False, 2), T)
+    with pytest.raises(ValueError, match=rf"^tgt must be \(length, batch, {D}\), got shape \(1, {B}, {D + 1}\)$"):
+        decoder.step(torch.zeros(1, B, D + 1, dtype=torch.float64), cache)
+    assert cache.lengths.tolist() == [0] * B
 
 
 def test_more_positions_than_there_is_room():

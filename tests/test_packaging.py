@@ -246,3 +246,18 @@ def needed(elf: bytes) -> list[str]:
     names = sections[dynamic[6]][4]  # the offset of the linked string table
     entries = struct.iter_unpack("<qQ", elf[dynamic[4] : dynamic[4] + dynamic[5]])
     return [elf[names + at : elf.index(b"\0", names + at)].decode() for tag, at in entries if tag == dt_needed]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_cutlass_is_installed_last_and_only_where_it_is_wanted(tmp_path):
+    """Before numpy, which it names, pip would print its missing requirements as errors."""
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", "demo"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    installs = [line for line in lines if "pip install" in line]
+    assert [name for line in installs for name in ("wheel ninja", "--editable", "nvidia-cutlass") if name in line] == [
+        "wheel ninja",
+        "--editable",
+        "nvidia-cutlass",
+    ]
+    assert installs[-1].startswith('if [ "$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc') and "--no-deps" in installs[-1]
+    assert lines.index('echo "building the native libraries"') > lines.index(installs[-1])

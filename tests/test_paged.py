@@ -239,6 +239,42 @@ def call_paged(**changes):
 
 PAGED_ERRORS = {
     "kind": ({"key_cache": None}, TypeError, "paged_attention(): argument 'key_cache' must be Tensor, not NoneType"),
+    "query_kind": ({"query": [1.0]}, TypeError, "paged_attention(): argument 'query' must be Tensor, not list"),
+    "dtypes": (
+        {"value_cache": draw(8, 4, 4, 5, dtype=torch.float32)},
+        RuntimeError,
+        "Expected query, key_cache, and value_cache to have the same dtype, but got query.dtype: double "
+        "key_cache.dtype: double and value_cache.dtype: float instead.",
+    ),
+    "devices": (
+        {"key_cache": draw(8, 4, 4, 6).to("meta")},
+        RuntimeError,
+        "Expected query, key_cache, and value_cache to have the same device type, but got query.device: cpu "
+        "key_cache.device: meta and value_cache.device: cpu instead.",
+    ),
+    "ranks": (
+        {"key_cache": draw(8)},
+        RuntimeError,
+        "Expected query, key_cache, and value_cache to all be  at least 2 dimensional, but got query.dim: 4 "
+        "key_cache.dim: 1 and value_cache.dim: 4 instead.",
+    ),
+    "layout": (
+        {"key_cache": draw(8, 4, 4, 6).to_sparse()},
+        RuntimeError,
+        "Expected key_cache to be a dense tensor (torch.strided), but got torch.sparse_coo instead.",
+    ),
+    "heads": (
+        {"query": draw(3, 2, 6, 6)},
+        RuntimeError,
+        "Expected query, key_cache and value_cache to have equal numbers of heads, or one that broadcasts, but got 6, "
+        "4 and 4; enable_gqa=True allows fewer key and value heads.",
+    ),
+    "heads_gqa": (
+        {"query": draw(3, 2, 6, 6), "enable_gqa": True},
+        RuntimeError,
+        "Number of heads in key_cache and value_cache must divide the number of heads in query, but got 6 query heads, "
+        "4 key_cache heads and 4 value_cache heads.",
+    ),
     "query": (
         {"query": draw(3, 4, 6)},
         RuntimeError,

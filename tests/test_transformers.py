@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import time
 from pathlib import Path
 
 import pytest
@@ -116,4 +118,29 @@ def test_wrong_calls():
 def test_example(capsys):
     path = Path(__file__).parents[1] / "examples/transformers_generate.py"
     runpy.run_path(str(path), run_name="__main__")
-    assert "same tokens: True" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "same tokens: True" in told
+    assert re.findall(r"^(\w+): \d+ tokens/s$", told, re.MULTILINE) == ["eager", "sdpa", "sdp_kernels"]
+
+
+def test_example_times_no_first_call(monkeypatch):
+    """Each model generates once before the clock runs."""
+    path, seen, running = Path(__file__).parents[1] / "examples/transformers_generate.py", [], []
+    clock, generate = time.perf_counter, transformers.GenerationMixin.generate
+
+    def noted_clock():
+        if not running:
+            seen.append("clock")
+        return clock()
+
+    def noted_generate(*args, **options):
+        seen.append("generate")
+        running.append(True)
+        out = generate(*args, **options)
+        running.pop()
+        return out
+
+    monkeypatch.setattr(time, "perf_counter", noted_clock)
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", noted_generate)
+    runpy.run_path(str(path), run_name="__main__")
+    assert seen == 3 * ["generate", *3 * ["clock", "generate", "clock"]]

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from sdpa.layout import unexpanded
 from sdpa.problem import AttentionInputs
 
 
@@ -25,12 +26,14 @@ def scale_option(inputs: AttentionInputs) -> dict[str, float]:
 
 
 def float_mask(inputs: AttentionInputs) -> Tensor | None:
-    """Bias and bool mask as one additive mask in the query's dtype, in the mask's own shape, not expanded in memory."""
+    """Bias and bool mask as one additive mask [B|1, H|1, M|1, N|1]: a bias alone as it is given, else a new tensor, in
+    which no dimension is expanded that neither mask has in memory."""
     if inputs.allowed is None:
         return inputs.bias
+    allowed = unexpanded(inputs.allowed)
     if inputs.bias is not None:
-        return inputs.bias.masked_fill(~inputs.allowed, -torch.inf)
-    return torch.full_like(inputs.allowed, -torch.inf, dtype=inputs.q.dtype).masked_fill_(inputs.allowed, 0.0)
+        return unexpanded(inputs.bias).masked_fill(~allowed, -torch.inf)
+    return torch.full_like(allowed, -torch.inf, dtype=inputs.q.dtype).masked_fill_(allowed, 0.0)
 
 
 def expanded_mask(inputs: AttentionInputs) -> Tensor | None:
@@ -59,7 +62,7 @@ def settle(inputs: AttentionInputs, out: Tensor, lse: Tensor | None) -> tuple[Te
 def rows_without_keys(inputs: AttentionInputs) -> Tensor | None:
     """Bool [B|1, H|1, M|1]; None without a dense mask."""
     if inputs.bias is None:
-        return None if inputs.allowed is None else inputs.allowed.any(-1).logical_not_()
+        return None if inputs.allowed is None else unexpanded(inputs.allowed).any(-1).logical_not_()
     mask = float_mask(inputs)
     assert mask is not None
     return mask.amax(-1) == -torch.inf

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sdpa.cli.cases import cases
-from sdpa.cli.common import as_json, console, device_option, print_json, progress, require_device, require_kernels
+from sdpa.cli.common import as_json, console, counted, device_option, print_json, require_device, require_kernels
 from sdpa.dispatch.catalog import by_name, kernels_for
 from sdpa.testing import Case, able, check_kernel
 
@@ -106,9 +106,8 @@ def check(quick: bool, kernels: tuple[str, ...], only: str, seed: int, device: s
     chosen = chosen_cases(device, quick, only)
     if not chosen:
         raise click.UsageError(f"no case's name contains {only!r}")
-    with progress() as bar:
-        task = bar.add_task("checking", total=len(chosen))
-        verdicts = run_check(names, chosen, seed, step=lambda: bar.advance(task))
+    with counted("checking", len(chosen), json_out) as step:
+        verdicts = run_check(names, chosen, seed, step)
     if json_out:
         print_json(
             {"device": device, "seed": seed, "summary": summary(verdicts), "kernels": [vars(v) for v in verdicts]}

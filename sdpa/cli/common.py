@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import click
 import torch
@@ -16,6 +18,7 @@ from sdpa.dispatch.catalog import KERNELS, by_name
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # Where standard output is not a terminal nobody sees its width, and a wrapped table cannot be searched.
 PIPED_WIDTH = 160
+PROGRESS_LINES = 20  # of a long command whose standard output is no terminal
 
 as_json = click.option("--json", "json_out", is_flag=True, help="Print JSON instead of tables.")
 device_option = click.option(
@@ -40,6 +43,27 @@ def progress() -> Progress:
     redirect = sys.stdout.isatty()
     hidden = not errors.is_terminal
     return Progress(*columns, console=errors, transient=True, disable=hidden, redirect_stdout=redirect)
+
+
+@contextmanager
+def counted(task: str, total: int, json_out: bool) -> Iterator[Callable[[], object]]:
+    """A function to call after each of `total` cases: it moves a bar, or where standard output is no terminal it prints
+    a line of every twentieth part at once. Beside JSON the lines go to standard error."""
+    if sys.stdout.isatty():
+        with progress() as bar:
+            shown = bar.add_task(task, total=total)
+            yield lambda: bar.advance(shown)
+        return
+    done, begin, every = 0, time.monotonic(), max(1, -(-total // PROGRESS_LINES))
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done % every == 0 or done == total:
+            click.echo(f"{task}: {done} of {total} cases, {time.monotonic() - begin:.0f} s", err=json_out)
+
+    click.echo(f"{task}: {total} cases", err=json_out)  # echo flushes
+    yield advance
 
 
 def require_device(name: str) -> str:

@@ -9,52 +9,17 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from sdpa.cli.asked import MASK_FEATURES, Asked, Number, Sizes, problem_of
 from sdpa.cli.common import DTYPES, as_json, console, device_option, duration, print_json
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, Row, explain_problem
-from sdpa.dispatch.select import describe
+from sdpa.dispatch.select import backward_setting, describe, weights_setting
 from sdpa.mask import ALIGNMENTS
-from sdpa.problem import UNLIMITED, AttentionProblem
+from sdpa.problem import AttentionProblem
 
-# What a mask of each name asks for, in the words of sdpa.problem.FEATURES.
-MASK_FEATURES = {
-    "none": (),
-    "causal": ("band",),
-    "padding": ("allowed",),
-    "allowed": ("allowed",),
-    "bias": ("bias",),
-    "lengths": ("k_lengths",),
-    "both-lengths": ("k_lengths", "q_lengths"),
-    "segments": ("segments",),
-    "prefix": ("prefix",),
-    "alibi": ("alibi",),
-}
-# Features that a diagonal's alignment matters to even where M == N.
-LENGTHS = frozenset({"k_lengths", "q_lengths"})
+CAP, CHANCE = Number("a finite number >= 0", 0.0), Number("a number from 0 to 1", 0.0, 1.0)
 COLOURS = {"chosen": "bold green", "able": "green", "refused": "red", "disabled": "yellow"}
-
-
-class Sizes(click.ParamType):
-    """Comma-separated integers, a fixed number of them."""
-
-    name = "integers"
-
-    def __init__(self, names: str, lowest: int, optional: bool = False) -> None:
-        self.names, self.lowest, self.optional = names, lowest, optional
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        parts = [part.strip() for part in value.split(",")]
-        wanted = len(self.names.split(","))
-        try:
-            sizes = tuple(None if self.optional and part in ("", "none") else int(part) for part in parts)
-        except ValueError:
-            sizes = ()
-        if len(sizes) != wanted or any(size is not None and size < self.lowest for size in sizes):
-            self.fail(f"expected {self.names} as {wanted} integers >= {self.lowest}, got {value!r}", param, ctx)
-        return sizes
 
 
 @click.command(short_help="Which kernel would run, and why not the others.")
@@ -68,9 +33,18 @@ class Sizes(click.ParamType):
 )
 @click.option("--window", type=Sizes("L,R", 0, optional=True), metavar="L,R", help="Keys seen on each side, or 'none'.")
 @click.option("--mask", "masks", multiple=True, type=click.Choice(tuple(MASK_FEATURES)), help="Several combine.")
-@click.option("--softcap", is_flag=True, help="With a softcap.")
+@click.option("--learned-bias", is_flag=True, help="The backward gives a gradient to the bias of --mask bias.")
+@click.option("--scale", type=Number("a finite number"), help="Factor of the scores, 1 / sqrt(D) if not given.")
+@click.option(
+    "--softcap", type=CAP, default=0.0, is_flag=False, flag_value=30.0, help="A softcap; 30 where no number follows."
+)
 @click.option("--sinks", is_flag=True, help="With attention sinks.")
-@click.option("--dropout", is_flag=True, help="With dropout.")
+@click.option(
+    "--dropout", type=CHANCE, default=0.0, is_flag=False, flag_value=0.1, help="Its probability; 0.1 if none follows."
+)
+@click.option("--return-lse", is_flag=True, help="A forward that also returns the log-sum-exp.")
+@click.option("--packed", is_flag=True, help="varlen_attention of B documents, of M queries and N keys at most.")
+@click.option("--paged", is_flag=True, help="paged_attention, N keys of each sequence in pages.")
 @click.option("--backward", is_flag=True, help="The backward pass instead of the forward.")
 @click.option("--weights", is_flag=True, help="The weights, averaged over heads, instead of the forward.")
 @click.option("--training", is_flag=True, help="A forward that a backward follows.")
@@ -87,7 +61,7 @@ def explain(json_out: bool, kernel: str | None, **asked: Any) -> None:
         setting = effective(request_text(kernel))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    explanation = answer(problem_of(**asked), setting)
+    explanation = answer(problem_of(Asked(**asked)), setting)
     if json_out:
         print_json(explanation.as_dict())
     else:
@@ -95,63 +69,14 @@ def explain(json_out: bool, kernel: str | None, **asked: Any) -> None:
     click.get_current_context().exit(0 if explanation.chosen else 1)
 
 
-def problem_of(
-    *,
-    shape: tuple[int, int, int, int, int],
-    dv: int | None,
-    kv_heads: int | None,
-    dtype: str,
-    causal: bool,
-    align: str,
-    window: tuple[int | None, int | None] | None,
-    masks: tuple[str, ...],
-    softcap: bool,
-    sinks: bool,
-    dropout: bool,
-    backward: bool,
-    weights: bool,
-    training: bool,
-    device: str,
-) -> AttentionProblem:
-    """What is asked, without a tensor."""
-    B, H, M, N, D = shape
-    if backward and weights:
-        raise click.UsageError("expected --backward or --weights, got both")
-    Hkv = kv_heads or H
-    if H % Hkv:
-        raise click.UsageError(f"expected --kv-heads to divide the {H} heads, got {Hkv}")
-    try:
-        torch.device(device)
-    except RuntimeError:
-        raise click.UsageError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
-    left, right = (UNLIMITED if side is None else side for side in window or (None, None))
-    right = 0 if causal or "causal" in masks or (right == UNLIMITED and "prefix" in masks) else right
-    present = {
-        "band": (left, right) != (UNLIMITED, UNLIMITED),
-        "softcap": softcap,
-        "sinks": sinks,
-        "dropout": dropout,
-        "gqa": Hkv != H,
-        "lse": training and not (backward or weights),
-        "averaged": weights,
-    }
-    features = {name for name, on in present.items() if on}.union(*(MASK_FEATURES[mask] for mask in masks))
-    aligned = bool(features & {"band", "alibi"}) and (M != N or bool(features & LENGTHS))
-    corner = aligned and align == "bottom_right"
-    return AttentionProblem(
-        device, getattr(torch, dtype), B, H, Hkv, M, N, D, dv or D, left, right, corner,
-        frozenset(features | {"bottom_right"} if corner else features),
-        bias_dtype=getattr(torch, dtype) if "bias" in features else None,
-        direction="backward" if backward else "weights" if weights else "forward",
-        row_mask="padding" in masks and "bias" not in masks,
-        full_bias="bias" in features,
-    )  # fmt: skip
-
-
 def answer(problem: AttentionProblem, setting: str) -> Explanation:
     """The dispatcher's explanation, or where the device is not there each kernel's reasons beside that one."""
     absent = absence(problem.device)
     if absent is None:
+        if problem.direction == "backward":
+            setting = backward_setting(setting)
+        elif problem.direction == "weights":
+            setting = weights_setting(setting, problem.device_type)
         return explain_problem(problem, setting)
     rows = []
     for kernel in KERNELS:

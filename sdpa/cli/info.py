@@ -21,6 +21,7 @@ from sdpa.cli.common import as_json, console, print_json
 from sdpa.dispatch import device as devices
 from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS
+from sdpa.dispatch.context import environment_text
 from sdpa.torch_private import ABSENT
 
 Section = dict[str, object]
@@ -107,17 +108,18 @@ def torch_build() -> str:
 
 
 def tables() -> Section:
-    """Every file a tuning table is looked for in, the first found first."""
+    """Every file a tuning table is looked for in, the first found first; and where none of a device's is there."""
     names = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     found: Section = {}
     for name in names:
         facts = probe(partial(devices.device_of, name))
-        for table in getattr(facts, "names", ()):
-            for folder in (environment.tuning_dir(), tuning.SHIPPED):
-                path = folder / f"{table}.yaml"
-                found[str(path)] = probe(partial(table_state, path))
+        folders = (environment.tuning_dir(), tuning.SHIPPED)
+        paths = [folder / f"{table}.yaml" for table in getattr(facts, "names", ()) for folder in folders]
+        found |= {str(path): probe(partial(table_state, path)) for path in paths}
         if isinstance(facts, str):
             found[name] = facts
+        elif not any(path.is_file() for path in paths):
+            found[name] = "no tuning table for this device; times are estimated"
     return found
 
 
@@ -125,7 +127,10 @@ def table_state(path: Path) -> str:
     if not path.is_file():
         return "not there"
     table = tuning.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
-    return "ignored" if table is None else f"{len(table.buckets)} measured entries"
+    if table is None:
+        return "ignored"
+    # `sdpa tune --prune` leaves none where the estimate is right for all that was measured.
+    return f"{len(table.buckets)} measured entries" if table.buckets else "there, without entries; times are estimated"
 
 
 def variables() -> Section:
@@ -157,14 +162,27 @@ SECTIONS: dict[str, Callable[[], object]] = {
 @as_json
 def info(json_out: bool) -> None:
     """The machine, instruction sets, libraries, versions, tuning tables, environment, and every kernel: available, or
-    why not. Paste it into a bug report."""
+    why not. Paste it into a bug report. Exit code 2 where SDPA_KERNEL or SDPA_CPU_ISA has an unknown value."""
     found = {name: probe(section) for name, section in SECTIONS.items()}
     if json_out:
         print_json(found)
-        return
+    else:
+        show(found)
+    refuse_variables()  # at the end, so that a report of the wrong value has all the rest
+
+
+def show(found: dict[str, object]) -> None:
     out = console()
     for name, section in found.items():
         out.print(kernel_table(section) if name == "kernels" and isinstance(section, list) else pairs(name, section))
+
+
+def refuse_variables() -> None:
+    """Raises VariableError where a variable has a value that no call would take, with those there are."""
+    from sdpa.kernels.cpu import library
+
+    environment_text()
+    library.load_error()
 
 
 def pairs(name: str, section: object) -> Table:

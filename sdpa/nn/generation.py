@@ -17,6 +17,7 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
+from sdpa.scalars import as_int, shown, type_name
 
 if TYPE_CHECKING:
     from sdpa.nn.attention import MultiheadAttention
@@ -193,13 +194,16 @@ def new_cache(
     return DecoderCache(tuple(own), tuple(projected), lengths)
 
 
-def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_first: bool) -> None:
-    """The arguments of `TransformerDecoder.new_cache`; no value is read."""
-    B, S = check_batch("memory", memory, batch_first)
-    if isinstance(max_length, bool) or not isinstance(max_length, int | torch.SymInt) or max_length < 1:
-        raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+def check_memory(
+    memory: Tensor, max_length: int, padding: Tensor | None, attention: torch.nn.MultiheadAttention
+) -> int:
+    """The arguments of `TransformerDecoder.new_cache`, of which no value is read; `max_length` as Python's integer."""
+    B, S = check_batch("memory", memory, attention)
+    length = as_int(max_length)
+    if length is None or length < 1:
+        raise ValueError(f"max_length must be a positive integer, got {shown(max_length)}")
     if padding is None:
-        return
+        return length
     check_tensor("memory_key_padding_mask", padding)
     if padding.dtype != torch.bool:
         raise ValueError(f"memory_key_padding_mask must be bool here, got {padding.dtype}")
@@ -208,13 +212,14 @@ def check_memory(memory: Tensor, max_length: int, padding: Tensor | None, batch_
             f"memory_key_padding_mask must have shape {(B, S)}, as memory has {B} sequences of {S} positions, "
             f"got {tuple(padding.shape)}"
         )
+    return length
 
 
-def check_step(tgt: Tensor, cache: DecoderCache, layers: int, batch_first: bool) -> None:
+def check_step(tgt: Tensor, cache: DecoderCache, layers: int, attention: torch.nn.MultiheadAttention) -> None:
     """The arguments of `TransformerDecoder.step` of so many layers; no value is read."""
     if not isinstance(cache, DecoderCache):
         raise TypeError(f"cache must be a DecoderCache, which new_cache makes, got {type(cache).__name__}")
-    B, M = check_batch("tgt", tgt, batch_first)
+    B, M = check_batch("tgt", tgt, attention)
     if layers != len(cache.own):
         raise ValueError(f"the cache is of {len(cache.own)} layers, expected this decoder's {layers}")
     if B != cache.lengths.shape[0]:
@@ -223,12 +228,15 @@ def check_step(tgt: Tensor, cache: DecoderCache, layers: int, batch_first: bool)
         raise IndexError(f"tgt has {M} positions, the cache room for {cache.max_length}")
 
 
-def check_batch(name: str, batch: Tensor, batch_first: bool) -> tuple[int, int]:
-    """The number of sequences and of positions of a batch of embeddings that asks for no gradient."""
+def check_batch(name: str, batch: Tensor, attention: torch.nn.MultiheadAttention) -> tuple[int, int]:
+    """The number of sequences and of positions of a batch of embeddings for `attention` that asks for no gradient."""
     check_tensor(name, batch)
+    batch_first, features = attention.batch_first, attention.embed_dim
+    dimensions = "batch, length" if batch_first else "length, batch"
     if batch.dim() != 3:
-        dimensions = "(batch, length, features)" if batch_first else "(length, batch, features)"
-        raise ValueError(f"{name} must be {dimensions}, got shape {tuple(batch.shape)}")
+        raise ValueError(f"{name} must be ({dimensions}, features), got shape {tuple(batch.shape)}")
+    if batch.shape[2] != features:
+        raise ValueError(f"{name} must be ({dimensions}, {features}), got shape {tuple(batch.shape)}")
     if batch.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} requires a gradient, which steps that store keys and values in place do not have: generate under "
@@ -242,4 +250,4 @@ def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         by_fx = type(tensor).__module__ == "torch.fx.proxy"
         advice = ": torch.fx.symbolic_trace cannot trace steps that store in place, use torch.export" if by_fx else ""
-        raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}{advice}")
+        raise TypeError(f"{name} must be a Tensor, got {type_name(tensor)}{advice}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sdpa.mask import Mask
 from sdpa.nn.padding import is_lengths
+from sdpa.scalars import type_name
 from sdpa.validate import check_tensor
 
 NAMES = ("key_padding_mask", "attn_mask")  # what a caller knows them by
@@ -25,7 +26,7 @@ def check_kinds(module: torch.nn.Module, inputs: Mapping[str, object], masks: Ma
             check_tensor(name, given, type(module).__name__)
     for name, given in masks.items():
         if given is not None and not isinstance(given, Tensor):
-            kind = type(given).__name__
+            kind = type_name(given)
             raise TypeError(f"{type(module).__name__}(): argument '{name}' must be Tensor or None, not {kind}")
 
 

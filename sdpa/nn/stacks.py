@@ -144,7 +144,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
             RuntimeError: a memory that requires a gradient while gradients are recorded.
         """
         layers = [steppable(layer, number) for number, layer in enumerate(self.layers)]
-        check_memory(memory, max_length, memory_key_padding_mask, is_batch_first(self))
+        max_length = check_memory(memory, max_length, memory_key_padding_mask, first_attention(self))
         with torch.no_grad():
             return new_cache(layers, memory, max_length, memory_key_padding_mask)
 
@@ -163,19 +163,19 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 
         Raises:
             TypeError: a `tgt` that is no tensor, a `cache` that is none, a layer that is not ours.
-            ValueError: another number of dimensions, of sequences or of layers than the cache has.
+            ValueError: another number of dimensions, of features, of sequences or of layers than the cache has.
             IndexError: more positions than the cache has room for, as far as this is known.
             RuntimeError: a `tgt` that requires a gradient while gradients are recorded.
         """
-        batch_first = is_batch_first(self)
-        check_step(tgt, cache, len(self.layers), batch_first)
+        attention = first_attention(self)
+        check_step(tgt, cache, len(self.layers), attention)
         for number, layer in enumerate(self.layers):
             if not isinstance(layer, TransformerDecoderLayer):  # exchanged since the cache was made
                 steppable(layer, number)
         with torch.no_grad():
             for layer, own, memory in zip(self.layers, cache.own, cache.memory, strict=True):
                 tgt = layer(tgt, tgt, _inside=(own, memory))  # the memory is in the cache
-            cache.lengths.add_(tgt.shape[1] if batch_first else tgt.shape[0])
+            cache.lengths.add_(tgt.shape[1] if attention.batch_first else tgt.shape[0])
             return tgt if self.norm is None else self.norm(tgt)
 
 
@@ -240,8 +240,12 @@ def steppable(layer: torch.nn.Module, number: int) -> TransformerDecoderLayer:
 
 
 def is_batch_first(stack: TransformerEncoder | TransformerDecoder) -> bool:
+    return first_attention(stack).batch_first
+
+
+def first_attention(stack: TransformerEncoder | TransformerDecoder) -> torch.nn.MultiheadAttention:
     first: Any = stack.layers[0]  # of our classes
-    return first.self_attn.batch_first
+    return first.self_attn
 
 
 def looks_causal(mask: Tensor | None, is_causal: bool | None, x: Tensor, batch_first: bool) -> bool:

@@ -1,0 +1,154 @@
+"""The options of `sdpa explain` ask what the same call asks: numbers, results, packed documents and pages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from helpers import call, complaint
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+import sdpa
+from sdpa import Mask, sequences
+from sdpa.cli import asked
+from sdpa.problem import AttentionProblem
+from sdpa.validate import Options
+
+pytestmark = pytest.mark.usefixtures("own_surroundings")
+B, H, HKV, M, N, D = 2, 4, 2, 6, 10, 8
+SHAPE = ("explain", "--shape", f"{B},{H},{M},{N},{D}", "--kv-heads", str(HKV))
+
+
+def asked_by(*arguments: str) -> dict:
+    return json.loads(call(*arguments, "--json"))["problem"]
+
+
+def as_json(problem: AttentionProblem) -> dict:
+    """As `Explanation.as_dict` has it."""
+    return json.loads(json.dumps(sdpa.dispatch.explain.Explanation(problem, (), None, "").as_dict()["problem"]))
+
+
+def tensors():
+    return torch.randn(B, H, M, D), torch.randn(B, HKV, N, D), torch.randn(B, HKV, N, D)
+
+
+SINKS, BIAS = torch.zeros(H), torch.zeros(B, H, M, N)
+# name: (the options of the command, those of sdpa.explain)
+DENSE = {
+    "softcap": (("--softcap", "30"), {"softcap": 30.0}),
+    "softcap without a number": (("--softcap", "--dtype", "float32"), {"softcap": 30.0}),
+    "no softcap": (("--softcap", "0"), {"softcap": 0.0}),
+    "large softcap": (("--softcap", "2000"), {"softcap": 2000.0}),
+    "sinks": (("--sinks",), {"sinks": SINKS}),
+    "dropout": (("--dropout", "0.5"), {"dropout_p": 0.5}),
+    "dropout without a number": (("--dropout",), {"dropout_p": 0.1}),
+    "all dropped": (("--dropout", "1"), {"dropout_p": 1.0}),
+    "scale": (("--scale", "-2"), {"scale": -2.0}),
+    "window": (("--window", "3,2"), {"attn_mask": Mask(window=(3, 2))}),
+    "wide window": (("--window", "99,none", "--causal"), {"attn_mask": Mask(window=(99, None), causal=True)}),
+    "return_lse": (("--return-lse",), {"return_lse": True}),
+    "return_lse backward": (("--return-lse", "--backward"), {"return_lse": True, "direction": "backward"}),
+    "learned bias": (
+        ("--mask", "bias", "--learned-bias", "--backward"),
+        {"attn_mask": BIAS.clone().requires_grad_(), "direction": "backward"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_options_of_a_call(name):
+    arguments, options = DENSE[name]
+    wanted = sdpa.explain(*tensors(), enable_gqa=True, **options).problem
+    assert asked_by(*SHAPE, *arguments) == as_json(wanted)
+
+
+def documents(rows_q: int, rows_k: int):
+    """Full documents, one after the other; of one length the same tensor, as self-attention has it."""
+    cu_q = torch.arange(B + 1, dtype=torch.int32) * rows_q
+    return sequences.Documents(cu_q, cu_q if rows_q == rows_k else cu_q // rows_q * rows_k, rows_q, rows_k)
+
+
+LENGTHS = torch.ones(B, dtype=torch.int32)
+# name: (queries, keys, the options of the command, the mask)
+PACKED = {
+    "self": (N, N, (), None),
+    "self, causal": (N, N, ("--causal",), Mask(causal=True)),
+    "self, aligned": (N, N, ("--causal", "--align", "bottom_right"), Mask(causal=True, align="bottom_right")),
+    "self, lengths": (N, N, ("--mask", "lengths"), Mask(lengths=LENGTHS)),
+    "self, prefix": (N, N, ("--mask", "prefix"), Mask(causal=True, prefix=3)),
+    "self, slopes": (N, N, ("--mask", "alibi"), Mask(alibi=torch.ones(H))),
+    "cross": (M, N, (), None),
+    "cross, aligned": (M, N, ("--causal", "--align", "bottom_right"), Mask(causal=True, align="bottom_right")),
+}
+
+
+@pytest.mark.parametrize("served", [(), ("segments",), ("segments", "packed")], ids=["none", "segments", "packed"])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents(name, served, monkeypatch):
+    """Of a device whose kernels take neither, segments, or the documents as they are."""
+    table = {feature: frozenset({"cpu"} if feature in served else ()) for feature in ("packed", "paged", "segments")}
+    for module in (sequences, asked):
+        monkeypatch.setattr(module, "SERVED", table)
+    queries, keys, arguments, mask = PACKED[name]
+    q, k, v = torch.randn(B * queries, H, D), torch.randn(B * keys, HKV, D), torch.randn(B * keys, HKV, D)
+    options = Options(attn_mask=mask, enable_gqa=True)
+    inputs = sequences.served_form(sequences.build_packed(q, k, v, documents(queries, keys), options))
+    shape = ("--shape", f"{B},{H},{queries},{keys},{D}", "--kv-heads", str(HKV))
+    found, wanted = asked_by("explain", *shape, "--packed", *arguments), as_json(AttentionProblem.of(inputs))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("served", [frozenset(), frozenset({"cpu"})], ids=["gathered", "as they are"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pages(causal, served, monkeypatch):
+    for module in (sequences, asked):
+        monkeypatch.setattr(module, "SERVED", {**module.SERVED, "paged": served})
+    cache = torch.randn(2 * B, N // 2, HKV, D)
+    pages = sequences.Pages(torch.arange(2 * B, dtype=torch.int32).view(B, 2), LENGTHS)
+    options = Options(is_causal=causal, enable_gqa=True)
+    inputs = sequences.served_form(sequences.build_paged(torch.randn(B, M, H, D), cache, cache, pages, options))
+    wanted = as_json(AttentionProblem.of(inputs))
+    assert asked_by(*SHAPE, "--paged", *(("--causal",) if causal else ())) == wanted
+
+
+def test_packed_documents_on_a_cpu_are_answered():
+    """By a fused kernel: as segments of one batch entry."""
+    assert "chosen: cpu_flash" in call("explain", "--shape", "2,4,64,64,32", "--packed", "--causal")
+
+
+def test_a_backward_of_a_kernel_that_has_none_is_free():
+    assert "chosen: cpu_flash" in call(*SHAPE, "--backward", "--kernel", "vendor_math")
+    assert "chosen: math" in call(*SHAPE, "--weights", "--kernel", "vendor_math")
+
+
+def test_reasons_without_torchs_words():
+    text = call(*SHAPE, "--softcap", "30", "--kernel", "vendor_cpu_flash", code=1)
+    assert "chosen: none (No kernel can run this problem (asked for: vendor_cpu_flash))" in text
+    assert "does not support softcap" in text and "Aborting execution" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--softcap", "much"), "expected a finite number >= 0, got 'much'"),
+        (("--softcap", "inf"), "expected a finite number >= 0, got 'inf'"),
+        (("--dropout", "1.5"), "expected a number from 0 to 1, got '1.5'"),
+        (("--dropout", "nan"), "expected a number from 0 to 1, got 'nan'"),
+        (("--scale", "inf"), "expected a finite number, got 'inf'"),
+        (("--learned-bias",), "--learned-bias needs --mask bias"),
+        (("--packed", "--paged"), "expected --packed or --paged, got both"),
+        (
+            ("--packed", "--mask", "bias"),
+            "--packed takes --mask none, causal, lengths, both-lengths, prefix, alibi, got",
+        ),
+        (("--paged", "--mask", "lengths"), "--paged takes --mask none, causal, prefix, alibi, got lengths"),
+        (("--paged", "--backward"), "--paged has a forward alone"),
+        (("--packed", "--weights"), "--packed has no --weights"),
+    ],
+)
+def test_it_complains_in_one_sentence(arguments, said):
+    assert said in complaint(*SHAPE, *arguments)
