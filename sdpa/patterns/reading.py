@@ -235,6 +235,15 @@ def changes_tensors(graph: Graph) -> bool:
     return any(writes(node) and spelling_of(node) in CHANGES for node in graph.nodes)
 
 
+HIDDEN = ("register_", "__")
+
+
+def is_operators(method: str) -> bool:
+    """Whether a method is one of Python's operators and writes nothing: torch 2.10 has `__eq__` in graphs for ==."""
+    function = vars(operator).get(method) if method.startswith("__") else None
+    return function is not None and function not in WRITING_OPERATORS
+
+
 def is_plain(node: Node) -> bool:
     """Whether a node only computes a result: no change of modes, no function of functions, nothing of functorch's."""
     if node.op in ("placeholder", "get_attr", "output"):
@@ -243,7 +252,7 @@ def is_plain(node: Node) -> bool:
         return False
     target: Any = node.target
     if node.op == "call_method":
-        return callable(getattr(Tensor, target, None)) and not target.startswith(("register_", "__"))
+        return callable(getattr(Tensor, target, None)) and (is_operators(target) or not target.startswith(HIDDEN))
     if isinstance(target, OVERLOAD) or getattr(operator, getattr(target, "__name__", ""), None) is target:
         return True
     spaces = (*NAMESPACES, torch.functional, torch.linalg)
