@@ -14,17 +14,19 @@ from weakref import WeakKeyDictionary
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from sdpa.torch_private import (
-    TracingContext,
     cudnn_enabled,
+    current_trace,
+    dispatch_modes,
     efficient_enabled,
     flash_enabled,
     inside_torchs_block,
     math_enabled,
+    mode_traces,
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # The texts of the open with-blocks of each trace, the innermost last.
-TRACES: WeakKeyDictionary[TracingContext, list[str]] = WeakKeyDictionary()
+TRACES: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
 
 def constant(function: Function) -> Function:
@@ -37,7 +39,7 @@ def constant(function: Function) -> Function:
 def is_recording() -> bool:
     """Whether this thread records a graph while Python runs as usual, as torch.export does where it is not strict.
     torch.compiler.is_compiling alone is true in all threads while one of them compiles."""
-    return TracingContext.try_get() is not None and is_compiling()
+    return dispatch_modes() > 0 and is_compiling() and mode_traces()
 
 
 def is_traced() -> bool:
@@ -47,8 +49,7 @@ def is_traced() -> bool:
 
 
 def open_blocks() -> list[str]:
-    context = TracingContext.try_get()
-    return [] if context is None else TRACES.setdefault(context, [])
+    return TRACES.setdefault(current_trace(), [])
 
 
 @constant

@@ -39,7 +39,6 @@ from sdpa.torch_private import (
     SingleLevelFunction,
     TransformType,
     below_autograd,
-    compiled_autograd_key,
     dispatch_modes,
     enable_single_level_autograd_function,
     forward_level,
@@ -63,8 +62,6 @@ class Attention(SingleLevelFunction):
 
     `call` is a `prepared.Prepared` of an eager call, or the `OperatorCall` of an operator.
     """
-
-    _compiled_autograd_key = staticmethod(compiled_autograd_key)
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: Tensor) -> Any:

@@ -10,10 +10,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from sdpa.mask import Mask
 from sdpa.problem import Results
+from sdpa.torch_private import GetAttrKey, register_pytree_node
 
 # In this order in `Mask`; a graph that was saved names them.
 TENSOR_FIELDS = ("lengths", "query_lengths", "segments", "cu_seqlens", "prefix", "alibi", "allowed", "bias")

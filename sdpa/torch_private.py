@@ -13,8 +13,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch._functorch.utils
-import torch._guards
 from torch.autograd import forward_ad as forward_ad  # noqa: PLC0414
 from torch.overrides import has_torch_function
 
@@ -40,6 +38,14 @@ def part(path: str, instead: Any) -> Any:
     return found
 
 
+def needed(path: str) -> Any:
+    """The object at `path`, without which calls would be wrong: an ImportError where the running torch has it not."""
+    found = part(path, ABSENT)
+    if found is ABSENT:
+        raise ImportError(f"sdpa needs {path}, which torch {torch.__version__} does not have.")
+    return found
+
+
 def zero() -> int:
     return 0
 
@@ -48,16 +54,20 @@ def never(*_: object) -> bool:
     return False
 
 
+def nothing(*_: object, **__: object) -> None:
+    return None
+
+
 # Recognises tensors by type, dispatch keys, dtype, device, sizes, strides and requires_grad in one call. Absent: calls
 # are found by a key of these, which takes three times as long.
 TensorGuards = part("torch._C._dynamo.guards.TensorGuards", None)
 
-# torch's process-wide switches. Each has a public getter that takes twice as long or more, which stands in its stead.
+# torch's process-wide switches. Each has a public getter that takes four times as long, which stands in its stead.
 flash_enabled = part("torch._C._get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled)
 efficient_enabled = part("torch._C._get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled)
 math_enabled = part("torch._C._get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled)
 cudnn_enabled = part("torch._C._get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled)
-deterministic = part("torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def precision_by_name() -> str:
@@ -93,11 +103,9 @@ def is_exporting() -> bool:
     return jit_tracing() is not None or (dispatch_modes() > 0 and mode_traces())
 
 
-# functorch's levels, the innermost last; None where there is none. They are needed: without them transforms would be
-# answered wrongly, so that their absence is an ImportError.
-get_interpreter_stack = torch._C._functorch.get_interpreter_stack
-is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
-enable_single_level_autograd_function = torch._functorch.utils.enable_single_level_autograd_function
+# functorch's levels, the innermost last; None where there is none. Needed: transforms would be answered wrongly.
+get_interpreter_stack = needed("torch._C._functorch.get_interpreter_stack")
+enable_single_level_autograd_function = needed("torch._functorch.utils.enable_single_level_autograd_function")
 
 
 def peek_interpreter_stack() -> Any:
@@ -116,19 +124,27 @@ class TransformTypes:
 TransformType = TransformTypes()
 
 
+def is_gradtrackingtensor(tensor: torch.Tensor) -> bool:
+    """Whether functorch wrapped a tensor, which it leaves so when a transform ends."""
+    return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
+
+
 def unwrapped(argument: Any) -> Any:
     """An argument without what functorch left around it when a transform ended; outside of all transforms."""
     return torch.func.debug_unwrap(argument) if isinstance(argument, torch.Tensor) else argument
 
 
+# The level of forward mode, -1 outside of it. Needed: tangents would be lost.
+needed("torch.autograd.forward_ad._current_level")
+
+
 def forward_level() -> int:
-    """The level of forward mode, -1 outside of it. Needed likewise."""
     return forward_ad._current_level
 
 
-# Guards of the dispatcher's state. Needed likewise.
-below_autograd = torch._C._AutoDispatchBelowAutograd
-without_autocast = torch._C._DisableAutocast
+# Guards of the dispatcher's state. Needed: operators would call themselves again, or be given another dtype.
+below_autograd = needed("torch._C._AutoDispatchBelowAutograd")
+without_autocast = needed("torch._C._DisableAutocast")
 # Whether autocast is on for any device. Absent: those of the devices that kernels run on are asked.
 autocast_is_on: Callable[[], bool] = part(
     "torch._C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -165,36 +181,42 @@ empty_strided_cuda = part(
 # The number of a device's current stream. Absent: a launch draws each seed of dropout.
 current_stream = part("torch._C._cuda_getCurrentRawStream", None)
 
-# A base for nodes whose `apply` asks functorch nothing: those of eager calls without a transform, and at an operator's
-# autograd key, where functorch comes once for each of its levels. `Function.apply` asks, from torch 2.15 on in C++, and
-# its own base does not.
-SingleLevelFunction: Any = torch.autograd.Function.__base__
+
+def single_level_base() -> Any:
+    """`Function` with the `apply` of its own base, which asks functorch nothing: for nodes of eager calls without a
+    transform, and at an operator's autograd key, where functorch comes once for each of its levels. From torch 2.14 on
+    `Function.apply` asks in C++, by the class."""
+    own = {name: value for name, value in vars(torch.autograd.Function).items() if not name.startswith("__")}
+    del own["apply"]
+    return type("SingleLevelFunction", torch.autograd.Function.__bases__, own)
 
 
-# What compiled autograd knows a node's class by; `Function` has it, and a class of that base has to. Absent: none asks.
-compiled_autograd_key = part("torch.autograd.Function._compiled_autograd_key", never)
+SingleLevelFunction: Any = single_level_base()
 
 
 def single_level(function: type[torch.autograd.Function]) -> type:
     """The same derivative as a class of that base."""
     names = ("forward", "setup_context", "backward", "jvp")
     methods = {name: staticmethod(getattr(function, name)) for name in names}
-    methods["_compiled_autograd_key"] = staticmethod(compiled_autograd_key)
     return type(function.__name__, (SingleLevelFunction,), methods)
 
 
-# What belongs to one trace of Dynamo's. Needed: a with-block inside of a compiled function would hold for another.
-TracingContext = torch._guards.TracingContext
+def current_trace() -> Any:
+    """What belongs to the one trace of Dynamo's in this thread. Needed, but Dynamo is imported by who compiles: a
+    with-block inside of a compiled function would hold for another."""
+    return needed("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")().output
 
 
 def inside_torchs_block() -> bool:
     """Dynamo keeps for each open with-block what undoes it, should the trace end there."""
-    try:
-        output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
-        undoing = [getattr(getattr(hook, "__self__", None), "cleanup_fn", None) for hook in output.cleanup_hooks]
-    except (KeyError, AttributeError):  # another release
-        return False
+    hooks = getattr(current_trace(), "cleanup_hooks", ())  # another release may have none
+    undoing = [getattr(getattr(hook, "__self__", None), "cleanup_fn", None) for hook in hooks]
     return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)
+
+
+# How types become pytrees, and what a field is called in one. Absent: torch.export and torch.func take no Mask.
+register_pytree_node: Callable[..., None] = part("torch.utils._pytree.register_pytree_node", nothing)
+GetAttrKey: Any = part("torch.utils._pytree.GetAttrKey", str)
 
 
 def inductor_pass() -> tuple[Any, type]:

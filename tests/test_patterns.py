@@ -31,6 +31,8 @@ from written_out import (
     times,
 )
 
+from sdpa.patterns.rewriting import CONTIGUOUS
+
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
@@ -172,9 +174,9 @@ def test_a_result_that_was_turned_and_split():
 def test_the_layout_of_the_queries_saves_a_copy():
     methods = same(rows_inside, inside(qkv())).targets
     after = methods[methods.index(OURS) :]
-    assert "contiguous" not in after
+    assert CONTIGUOUS not in after and "contiguous" not in after
     methods = same(strides_asked, inside(qkv())).targets
-    assert "contiguous" in methods[methods.index(OURS) :]
+    assert CONTIGUOUS in methods[methods.index(OURS) :]
 
 
 def test_causal_buffer_of_a_model():

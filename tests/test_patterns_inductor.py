@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import checkpoint
-from written_out import OURS, SCALE, B, D, H, M, N, draw, model, qkv, results, times
+from written_out import OURS, SCALE, B, D, H, M, N, draw, inside, model, qkv, results, scored, times
 
 import sdpa
 from sdpa.patterns import hook
@@ -142,11 +142,37 @@ def test_the_pass_is_known_to_inductors_cache(installed):
     assert hook.WrittenOut(Noted()).uuid() == (hook.fingerprint(), "noted")
     assert hook.WrittenOut([Noted(), Noted()]).uuid() == (hook.fingerprint(), "noted", "noted")
     assert hook.WrittenOut(print).uuid() is None
+
+
+def masked(q, k, v):
+    """Two masks of two dimensions, held together in float32."""
+    scores = scored(q, k) + torch.zeros(M, N)
+    return scores.masked_fill(torch.zeros(M, N) > 0, -1e30).softmax(-1) @ v
+
+
+def folded(q, k, v):
+    """Heads folded into the batch, and nothing that tells how many."""
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(dim=-1), v)
+
+
+def unfolded(q, k, v):
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(B, H, M, N) + torch.zeros(M, N)
+    return torch.bmm(scores.view(B * H, M, N).softmax(dim=-1), v)
+
+
+@pytest.mark.parametrize("function", [times, masked, folded, unfolded], ids=lambda f: f.__name__)
+def test_graphs_are_found_in_autograds_cache(installed, function, caplog):
+    """Those in which tensors are converted and brought into the operator's form, too."""
+    caplog.set_level(logging.INFO, "sdpa.patterns")
+    tensors = inside(qkv(learn=False))
     counters.clear()
     for _ in range(2):
         torch.compiler.reset()
         with torch.no_grad():
-            torch.compile(times)(*qkv(learn=False))
+            torch.compile(function)(*tensors)
+    assert "1 written out" in caplog.text
     assert counters["aot_autograd"]["autograd_cache_hit"] >= 1
     assert sdpa.last_choice().kernel.name == "cpu_flash"
 

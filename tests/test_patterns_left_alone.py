@@ -28,6 +28,8 @@ from written_out import (
     times,
 )
 
+from sdpa.patterns.reading import is_plain
+
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
@@ -370,3 +372,16 @@ def test_the_reason_is_logged(caplog):
         "weights is left as it is: its weights are read by something else than one product with values",
         "attention of sdpa in place of 1 written out",
     ]
+
+
+@pytest.mark.parametrize(("method", "expected"), [("__eq__", True), ("__abs__", True), ("__iadd__", False)])
+def test_methods_of_operators(method, expected):
+    """torch 2.10 writes some operators as methods; those that write are no plain ones, and others are not known."""
+    graph = torch.fx.Graph()
+    assert is_plain(graph.call_method(method, (graph.placeholder("x"), 0))) == expected
+
+
+@pytest.mark.parametrize("method", ["__setitem__", "__setattr__", "__reduce_ex__", "register_hook"])
+def test_methods_that_are_no_operators(method):
+    graph = torch.fx.Graph()
+    assert not is_plain(graph.call_method(method, (graph.placeholder("x"), 0, 0)))

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -83,8 +82,16 @@ class FieldMask:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, cls) else x, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return function(*as_tensors(args), **as_tensors(kwargs or {}))
+
+
+def as_tensors(given: Any) -> Any:
+    """Arguments with tensors in place of FieldMasks, in lists, tuples and dicts, too."""
+    if isinstance(given, FieldMask):
+        return given.tensor()
+    if type(given) is dict:
+        return {name: as_tensors(value) for name, value in given.items()}
+    return type(given)(map(as_tensors, given)) if type(given) in (list, tuple) else given
 
 
 def as_tensor(operator: str) -> Callable[..., Any]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 from sdpa.scalars import as_int, shown, type_name
+from sdpa.torch_private import GetAttrKey, register_pytree_node
 
 if TYPE_CHECKING:
     from sdpa.nn.attention import MultiheadAttention

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
 
 Shape = tuple[Any, ...]  # of int and SymInt
 
@@ -222,17 +221,35 @@ def writes(node: Node) -> bool:
     return getattr(node.target, "__name__", "").endswith("_") or inplace_argument(node)
 
 
+def leaves_of(value: object) -> Iterator[object]:
+    """What lists, tuples and dicts hold, however deep."""
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves_of(part)
+    else:
+        yield value
+
+
 def written_by(node: Node) -> list[Node]:
     """The arguments that a node may write into: all those of a function that is not known."""
     if is_plain(node):
         return []
     known = node.op == "call_method" or (writes(node) and not isinstance(node.target, OVERLOAD))
     given = (node.args[:1], {name: node.kwargs.get(name) for name in ("input", "self", "out")})
-    return [leaf for leaf in tree_leaves(given if known else (node.args, node.kwargs)) if isinstance(leaf, Node)]
+    return [leaf for leaf in leaves_of(given if known else (node.args, node.kwargs)) if isinstance(leaf, Node)]
 
 
 def changes_tensors(graph: Graph) -> bool:
     return any(writes(node) and spelling_of(node) in CHANGES for node in graph.nodes)
+
+
+HIDDEN = ("register_", "__")
+
+
+def is_operators(method: str) -> bool:
+    """Whether a method is one of Python's operators and writes nothing: torch 2.10 has `__eq__` in graphs for ==."""
+    function = vars(operator).get(method) if method.startswith("__") else None
+    return function is not None and function not in WRITING_OPERATORS
 
 
 def is_plain(node: Node) -> bool:
@@ -243,7 +260,7 @@ def is_plain(node: Node) -> bool:
         return False
     target: Any = node.target
     if node.op == "call_method":
-        return callable(getattr(Tensor, target, None)) and not target.startswith(("register_", "__"))
+        return callable(getattr(Tensor, target, None)) and (is_operators(target) or not target.startswith(HIDDEN))
     if isinstance(target, OVERLOAD) or getattr(operator, getattr(target, "__name__", ""), None) is target:
         return True
     spaces = (*NAMESPACES, torch.functional, torch.linalg)
@@ -267,7 +284,7 @@ def drop_unread(graph: Graph) -> None:
 
 def memory_of(node: Node) -> set[int]:
     """The memory that a node's fake tensors are views of."""
-    leaves = tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+    leaves = leaves_of(node.meta.get("example_value", node.meta.get("val")))
     return {t.untyped_storage()._cdata for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided}
 
 

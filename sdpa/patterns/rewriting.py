@@ -29,6 +29,8 @@ LOWEST = torch.finfo(torch.float32).min  # beside which every score is absorbed
 SEEDS = 2**62  # dropout's seeds are below it, as those of `philox.draw_seed`
 # What takes a tensor in any order of its memory, and gives back one that is contiguous.
 TAKES_ANY_ORDER = ("linear", "matmul", "bmm")
+# Functions and no methods: torch 2.10's autograd cache takes no graph with a method of a node that is not Dynamo's.
+TO, CONTIGUOUS = torch.ops.aten.to.dtype, torch.ops.aten.contiguous.default
 HEADS_INSIDE = (0, 2, 1, 3)  # (B, H, M, D) turned to (B, M, H, D), and back
 
 
@@ -44,10 +46,10 @@ def rewrite(found: Written) -> None:
         arguments = forward_arguments(with_seed(graph, inputs, found), False, "")
         result = graph.call_function(operator.getitem, (graph.call_function(FORWARD, arguments), 0))
         if rank == 3:
-            fold = ("squeeze", 0) if found.heads is None else ("flatten", 0, 1)
-            result = graph.call_method(fold[0], (result, *fold[1:]))
+            function, dims = (torch.squeeze, (0,)) if found.heads is None else (torch.flatten, (0, 1))
+            result = graph.call_function(function, (result, *dims))
         if found.order != tuple(range(rank)):
-            result = graph.call_method("permute", (result, *found.order))
+            result = graph.call_function(torch.permute, (result, found.order))
         if order is not None:
             result = in_memory(graph, result, order)
     result.meta = dict(out.meta)
@@ -74,14 +76,14 @@ def laid(graph: Graph, rows: Rows, found: Written) -> Any:
     """Rows as a tensor (B, H, M, D): a view, converted where autocast converted it for the product."""
     node = rows.node
     if rows.order != tuple(range(len(rows.order))):
-        node = graph.call_method("permute", (node, *rows.order))
+        node = graph.call_function(torch.permute, (node, rows.order))
     if dtype_of(rows.node) != found.dtype:
-        node = graph.call_method("to", (node, found.dtype))
+        node = graph.call_function(TO, (node, found.dtype))
     if len(found.order) == 4:
         return node
     if found.heads is None:  # (H, M, D)
-        return graph.call_method("unsqueeze", (node, 0))
-    return graph.call_method("unflatten", (node, 0, (-1, found.heads)))
+        return graph.call_function(torch.unsqueeze, (node, 0))
+    return graph.call_function(torch.unflatten, (node, 0, (-1, found.heads)))
 
 
 # -- masks -----------------------------------------------------------------------------------------------------------
@@ -109,12 +111,12 @@ def with_step(graph: Graph, bias: Node | None, step: Step, dtype: torch.dtype) -
     if step.fill is None:
         own = step.node
         if dtype_of(own) not in (torch.float32, dtype):
-            own = graph.call_method("to", (own, torch.float32))
+            own = graph.call_function(TO, (own, torch.float32))
         return own if bias is None else graph.call_function(torch.add, (bias, own))
     if bias is None:
         base = graph.call_function(torch.zeros_like, (step.node,), {"dtype": torch.float32})
     else:
-        base = graph.call_method("to", (bias, torch.float32))
+        base = graph.call_function(TO, (bias, torch.float32))
     fill = step.fill if step.fill <= ABSORBING else LOWEST
     sides = (fill, base) if step.where else (base, fill)
     return graph.call_function(torch.where, (step.node, *sides))
@@ -124,7 +126,7 @@ def padded(graph: Graph, mask: Node | None, steps: list[Step]) -> Node | None:
     """The mask that was made of these, with four dimensions."""
     rank = max((fake(step.node).dim() for step in steps), default=4)
     for _ in range(4 - rank):
-        mask = graph.call_method("unsqueeze", (mask, 0))
+        mask = graph.call_function(torch.unsqueeze, (mask, 0))
     return mask
 
 
@@ -166,9 +168,9 @@ def takes_any_order(reader: Node, turned: bool) -> bool:
 def in_memory(graph: Graph, result: Node, order: tuple[int, ...]) -> Node:
     """The same tensor in an order of memory; nothing happens where it has that."""
     if order == tuple(range(len(order))):
-        return graph.call_method("contiguous", (result,))
-    turned = graph.call_method("contiguous", (graph.call_method("permute", (result, *order)),))
-    return graph.call_method("permute", (turned, *(order.index(dim) for dim in range(len(order)))))
+        return graph.call_function(CONTIGUOUS, (result,))
+    turned = graph.call_function(CONTIGUOUS, (graph.call_function(torch.permute, (result, order)),))
+    return graph.call_function(torch.permute, (turned, tuple(order.index(dim) for dim in range(len(order)))))
 
 
 def erase(node: Node) -> None:
