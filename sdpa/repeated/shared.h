@@ -48,13 +48,11 @@ class Ref {
 };
 
 // What `configure` is handed: functions and objects of torch's and ours, by name.
-#define SDPA_PARTS(X)                                                                                               \
-  X(function_modes)                                                                                                 \
-  X(dispatch_modes)                                                                                                 \
-  X(forward_ad)                                                                                                     \
-  X(jit_tracing) X(autocast_is_on) X(current) X(current_text) X(flash_enabled) X(efficient_enabled) X(math_enabled) \
-      X(cudnn_enabled) X(deterministic) X(float32_precision) X(grad_enabled) X(data_ptr) X(get_device) X(stride)    \
-          X(parts_of) X(recent) X(last)
+#define SDPA_STATE(X) X(function_modes) X(dispatch_modes) X(forward_ad) X(jit_tracing) X(autocast_is_on) X(grad_enabled)
+#define SDPA_TOGGLES(X) X(flash_enabled) X(efficient_enabled) X(math_enabled) X(cudnn_enabled) X(deterministic)
+#define SDPA_OTHERS(X) X(float32_precision) X(current) X(current_text) X(parts_of) X(recent) X(last)
+#define SDPA_TENSORS(X) X(data_ptr) X(get_device) X(stride)
+#define SDPA_PARTS(X) SDPA_STATE(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_TENSORS(X)
 // Names that attributes and methods are asked by.
 #define SDPA_NAMES(X) X(is_cuda) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered)
 #define SDPA_DECLARE(name) PyObject* name = nullptr;
