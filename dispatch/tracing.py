@@ -49,7 +49,7 @@ def is_traced() -> bool:
 
 
 def open_blocks() -> list[str]:
-    return TRACES.setdefault(current_trace(), [])
+    return TRACES.setdefault(current_trace().tracing_context, [])
 
 
 @constant

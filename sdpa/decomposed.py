@@ -23,7 +23,6 @@ from sdpa.torch_private import (
     TransformType,
     dispatch_modes,
     get_interpreter_stack,
-    jit_tracing,
     peek_interpreter_stack,
 )
 
@@ -62,7 +61,7 @@ def is_functionalized() -> bool:
 
 
 def is_traced_by_torch() -> bool:
-    return jit_tracing() is not None or torch.onnx.is_in_onnx_export()
+    return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
 def is_traced() -> bool:
@@ -94,7 +93,7 @@ def by_torch(inputs: AttentionInputs) -> Tensor:
     mask = inputs.allowed if inputs.bias is None else inputs.bias
     grouped = bool(inputs.q.shape[1] != inputs.k.shape[1])
     scale: float | None = inputs.scale
-    if jit_tracing() is not None and scale == 1.0 / math.sqrt(int(inputs.q.shape[3])):
+    if torch.jit.is_tracing() and scale == 1.0 / math.sqrt(int(inputs.q.shape[3])):
         scale = None  # a number would hold for this head size alone
     return TORCHS(*inputs[:3], mask, inputs.dropout_p, inputs.right == 0, scale=scale, enable_gqa=grouped)
 

@@ -43,7 +43,6 @@ from sdpa.torch_private import (
     forward_ad,
     function_modes,
     is_gradtrackingtensor,
-    jit_tracing,
     math_enabled,
     peek_interpreter_stack,
     without_autocast,
@@ -115,14 +114,13 @@ def answer(
 def unrecognised(
     kind: Kind, tensors: tuple[Any, ...], options: tuple[Any, ...], returns_lse: bool, kernel: str | None, places: Any
 ) -> Any:
-    """The same for a call that is unlike the latest ones, or is not plain. `repeated.cpp` asks the same questions in
-    the same order."""
+    """The same for a call that is unlike the latest ones, or is not plain. `recognise.cpp` makes the same state."""
     query, key, value = tensors
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = options
     request = request_of(kind, tensors, options, returns_lse, kernel, places)
     # fmt: off
     if (
-        function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0 or jit_tracing() is not None
+        function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
     ):
@@ -136,18 +134,19 @@ def unrecognised(
     if parts is None:
         return ordinary(request)
     form, others, _ = parts
+    state: Hashable = None
     try:
-        if any(map(is_nested_tensor, (query, key, value, *others))):
-            return ordinary(request)
-        # fmt: off
-        state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
-                 CURRENT.get() and current_text(),
-                 flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
-                 float32_precision(), grad_enabled(), query.is_cuda and form_of((query, key, value, *others)))
-        # fmt: on
-        hash(state)
+        if not any(map(is_nested_tensor, (query, key, value, *others))):
+            # fmt: off
+            state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
+                     CURRENT.get() and current_text(),
+                     flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
+                     float32_precision(), grad_enabled(), query.is_cuda and form_of((query, key, value, *others)))
+            # fmt: on
+            hash(state)
     except (TypeError, AttributeError, ValueError, RuntimeError):
-        # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks of it
+        state = None  # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks
+    if state is None:
         return ordinary(request)
     return look_up(request, parts, state)
 
@@ -225,9 +224,7 @@ def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Ten
 
 configure(
     function_modes=function_modes,
-    dispatch_modes=dispatch_modes,
     forward_ad=forward_ad,
-    jit_tracing=jit_tracing,
     autocast_is_on=autocast_is_on,
     current=CURRENT.get,
     current_text=current_text,
@@ -244,10 +241,11 @@ configure(
 
 
 def is_transformed() -> bool:
-    """Whether a compiler, functorch, forward mode or a mode stands between this call and the kernels."""
+    """Whether a compiler, torch.jit, functorch, forward mode or a mode stands between this call and the kernels."""
     return (
         is_traced()
         or is_decomposed()
+        or torch.jit.is_tracing()
         or dispatch_modes() > 0
         or function_modes() > 0
         or forward_ad._current_level >= 0

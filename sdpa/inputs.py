@@ -13,7 +13,6 @@ from sdpa import philox
 from sdpa.mask import Mask
 from sdpa.packing import ends_before
 from sdpa.problem import UNLIMITED, AttentionInputs, Results, lengths_of
-from sdpa.torch_private import jit_tracing
 from sdpa.validate import Options, Sizes, check_dense, leading_shape
 
 __all__ = ["Fit", "Options", "build_inputs", "fits_of", "normalise", "restore_rank", "with_mask"]
@@ -133,7 +132,7 @@ def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> Attentio
     B, M, N = lengths_of(inputs)
     # A side wider than the matrix hides nothing. UNLIMITED keeps such calls on the unmasked path.
     # torch.jit.trace would keep the answer for other sizes.
-    traced = jit_tracing() is not None
+    traced = torch.jit.is_tracing()
     left, right = (side if traced or side < M + N else UNLIMITED for side in mask.band)
     sizes = Sizes(B, inputs.q.shape[1], M, N, lead)
     tensors: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdpa.problem import AttentionInputs, Results
-from sdpa.torch_private import dispatch_modes, is_exporting, jit_tracing
+from sdpa.torch_private import dispatch_modes, is_exporting
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -128,7 +128,7 @@ def ends_before(ends: Tensor, size: int) -> Tensor:
     """(size,) int32: how many of the ascending `ends` are at or before each position, without synchronising.
 
     A graph that is exported gets a sum of marks, because torch.onnx.export has no searchsorted."""
-    plain = not is_dynamo_compiling() and dispatch_modes() == 0 and jit_tracing() is None
+    plain = not is_dynamo_compiling() and dispatch_modes() == 0 and not torch.jit.is_tracing()
     if plain or not is_exporting():
         positions = torch.arange(size, device=ends.device, dtype=ends.dtype)
         return torch.searchsorted(ends.contiguous(), positions, right=True, out_int32=True)

@@ -13,7 +13,7 @@ import torch
 
 from sdpa.mask import Mask
 from sdpa.problem import Results
-from sdpa.torch_private import GetAttrKey, register_pytree_node
+from sdpa.torch_private import register_pytree
 
 # In this order in `Mask`; a graph that was saved names them.
 TENSOR_FIELDS = ("lengths", "query_lengths", "segments", "cu_seqlens", "prefix", "alibi", "allowed", "bias")
@@ -29,7 +29,7 @@ def flatten_mask(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
 
 def flatten_mask_with_keys(mask: Mask) -> tuple[list[Any], tuple[Any, ...]]:
     values, context = flatten_mask(mask)
-    return [(GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
+    return list(zip(context[0], values, strict=True)), context
 
 
 def build_mask(values: Any, context: tuple[Any, ...]) -> Mask:
@@ -53,7 +53,7 @@ def load_mask(dumped: list[Any]) -> tuple[Any, ...]:
     return tuple(present), tuple(tuple(value) if isinstance(value, list) else value for value in constants)
 
 
-register_pytree_node(
+register_pytree(
     Mask,
     flatten_mask,
     build_mask,
@@ -63,7 +63,7 @@ register_pytree_node(
     flatten_with_keys_fn=flatten_mask_with_keys,
 )
 # A NamedTuple is a pytree by itself; a saved program needs its name.
-register_pytree_node(
+register_pytree(
     Results,
     lambda results: (list(results), None),
     lambda values, _: Results._make(values),

@@ -42,6 +42,7 @@ def needed(path: str) -> Any:
     """The object at `path`, without which calls would be wrong: an ImportError where the running torch has it not."""
     found = part(path, ABSENT)
     if found is ABSENT:
+        ABSENT.remove(path)
         raise ImportError(f"sdpa needs {path}, which torch {torch.__version__} does not have.")
     return found
 
@@ -52,10 +53,6 @@ def zero() -> int:
 
 def never(*_: object) -> bool:
     return False
-
-
-def nothing(*_: object, **__: object) -> None:
-    return None
 
 
 # Recognises tensors by type, dispatch keys, dtype, device, sizes, strides and requires_grad in one call. Absent: calls
@@ -92,15 +89,11 @@ def mode_traces() -> bool:
     return any(kind.__name__ in TRACERS for mode in dispatch_mode_stack() for kind in type(mode).__mro__)
 
 
-# Whether torch.jit.trace records. Absent: it does not.
-jit_tracing = part("torch._C._get_tracing_state", lambda: None)
-
-
 def is_exporting() -> bool:
     """Whether operations are recorded by name, for tools that may know few of them; also in other threads' exports."""
     if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
         return torch.compiler.is_exporting()
-    return jit_tracing() is not None or (dispatch_modes() > 0 and mode_traces())
+    return torch.jit.is_tracing() or (dispatch_modes() > 0 and mode_traces())
 
 
 # functorch's levels, the innermost last; None where there is none. Needed: transforms would be answered wrongly.
@@ -214,9 +207,22 @@ def inside_torchs_block() -> bool:
     return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)
 
 
-# How types become pytrees, and what a field is called in one. Absent: torch.export and torch.func take no Mask.
-register_pytree_node: Callable[..., None] = part("torch.utils._pytree.register_pytree_node", nothing)
-GetAttrKey: Any = part("torch.utils._pytree.GetAttrKey", str)
+# How types become pytrees. Absent: torch.export and torch.func take no Mask.
+pytree = part("torch.utils._pytree", None)
+
+
+def register_pytree(kind: type, flatten: Callable[..., Any], build: Callable[..., Any], **options: Any) -> None:
+    """`register_pytree_node` for a type whose `flatten_with_keys_fn` returns the names of its fields as keys."""
+    if pytree is None:
+        return
+    if by_name := options.get("flatten_with_keys_fn"):
+
+        def with_keys(tree: Any) -> tuple[list[Any], Any]:
+            named, context = by_name(tree)
+            return [(pytree.GetAttrKey(name), value) for name, value in named], context
+
+        options["flatten_with_keys_fn"] = with_keys
+    pytree.register_pytree_node(kind, flatten, build, **options)
 
 
 def inductor_pass() -> tuple[Any, type]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 from sdpa.scalars import as_int, shown, type_name
-from sdpa.torch_private import GetAttrKey, register_pytree_node
+from sdpa.torch_private import register_pytree
 
 if TYPE_CHECKING:
     from sdpa.nn.attention import MultiheadAttention
@@ -128,9 +128,7 @@ def flatten_cache(cache: DecoderCache) -> tuple[list[Any], bool]:
 
 def flatten_cache_with_keys(cache: DecoderCache) -> tuple[list[Any], bool]:
     parts, context = flatten_cache(cache)
-    return [
-        (GetAttrKey(name), part) for name, part in zip(("own", "memory", "lengths", "seen"), parts, strict=False)
-    ], context
+    return list(zip(("own", "memory", "lengths", "seen"), parts, strict=False)), context
 
 
 def build_cache(parts: Iterable[Any], has_seen: bool) -> DecoderCache:
@@ -142,7 +140,7 @@ def build_cache(parts: Iterable[Any], has_seen: bool) -> DecoderCache:
     )
 
 
-register_pytree_node(
+register_pytree(
     DecoderCache,
     flatten_cache,
     build_cache,

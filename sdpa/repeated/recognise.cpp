@@ -1,5 +1,5 @@
 // A call like one before, recognised by its state and by guards of its tensors, and answered by what was prepared for
-// it. entry.py asks the same questions in the same order of a call that is not recognised.
+// it. entry.py makes the same state of a call that is not recognised.
 
 #include "shared.h"
 
@@ -20,15 +20,15 @@ bool is_usual(const Call& call) {
          PyFloat_CheckExact(call.dropout_p) && is_number(call.scale) && is_number(call.softcap);
 }
 
-// Whether a mode, forward mode, torch.jit or autocast stands between the call and its kernel; -1 with an exception.
+// Whether a function mode, autocast or forward mode stands between the call and its kernel; -1 with an exception. The
+// guards see what has a dispatch key of its own: dispatch modes, functorch, torch.jit.
 int is_transformed() {
-  for (PyObject* asked : {parts.function_modes, parts.dispatch_modes, parts.autocast_is_on}) {
+  for (PyObject* asked : {parts.function_modes, parts.autocast_is_on}) {
     int on = is_true(PyObject_CallNoArgs(asked));
     if (on) return on;
   }
-  Ref level(PyObject_GetAttr(parts.forward_ad, names._current_level)), tracing(PyObject_CallNoArgs(parts.jit_tracing));
-  if (!level || !tracing) return -1;
-  return PyLong_AsLong(level.get()) >= 0 || tracing.get() != Py_None;
+  Ref level(PyObject_GetAttr(parts.forward_ad, names._current_level));
+  return level ? PyLong_AsLong(level.get()) >= 0 : -1;
 }
 
 // Whether one of the tensors is nested: it has no strides, for which a guard ends the process. -1 with an exception.
