@@ -224,6 +224,7 @@ def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Ten
 
 configure(
     function_modes=function_modes,
+    dispatch_modes=dispatch_modes,
     forward_ad=forward_ad,
     autocast_is_on=autocast_is_on,
     current=CURRENT.get,

@@ -20,10 +20,10 @@ bool is_usual(const Call& call) {
          PyFloat_CheckExact(call.dropout_p) && is_number(call.scale) && is_number(call.softcap);
 }
 
-// Whether a function mode, autocast or forward mode stands between the call and its kernel; -1 with an exception. The
-// guards see what has a dispatch key of its own: dispatch modes, functorch, torch.jit.
+// Whether a mode, autocast or forward mode stands between the call and its kernel; -1 with an exception. The guards see
+// what has a dispatch key of its own, as functorch and torch.jit have.
 int is_transformed() {
-  for (PyObject* asked : {parts.function_modes, parts.autocast_is_on}) {
+  for (PyObject* asked : {parts.function_modes, parts.dispatch_modes, parts.autocast_is_on}) {
     int on = is_true(PyObject_CallNoArgs(asked));
     if (on) return on;
   }
