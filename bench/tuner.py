@@ -31,6 +31,7 @@ from sdpa.dispatch import cost, select
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
+from sdpa.repeated import Operator
 
 # A kernel's first calls, where each takes less than SHORT seconds: one may wait for a thread that the system took away.
 FIRST_CALLS = 5
@@ -217,11 +218,12 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -
 
 
 def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: Any) -> Call:
-    """What a call that was made before runs (sdpa.plans): torch's operator, launches run again, or the pass itself."""
+    """What a call that was made before runs (sdpa.passes): torch's operator, launches run again, or the pass itself."""
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
-        attend = module.native(inputs, False)
-        if attend is not None:
+        native = module.native(inputs, False)
+        if native is not None:
+            attend = Operator(*native)
             return lambda: attend(*inputs[:3])
     run = getattr(module, asked.direction)
     again = module.record(tensors, asked, tile)[1] if hasattr(module, "record") else None

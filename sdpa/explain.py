@@ -63,7 +63,7 @@ def explain(
     explanation = explain_problem(problem, request, plain and direction == "forward")
     if direction == "backward" and plain:
         forward = Prepared(inputs, True, False, effective(request_text(kernel)))
-        if forward.native is not None:
+        if forward.is_left_to_torch:
             return explanation.instead(forward.choice.kernel.name, LEFT_TO_TORCH)
     return explanation
 

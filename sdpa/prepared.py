@@ -13,14 +13,13 @@ from torch import Tensor
 
 from sdpa.derivatives import Attention, Pair, differentiable_backward, weights
 from sdpa.dispatch import failure, learning, select
-from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import Setting, torch_toggles
 from sdpa.dispatch.placing import readable
-from sdpa.dispatch.recovery import recover
 from sdpa.dispatch.refusal import NoKernelError
 from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_batch, as_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.repeated import Operator, Repeated
 from sdpa.torch_private import current_node, deterministic, saved_tensors_hooks
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
@@ -41,12 +40,10 @@ class Prepared:
         "form",
         "forward",
         "learned",
-        "native",
-        "out_stride",
+        "readable_strides",
         "returns_lse",
         "run",
         "setting",
-        "watch",
     )
 
     def __init__(self, inputs: AttentionInputs, learns: bool, returns_lse: bool, setting: str) -> None:
@@ -63,29 +60,30 @@ class Prepared:
         choice = select.choose(problem, setting, torch_toggles(), learns and plain)
         self.forward = Pass(self.form, choice)
         self.backwards: dict[tuple[Any, ...], Pass] = {}
-        self.watch: Any = None
-        self.out_stride: tuple[int, ...] | None = None  # of the output of torch's own operator
-        self.native: Any = self.native_of(inputs, learns) if plain and (not learns or self.stays(problem)) else None
-        if learns and self.native is not None:
-            self.watch = self.make_watch()
+        self.readable_strides: set[tuple[int, ...]] = set()  # of incoming gradients that torch's backward has read
         self.run: Callable[..., Any] = self.forward  # inside of the node
-        self.attend = self.entrance(learns)
+        native = self.choice.native if plain and (not learns or self.stays(problem)) else None
+        operator = None if native is None else native(inputs, learns)
+        self.attend = self.entrance(operator, learns)
 
-    def entrance(self, learns: bool) -> Callable[..., Any]:
-        if self.native is None:
-            return self.by_function if learns else self.forward
-        return self.by_differentiable_operator if learns else self.by_operator
+    def entrance(self, operator: Any, learns: bool) -> Callable[..., Any]:
+        """`operator` is torch's own and its options, where the chosen kernel is one."""
+        if not learns:
+            if operator is not None:
+                self.forward.again = Operator(*operator)
+            return self.forward
+        return self.by_function if operator is None else DifferentiableOperator(self, operator)
+
+    @property
+    def is_left_to_torch(self) -> bool:
+        """Whether torch differentiates its own operator."""
+        return isinstance(self.attend, DifferentiableOperator)
 
     @property
     def choice(self) -> Choice:
         return self.forward.choice
 
     # -- torch's own operator, where the kernel is one ----------------------------------------------------------------
-
-    def native_of(self, inputs: AttentionInputs, learns: bool) -> Callable[..., Tensor] | None:
-        """torch's own operator as a function of (query, key, value), where the chosen kernel is one."""
-        make = self.choice.native
-        return None if make is None else make(inputs, learns)
 
     def stays(self, problem: AttentionProblem) -> bool:
         """Whether the kernel of a small forward is best for the backward, too, so that torch may differentiate its
@@ -99,28 +97,6 @@ class Prepared:
                 return False
             return backward.kernel is self.choice.kernel
         return learning.stays(self.choice.kernel, select.followers(problem, self.setting, torch_toggles()))
-
-    def by_operator(self, *tensors: Tensor) -> Any:
-        LAST.choice = self.choice
-        try:
-            return (self.native(*tensors),)
-        except Exception as error:
-            return recover(self.choice, error, self.form.inputs(tensors))
-
-    def by_differentiable_operator(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if saved_tensors_hooks(False) is not None:  # checkpointing lets `after_backward` read what is saved only once
-            return self.by_function(*tensors)
-        LAST.choice = self.choice
-        try:
-            out = self.native(*tensors)
-        except Exception as error:
-            if failure.kind_of(error) is None:  # as the exception by which checkpointing ends a forward
-                raise
-            return self.by_function(*tensors)
-        if self.out_stride is None and out.data_ptr() & ADDRESS_BITS == 0:
-            self.out_stride = out.stride()
-        out.grad_fn._register_hook_dict(self.watch)
-        return (out,)
 
     def make_watch(self) -> Tensor:
         """A tensor whose hook dictionary the nodes of all calls share; `Tensor.register_hook` would make one for each
@@ -137,9 +113,15 @@ class Prepared:
             if "sdpa" not in node.metadata:  # a graph with retain_graph=True runs again
                 node.metadata["sdpa"] = node.register_hook(self.after_backward)
             return None
-        if grad_out is None or not grad_out.is_cuda or lies_as(grad_out, self.out_stride):
+        if grad_out is None or not grad_out.is_cuda:
             return None
-        return readable(grad_out)
+        strides = self.readable_strides
+        if grad_out.data_ptr() & ADDRESS_BITS == 0 and grad_out.stride() in strides:
+            return None
+        read = readable(grad_out)
+        if read is grad_out and len(strides) < MAX_BACKWARDS:
+            strides.add(grad_out.stride())
+        return read
 
     def after_backward(self, grads: tuple[Any, ...], upstream: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled() or upstream[0] is None:
@@ -190,9 +172,24 @@ class Prepared:
         return Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
 
 
-def lies_as(grad_out: Tensor, stride: tuple[int, ...] | None) -> bool:
-    """Whether a gradient lies in memory as the output of this stride does, which torch's own operator made."""
-    return grad_out.stride() == stride and grad_out.data_ptr() & ADDRESS_BITS == 0
+class DifferentiableOperator(Repeated):
+    """The forward by torch's own operator, which torch differentiates."""
+
+    __slots__ = ("prepared",)
+
+    def __init__(self, prepared: Prepared, operator: Any) -> None:
+        self.prepared, self.choice = prepared, prepared.choice
+        # Checkpointing lets `after_backward` read what is saved only once: under its hooks the node is ours.
+        function, options, named = operator
+        self.again = Operator(function, options, named, saved_tensors_hooks, prepared.make_watch())
+
+    def first_time(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return self.prepared.by_function(*tensors)
+
+    def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if failure.kind_of(error) is None:  # as the exception by which checkpointing ends a forward
+            raise error
+        return self.prepared.by_function(*tensors)
 
 
 class PreparedRows(Prepared):

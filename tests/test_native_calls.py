@@ -34,13 +34,11 @@ def native(monkeypatch):
     calls = []
 
     def make(inputs, learns):
-        def operator(q, k, v):
+        def operator(q, k, v, *options, **named):
             calls.append(learns)
-            return torch._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, is_causal(inputs), attn_mask=None, scale=inputs.scale
-            )[0]
+            return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, *options, **named)
 
-        return operator
+        return operator, (0.0, is_causal(inputs)), {"attn_mask": None, "scale": inputs.scale}
 
     monkeypatch.setattr(flash_cpu, "native", make, raising=False)
     select.clear_caches()
@@ -146,7 +144,7 @@ def test_what_torch_refuses_another_kernel_answers(monkeypatch):
     def refused(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(flash_cpu, "native", lambda inputs, learns: refused)
+    monkeypatch.setattr(flash_cpu, "native", lambda inputs, learns: (refused, (), {}))
     with sdpa.sdpa_kernel(["vendor_cpu_flash", "cpu_flash"], set_priority=True):
         with pytest.warns(UserWarning, match="cpu_flash answers instead"):
             out = attend(*tensors)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sdpa.layout import unexpanded
 from sdpa.problem import AttentionInputs
+
+# One of torch's operators, its options behind q, k and v, and those by name.
+Native = tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...], dict[str, Any]]
 
 
 def no_cuda() -> str | None:

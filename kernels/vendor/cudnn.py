@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from sdpa.kernels.vendor.common import (
+    Native,
     dense,
     expanded_mask,
     is_causal,
@@ -28,12 +27,10 @@ def unavailable() -> str | None:
     return None if torch.backends.cudnn.is_available() else "torch was built without cuDNN"
 
 
-def native(inputs: AttentionInputs, learns: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's operator of (q, k, v) without a mask, as torch calls and differentiates it."""
-    attend, scale = torch._scaled_dot_product_cudnn_attention, scale_option(inputs)
-    if is_causal(inputs):
-        return lambda q, k, v: attend(q, k, v, None, learns, 0.0, True, **scale)[0]
-    return lambda q, k, v: attend(q, k, v, None, learns, **scale)[0]
+def native(inputs: AttentionInputs, learns: bool) -> Native:
+    """torch's operator without a mask, as torch calls and differentiates it."""
+    options = (None, learns, 0.0, True) if is_causal(inputs) else (None, learns)
+    return torch._scaled_dot_product_cudnn_attention, options, scale_option(inputs)
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:

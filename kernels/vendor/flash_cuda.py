@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
-from sdpa.kernels.vendor.common import dense, is_causal, no_cuda, no_rng, scale_option
+from sdpa.kernels.vendor.common import Native, dense, is_causal, no_cuda, no_rng, scale_option
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -25,14 +22,12 @@ def padded(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(q=q, k=k, v=v)
 
 
-def native(inputs: AttentionInputs, learns: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """torch's operator of (q, k, v) as torch calls and differentiates it; None where head sizes have to be padded."""
+def native(inputs: AttentionInputs, learns: bool) -> Native | None:
+    """torch's operator as torch calls and differentiates it; None where head sizes have to be padded."""
     if inputs.q.shape[-1] % HEAD_MULTIPLE:
         return None
-    attend, scale = torch._scaled_dot_product_flash_attention, scale_option(inputs)
-    if is_causal(inputs):
-        return lambda q, k, v: attend(q, k, v, 0.0, True, **scale)[0]
-    return lambda q, k, v: attend(q, k, v, **scale)[0]
+    options = (0.0, True) if is_causal(inputs) else ()
+    return torch._scaled_dot_product_flash_attention, options, scale_option(inputs)
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Results:

@@ -3,6 +3,7 @@
     recognise   finds what was prepared for a call like one before    entry.py, calls.py
     Repeated    one direction of a prepared call                      passes.py
     Launches    its recorded launches, by addresses                   kernels/triton/recorded.py, kernels/cpu/flash.py
+    Operator    torch's own operator, where the kernel is one         prepared.py
 
 Everything that they do is done in Python, too, where a call is not recognised. Without `_native` (`BUILT` is false)
 that is so for every call: slower, never wrong.
@@ -51,6 +52,26 @@ if TYPE_CHECKING:
         def __call__(self, *given: Tensor) -> Any:
             """What the call returns; None where the ordinary way must be taken."""
 
+    class Operator:
+        """One of torch's own operators with fixed options.
+
+        `hooks(False)` tells of hooks of saved tensors, under which it is not called. The node of its output gets the
+        hooks of `watch`, a tensor.
+        """
+
+        def __init__(
+            self,
+            function: Callable[..., Sequence[Any]],  # its first result is the output
+            options: tuple[Any, ...],
+            keywords: dict[str, Any],
+            hooks: Callable[[bool], object] | None = None,
+            watch: Tensor | None = None,
+            /,
+        ) -> None: ...
+
+        def __call__(self, *tensors: Tensor) -> tuple[Tensor] | None:
+            """(output,); None where the ordinary way must be taken."""
+
     class Repeated:
         """One direction of a prepared call. It runs `again` where that is there and returns something, else
         `first_time`. An exception goes to `recovered`."""
@@ -75,11 +96,11 @@ if TYPE_CHECKING:
 
 else:
     try:
-        from sdpa.repeated._native import Launches, Repeated, configure, recognise
+        from sdpa.repeated._native import Launches, Operator, Repeated, configure, recognise
 
         BUILT = True
     except ImportError:  # not built, or for another machine
-        from sdpa.repeated.in_python import Launches, Repeated, configure, recognise  # noqa: F401
+        from sdpa.repeated.in_python import Launches, Operator, Repeated, configure, recognise  # noqa: F401
 
         BUILT = False
 

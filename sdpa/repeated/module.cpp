@@ -44,7 +44,7 @@ PyMODINIT_FUNC PyInit__native() {
 #define INTERN(name) sdpa::names.name = PyUnicode_InternFromString(#name);
   SDPA_NAMES(INTERN)
 #undef INTERN
-  PyTypeObject* types[] = {sdpa::make_launches_type(), sdpa::make_repeated_type()};
+  PyTypeObject* types[] = {sdpa::make_launches_type(), sdpa::make_repeated_type(), sdpa::make_operator_type()};
   PyObject* module = PyModule_Create(&sdpa::definition);
   for (PyTypeObject* type : types)
     if (module == nullptr || type == nullptr || PyModule_AddType(module, type) < 0) return nullptr;

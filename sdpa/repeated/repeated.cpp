@@ -10,7 +10,7 @@ namespace {
 
 struct Repeated {
   PyObject_HEAD PyObject*
-      again;         // the recorded launches, or another function of the tensors; None before there are any
+      again;  // the recorded launches, torch's operator, or another function of the tensors; None before there are any
   PyObject* choice;  // the selected kernel, which `last_choice` tells
 };
 
@@ -81,6 +81,8 @@ PyObject* run_repeated(PyObject* object, PyObject* const* given, Py_ssize_t coun
     Ref again(Ref::borrowed(self->again)), found;
     if (PyObject_TypeCheck(again.get(), launches_type)) {
       found.take(run_launches(again.get(), given, count));
+    } else if (PyObject_TypeCheck(again.get(), operator_type)) {
+      found.take(run_operator(again.get(), given, count));
     } else {
       Ref tensors(tuple_of(given, count));
       found.take(tensors ? PyObject_Call(again.get(), tensors.get(), nullptr) : nullptr);

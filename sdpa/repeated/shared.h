@@ -54,7 +54,9 @@ class Ref {
 #define SDPA_TENSORS(X) X(data_ptr) X(get_device) X(stride)
 #define SDPA_PARTS(X) SDPA_STATE(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_TENSORS(X)
 // Names that attributes and methods are asked by.
-#define SDPA_NAMES(X) X(is_cuda) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered)
+#define SDPA_NAMES(X) \
+  X(is_cuda)          \
+  X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered) X(grad_fn) X(_register_hook_dict)
 #define SDPA_DECLARE(name) PyObject* name = nullptr;
 struct Parts {
   SDPA_PARTS(SDPA_DECLARE)
@@ -115,6 +117,11 @@ inline void free_object(PyObject* object) {
 extern PyTypeObject* launches_type;
 PyObject* run_launches(PyObject* launches, PyObject* const* given, Py_ssize_t count);
 PyTypeObject* make_launches_type();
+
+// operator.cpp: one of torch's own operators. None where the ordinary way must be taken.
+extern PyTypeObject* operator_type;
+PyObject* run_operator(PyObject* object, PyObject* const* given, Py_ssize_t count);
+PyTypeObject* make_operator_type();
 
 // repeated.cpp: one direction of a prepared call.
 extern PyTypeObject* repeated_type;
