@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
+from sdpa.autocast import autocast_dtype, cast, cast_first, cast_options
 from sdpa.calls import CALLS, PLAIN_TYPES, form_of
 from sdpa.decomposed import is_decomposed
 from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
-from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_nested, nested_attention
+from sdpa.interop import as_mask, is_nested, nested_attention
 from sdpa.kernels.math.weights import composite_weights
 from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
 from sdpa.mask import Mask
@@ -53,7 +54,6 @@ band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
 NUMBERS = (NoneType, float)
-MASK, SINKS = (Options._fields.index(name) for name in ("attn_mask", "sinks"))
 is_nested_tensor = attrgetter("is_nested")  # has no strides, for which a guard ends the process
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -126,10 +126,6 @@ def unrecognised(
     ):
         # fmt: on
         return ordinary(request)
-    if autocast_is_on() and not has_torch_function(
-        (*tensors, None if type(mask) is Mask else mask, sinks, *(places or ()))
-    ):
-        return under_autocast(kind, tensors, options, returns_lse, kernel, places)
     parts = parts_of(mask, sinks, places)
     if parts is None:
         return ordinary(request)
@@ -139,7 +135,7 @@ def unrecognised(
         if not any(map(is_nested_tensor, (query, key, value, *others))):
             # fmt: off
             state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
-                     CURRENT.get() and current_text(),
+                     CURRENT.get() and current_text(), autocast_is_on() and autocast_dtype(query),
                      flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
                      float32_precision(), grad_enabled(), query.is_cuda and form_of((query, key, value, *others)))
             # fmt: on
@@ -149,19 +145,6 @@ def unrecognised(
     if state is None:
         return ordinary(request)
     return look_up(request, parts, state)
-
-
-def under_autocast(
-    kind: Kind, tensors: tuple[Any, ...], options: tuple[Any, ...], returns_lse: bool, kernel: str | None, places: Any
-) -> Any:
-    """The call in the dtype of its device's autocast, if that is on, and outside of every autocast."""
-    dtype = autocast_dtype(tensors[0])
-    if dtype is not None:
-        tensors = tuple([cast(t, dtype) for t in tensors])
-        if options[MASK] is not None or options[SINKS] is not None:
-            options = cast_options(Options(*options), dtype)
-    with torch.autocast(tensors[0].device.type, enabled=False) if is_dynamo_compiling() else without_autocast():
-        return answer(kind, tensors, options, returns_lse, kernel, places)
 
 
 def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
@@ -227,6 +210,7 @@ configure(
     dispatch_modes=dispatch_modes,
     forward_ad=forward_ad,
     autocast_is_on=autocast_is_on,
+    autocast_dtype=autocast_dtype,
     current=CURRENT.get,
     current_text=current_text,
     flash_enabled=flash_enabled,
@@ -267,6 +251,11 @@ def prepare(request: Request) -> Run | None:
     """What answers calls like this one, given query, key, value and what `parts_of` says; None for a call without
     anything to compute."""
     kind, call, returns_lse = request.kind, request.call, request.returns_lse
+    dtype = autocast_dtype(call.query) if autocast_is_on() else None
+    if dtype is not None:
+        with without_autocast():
+            run = prepare(request._replace(call=cast_call(call, dtype)))
+        return None if run is None else cast_first(run, dtype)
     setting = effective(request_text(request.kernel))
     kind.check(*call)
     with torch.no_grad():  # saved tensors' hooks are to see those of the call itself alone
@@ -288,6 +277,12 @@ def prepare(request: Request) -> Run | None:
     if gather is None:
         return lambda *given: restore(attend(*given[:3]), *given)
     return lambda *given: restore(attend(*gather(*given)), *given)
+
+
+def cast_call(call: Call, dtype: torch.dtype) -> Call:
+    """The call in autocast's dtype."""
+    q, k, v = (cast(t, dtype) for t in call[:3])
+    return Call(q, k, v, cast_options(call.options, dtype), call.places)
 
 
 def with_placeholder(inputs: AttentionInputs, options: Options) -> AttentionInputs:
@@ -320,8 +315,11 @@ def ordinary(request: Request) -> Any:
         if call.options.is_causal:
             raise ValueError("CausalBias should not be used with causal=True")
         call = call._replace(options=call.options._replace(attn_mask=mask))
-    if autocast_dtype(call.query) is not None:
-        return under_autocast(kind, call[:3], call.options, returns_lse, kernel, call.places)
+    dtype = autocast_dtype(call.query)
+    if dtype is not None:
+        q, k, v, options, places = cast_call(call, dtype)
+        with torch.autocast(q.device.type, enabled=False) if is_dynamo_compiling() else without_autocast():
+            return answer(kind, (q, k, v), options, returns_lse, kernel, places)
     setting = request_text(kernel)
     if kind is DENSE and is_nested(*call[:3]):
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sdpa.autocast import autocast_dtype, cast, cast_options
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
 from sdpa.dispatch.select import backward_setting, weights_setting
 from sdpa.entry import is_transformed
 from sdpa.inputs import Options, build_inputs
-from sdpa.interop import as_mask, autocast_dtype, cast, cast_options, is_nested, pack_jagged
+from sdpa.interop import as_mask, is_nested, pack_jagged
 from sdpa.mask import Mask
 from sdpa.passes import Form
 from sdpa.prepared import Prepared

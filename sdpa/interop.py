@@ -1,4 +1,4 @@
-"""What surrounds a plain call in torch: autocast, CausalBias and jagged nested tensors."""
+"""What surrounds a plain call in torch: CausalBias and nested tensors."""
 
 from __future__ import annotations
 
@@ -12,31 +12,6 @@ from torch import Tensor
 from sdpa import nested
 from sdpa.mask import Mask
 from sdpa.validate import Options
-
-
-def autocast_dtype(query: object) -> torch.dtype | None:
-    """The dtype that autocast asks for on the query's device; None where it is off."""
-    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def cast(tensor: Any, dtype: torch.dtype) -> Any:
-    """A floating tensor in autocast's dtype. float64 stays, as torch's rule for this function has it."""
-    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
-        return tensor.to(dtype)
-    return tensor
-
-
-def cast_options(options: Options, dtype: torch.dtype) -> Options:
-    """Floating masks and sinks in autocast's dtype."""
-    mask = options.attn_mask
-    if isinstance(mask, Mask):
-        mask = mask if mask.bias is None else mask.replace(bias=cast(mask.bias, dtype))
-    else:
-        mask = cast(mask, dtype)
-    return options._replace(attn_mask=mask, sinks=cast(options.sinks, dtype))
 
 
 def as_mask(attn_mask: Any) -> Any:

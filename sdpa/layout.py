@@ -32,6 +32,16 @@ def like_layout(result: Tensor, source: Tensor) -> Tensor:
     return result.contiguous()
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers fill a piece of memory, each once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def unexpanded(mask: Tensor) -> Tensor:
     """A view with one entry along each expanded dimension, which broadcasts to the same values."""
     for dimension in range(mask.dim()):

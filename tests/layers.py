@@ -46,6 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.mask_algebra",
         "sdpa.inputs",
         "sdpa.interop",
+        "sdpa.autocast",
         "sdpa.nested",
     ),
     # The memory of calls, and one direction of what it remembers.

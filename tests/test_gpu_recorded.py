@@ -92,6 +92,41 @@ def test_hopper_again(kind, direction, modules):
         run_again(hopper, backward_tensors(kind, dtype=torch.bfloat16), "backward", ())
 
 
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float16], ids=str)
+def test_casts_of_autocast(given, autocast):
+    """One by one at first, then in one launch, on other tensors."""
+    from sdpa.autocast import Casts
+
+    casts = Casts(autocast)
+    for count in range(5):
+        tensors = [torch.randn(2, 3, 16, 40, device="cuda").to(given).transpose(1, 2) for _ in range(3)]
+        for got, tensor in zip(casts(*tensors), tensors, strict=True):
+            wanted = tensor.to(autocast)
+            assert torch.equal(got, wanted) and got.stride() == wanted.stride()
+        assert (casts.again is not None) == (count > 0 and given != autocast)
+
+
+def test_calls_under_autocast_again():
+    import sdpa
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for seed in range(4):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(1, 4, 16, 64, device="cuda") for _ in range(3))
+        for learns in (False, True):
+            tensors = [t.requires_grad_(learns) for t in (q, k, v)]
+            with torch.autocast("cuda", torch.bfloat16):
+                got, wanted = sdpa.scaled_dot_product_attention(*tensors), attend(*tensors)
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-2)
+            if learns:
+                pairs = zip(*(torch.autograd.grad(o.sum(), tensors) for o in (got, wanted)), strict=True)
+                for f, w in pairs:
+                    assert f.dtype == torch.float32
+                    torch.testing.assert_close(f, w, rtol=3e-2, atol=2e-2)
+
+
 def test_a_signal_handler_may_run_the_same_launches(modules):
     """A timer whose handler calls what its interrupted code is in the middle of calling."""
     flash = modules["flash"]

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 
 from ahead import CUOBJDUMP, FakeDriver  # noqa: E402
 
-from sdpa.kernels.triton import backward, decode, forward, tiles  # noqa: E402
+from sdpa.kernels.triton import backward, cast, decode, forward, tiles  # noqa: E402
 from sdpa.kernels.triton import weights as weights_pass  # noqa: E402
 from sdpa.kernels.triton.target import AMD_SHARED_MEMORY, Target, assume  # noqa: E402
 from sdpa.kernels.triton.triton_private import VERSION  # noqa: E402
@@ -136,6 +136,15 @@ def test_packed_sequences_compile(arch, pretend):
             problem = problem_of(inputs, direction)
             for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
                 checked(launch, target)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_casts_compile_for_every_target(arch, pretend):
+    target, inputs = pretend(TARGETS[arch]), make_inputs(sized(64, dtype=torch.float32))
+    with assume(target):
+        for dtype in (torch.float16, torch.bfloat16):
+            (launch,) = cast.cast_pass(inputs[:3], dtype).launches
+            checked(launch, target)
 
 
 @pytest.mark.parametrize("arch", TARGETS)

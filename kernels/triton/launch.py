@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from triton.runtime import driver
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
 from sdpa.kernels.triton.target import target_of
 from sdpa.layout import has_memory
-from sdpa.problem import AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import Gradients, Results, Tile
 
 # What a pass returns, by the numbers of the tensors that it made.
 OUTPUT_ALONE, WITH_LSE = (0, -1), (0, 1)
@@ -91,7 +91,17 @@ def with_memory(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def run(launches: list[Launch], problem: AttentionProblem) -> list:
+class Placed(Protocol):
+    """What launches ask of a problem."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def direction(self) -> str: ...
+
+
+def run(launches: list[Launch], problem: Placed) -> list:
     """Run `launches` in order on the problem's device; returns what each was compiled to."""
     target = target_of(problem.device)
     index = device_index(problem.device)

@@ -17,7 +17,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from sdpa.kernels.triton.driver_launch import driver_launch
-from sdpa.kernels.triton.launch import Launch, Pass, device_index, run, with_memory
+from sdpa.kernels.triton.launch import Launch, Pass, Placed, device_index, run, with_memory
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.trial import TRIALS
 from sdpa.kernels.triton.triton_private import (
@@ -30,7 +30,6 @@ from sdpa.kernels.triton.triton_private import (
     pre_run_hooks,
 )
 from sdpa.layout import LOW_ADDRESS
-from sdpa.problem import AttentionProblem
 from sdpa.repeated import BUILT, Launches, Recording
 from sdpa.torch_private import empty_strided_cuda
 
@@ -87,13 +86,13 @@ class RecordedCall(Launches):
     steps: list[Step]
 
 
-def run_pass(work: Pass, problem: AttentionProblem) -> Any:
+def run_pass(work: Pass, problem: Placed) -> Any:
     """Run the launches of a pass; what its caller gets."""
     run(work.launches, problem)
     return work.finished()
 
 
-def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCall | None]:
+def record_pass(work: Pass, problem: Placed) -> tuple[Any, RecordedCall | None]:
     """The same, and what does it again for tensors of the same form; None where that would not do."""
     compiled = run(work.launches, problem)
     results = work.finished()
@@ -103,7 +102,7 @@ def record_pass(work: Pass, problem: AttentionProblem) -> tuple[Any, RecordedCal
     return results, again
 
 
-def recorded(work: Pass, compiled: list, problem: AttentionProblem) -> RecordedCall | None:
+def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None:
     """A pass that has run, as what does it again. None where there is no CUDA device, or not the current one; where
     Triton or torch lack what this relies on; and where two tensors begin at one address, so that it cannot be told
     which of the two an argument is."""

@@ -20,10 +20,10 @@ bool is_usual(const Call& call) {
          PyFloat_CheckExact(call.dropout_p) && is_number(call.scale) && is_number(call.softcap);
 }
 
-// Whether a mode, autocast or forward mode stands between the call and its kernel; -1 with an exception. The guards see
+// Whether a mode or forward mode stands between the call and its kernel; -1 with an exception. The guards see
 // what has a dispatch key of its own, as functorch and torch.jit have.
 int is_transformed() {
-  for (PyObject* asked : {parts.function_modes, parts.dispatch_modes, parts.autocast_is_on}) {
+  for (PyObject* asked : {parts.function_modes, parts.dispatch_modes}) {
     int on = is_true(PyObject_CallNoArgs(asked));
     if (on) return on;
   }
@@ -61,6 +61,14 @@ PyObject* setting() {
   return on < 0 ? nullptr : PyObject_CallNoArgs(parts.current_text);
 }
 
+// The dtype of the autocast of a tensor's device, or None; false where no autocast is on.
+PyObject* autocast_of(PyObject* tensor) {
+  PyObject* on = PyObject_CallNoArgs(parts.autocast_is_on);
+  if (on != Py_True) return on;
+  Py_DECREF(on);
+  return PyObject_CallFunctionObjArgs(parts.autocast_dtype, tensor, nullptr);
+}
+
 // The key of a call's state, the same as `entry.state_of` makes.
 PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, Py_ssize_t count) {
   PyObject* given[] = {PyTuple_GetItem(call.kind, 0),
@@ -75,13 +83,13 @@ PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, P
   PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled, parts.cudnn_enabled,
                           parts.deterministic, parts.float32_precision, parts.grad_enabled};
   constexpr Py_ssize_t kGiven = sizeof(given) / sizeof(*given), kSwitches = sizeof(switches) / sizeof(*switches);
-  Ref state(PyTuple_New(kGiven + kSwitches + 2));
+  Ref state(PyTuple_New(kGiven + kSwitches + 3));
   if (!state) return nullptr;
   Py_ssize_t place = 0;
   auto add = [&](PyObject* owned) { return owned != nullptr && PyTuple_SetItem(state.get(), place++, owned) == 0; };
   for (PyObject* part : given)
     if (!add(Ref::borrowed(part))) return nullptr;
-  if (!add(setting())) return nullptr;
+  if (!add(setting()) || !add(autocast_of(tensors[0]))) return nullptr;
   for (PyObject* asked : switches)
     if (!add(PyObject_CallNoArgs(asked))) return nullptr;
   if (!add(form_of(tensors, count))) return nullptr;

@@ -1,0 +1,85 @@
+"""Autocast: the floating tensors of a call in the dtype that torch asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdpa.mask import Mask
+from sdpa.repeated import Repeated
+from sdpa.torch_private import without_autocast
+from sdpa.validate import Options
+
+
+def autocast_dtype(query: object) -> torch.dtype | None:
+    """The dtype that autocast asks for on the query's device; None where it is off."""
+    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def cast(tensor: Any, dtype: torch.dtype) -> Any:
+    """A floating tensor in autocast's dtype. float64 stays, as torch's rule for this function has it."""
+    if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return tensor.to(dtype)
+    return tensor
+
+
+def cast_mask(mask: Any, dtype: torch.dtype) -> Any:
+    """The same of a mask, or of a Mask's bias."""
+    if isinstance(mask, Mask):
+        return mask if mask.bias is None else mask.replace(bias=cast(mask.bias, dtype))
+    return cast(mask, dtype)
+
+
+def cast_options(options: Options, dtype: torch.dtype) -> Options:
+    """Options with their mask and sinks in autocast's dtype."""
+    if options.attn_mask is None and options.sinks is None:
+        return options
+    return options._replace(attn_mask=cast_mask(options.attn_mask, dtype), sinks=cast(options.sinks, dtype))
+
+
+def cast_first(run: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """`run` of a prepared call, given that call's tensors before they are cast."""
+    casts = Casts(dtype)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Any:
+        with without_autocast():
+            if given:
+                mask, sinks, places = given
+                given = cast_mask(mask, dtype), cast(sinks, dtype), places
+            return run(*casts(query, key, value), *given)
+
+    return attend
+
+
+class Casts(Repeated):
+    """Query, key and value of one form in autocast's dtype. On a GPU one launch does it from the second call on, where
+    no gradient is asked for."""
+
+    __slots__ = ("calls", "dtype")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.calls = dtype, 0
+
+    def first_time(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.calls += 1
+        if self.calls == 2 and tensors[0].is_cuda and not any(t.requires_grad for t in tensors):
+            self.again = self.recorded(tensors)
+        return [cast(t, self.dtype) for t in tensors]
+
+    def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [cast(t, self.dtype) for t in tensors]
+
+    def recorded(self, tensors: Sequence[Tensor]) -> Callable[..., Any] | None:
+        try:
+            kernel: Any = import_module("sdpa.kernels.triton.cast")
+        except ImportError:  # no Triton
+            return None
+        again: Callable[..., Any] | None = kernel.record(tensors, self.dtype)
+        return again
