@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -70,6 +71,7 @@ class Calls:
     def __init__(self) -> None:
         self.recent: dict[Hashable, tuple[tuple[Check, Any, Key], ...]] = {}
         self.known: OrderedDict[Key, Any] = OrderedDict()
+        self.changing = RLock()  # of `known`; a finaliser may make a call inside of another one, so the lock is re-entrant
 
     def look_up(self, state: Hashable, tensors: Sequence[Tensor]) -> Any:
         """What is cached for a call like this. None where there is nothing, or where a tensor is of a subclass."""
@@ -108,17 +110,16 @@ class Calls:
 
     def use(self, key: Key, found: Any) -> None:
         """Put a call last in the order of all calls. The first ones are dropped where there are too many."""
-        self.known[key] = found
-        try:
+        with self.changing:
+            self.known[key] = found
             self.known.move_to_end(key)
-        except KeyError:  # another thread's call has dropped it
-            pass
-        while len(self.known) > MAX_CALLS:
-            self.known.popitem(last=False)
+            while len(self.known) > MAX_CALLS:
+                self.known.popitem(last=False)
 
     def clear(self) -> None:
-        self.recent.clear()
-        self.known.clear()
+        with self.changing:
+            self.recent.clear()
+            self.known.clear()
 
 
 def check_of(tensors: Sequence[Tensor]) -> Check | None:
