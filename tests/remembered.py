@@ -36,11 +36,14 @@ def prepared(name: str = DENSE) -> list[Prepared]:
 
 
 def owners_in(run: object) -> Iterator[object]:
-    """What a function is a method of, or has in its closure."""
+    """What a function is a method of or has in its closure, or torch's own operator stands for."""
     if isinstance(run, (Pass, Prepared, PreparedWeights)):
         yield run
         return
-    held = [getattr(run, "__self__", None), *(cell.cell_contents for cell in getattr(run, "__closure__", None) or ())]
+    held = [
+        *(getattr(run, n, None) for n in ("__self__", "prepared")),
+        *(cell.cell_contents for cell in getattr(run, "__closure__", None) or ()),
+    ]
     for found in held:
         if found is not None and (callable(found) or isinstance(found, (Prepared, PreparedWeights))):
             yield from owners_in(found)
