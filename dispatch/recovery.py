@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 def recover(
     choice: Choice, error: Exception, *tensors: AttentionInputs | Results | Tensor
 ) -> Results | Gradients | Tensor:
-    """The results of the next able choice for `tensors`, after `choice` failed with `error`. It is called while the
-    error is handled.
+    """The results of the next able choice for `tensors`, after `choice` failed with `error`.
 
     Errors that are not a device's refusal are raised as they are: they are bugs. Where a tile was refused, the kernel's
     next tile runs, else the next kernel; a kernel asked for by name has no successor. Out of memory goes only to

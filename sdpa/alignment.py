@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # The widest load of a GPU's thread; TMA, the bulk copy engine, wants addresses and strides in multiples of it, too.
 BULK_BYTES = 16
+ADDRESS_BITS = BULK_BYTES - 1  # the bits of an address below a multiple of them; kAlignmentBits in repeated/shared.h
 # Names of the tensors that a problem may call unaligned. "bias" is the address of a bias, "bias_rows" its strides.
 OTHERS = ("out", "lse", "grad_out")
 PLACED = ("q", "k", "v", "bias", "bias_rows", *OTHERS)

@@ -59,8 +59,8 @@ def cast_first(run: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any
 
 
 class Casts(Repeated):
-    """Query, key and value of one form in autocast's dtype. On a GPU one launch does it from the second call on, where
-    no gradient is asked for."""
+    """Query, key and value of one form in autocast's dtype. On a GPU one launch does it from the third call on, where
+    each of them is cast and none asks for a gradient."""
 
     __slots__ = ("calls", "dtype")
 
@@ -69,17 +69,20 @@ class Casts(Repeated):
 
     def first_time(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self.calls += 1
-        if self.calls == 2 and tensors[0].is_cuda and not any(t.requires_grad for t in tensors):
+        found = [cast(t, self.dtype) for t in tensors]
+        is_each = all(f is not t and not t.requires_grad for f, t in zip(found, tensors, strict=True))
+        if self.calls == 2 and tensors[0].is_cuda and is_each:
             self.again = self.recorded(tensors)
-        return [cast(t, self.dtype) for t in tensors]
+        return found
 
     def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [cast(t, self.dtype) for t in tensors]
 
     def recorded(self, tensors: Sequence[Tensor]) -> Callable[..., Any] | None:
+        """The launch. None where there is none for such tensors, or Triton cannot make one: then each is cast alone."""
         try:
             kernel: Any = import_module("sdpa.kernels.triton.cast")
-        except ImportError:  # no Triton
+            again: Callable[..., Any] | None = kernel.record(tensors, self.dtype)
+        except Exception:  # no Triton, a device that it does not serve, no compiler, no memory
             return None
-        again: Callable[..., Any] | None = kernel.record(tensors, self.dtype)
         return again

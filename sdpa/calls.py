@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from threading import RLock
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from sdpa.alignment import ADDRESS_BITS
 from sdpa.dispatch.caches import CACHES
 from sdpa.dispatch.context import CURRENT, current_text
 from sdpa.torch_private import (
@@ -34,7 +36,6 @@ from sdpa.torch_private import (
 MAX_CALLS = 4096  # a server with more shapes prepares the least recently used ones again
 MAX_STATES = 1024
 LATEST = 4  # calls of a state that are compared before a key is built
-ALIGNMENT_BITS = 15  # the bits of an address below a multiple of 16 bytes
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 Check = Callable[..., bool]
@@ -62,7 +63,7 @@ def form_of(tensors: Sequence[Tensor]) -> int:
     address = 0
     for tensor in tensors:
         address |= tensor.data_ptr()
-    return address & ALIGNMENT_BITS
+    return address & ADDRESS_BITS
 
 
 class Calls:
@@ -71,7 +72,7 @@ class Calls:
     def __init__(self) -> None:
         self.recent: dict[Hashable, tuple[tuple[Check, Any, Key], ...]] = {}
         self.known: OrderedDict[Key, Any] = OrderedDict()
-        self.changing = RLock()  # of `known`; a finaliser may make a call inside of another one, so the lock is re-entrant
+        self.changing = RLock()  # of `known`; re-entrant, since a finaliser may make a call inside of another one
 
     def look_up(self, state: Hashable, tensors: Sequence[Tensor]) -> Any:
         """What is cached for a call like this. None where there is nothing, or where a tensor is of a subclass."""
@@ -111,10 +112,11 @@ class Calls:
     def use(self, key: Key, found: Any) -> None:
         """Put a call last in the order of all calls. The first ones are dropped where there are too many."""
         with self.changing:
+            self.known.pop(key, None)
             self.known[key] = found
-            self.known.move_to_end(key)
             while len(self.known) > MAX_CALLS:
-                self.known.popitem(last=False)
+                with suppress(KeyError):  # a finaliser's call may have emptied it
+                    self.known.popitem(last=False)
 
     def clear(self) -> None:
         with self.changing:

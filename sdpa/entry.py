@@ -27,6 +27,7 @@ from sdpa.inputs import drops, with_dropout
 from sdpa.interop import as_mask, is_nested, nested_attention
 from sdpa.kernels.math.weights import composite_weights
 from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
+from sdpa.layout import has_memory
 from sdpa.mask import Mask
 from sdpa.operators import call_forward, call_weights
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
@@ -239,9 +240,14 @@ def is_transformed() -> bool:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """What functorch leaves behind when a transform ends looks like a tensor and is none; and in memory, a tensor whose
-    sign torch has still to change is another."""
-    return is_gradtrackingtensor(tensor) or tensor.is_neg() or tensor.is_nested
+    """Whether a tensor is another one than its memory says: functorch left it behind when a transform ended, torch has
+    still to change its sign, or there is no memory behind it."""
+    if is_gradtrackingtensor(tensor) or tensor.is_neg() or tensor.is_nested:
+        return True
+    try:
+        return not has_memory(tensor)
+    except RuntimeError:  # a tensor without a storage
+        return True
 
 
 # -- a call that is prepared ------------------------------------------------------------------------------------------

@@ -56,5 +56,6 @@ LOW_ADDRESS = 1 << 32
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's storage was not freed, as `untyped_storage().resize_(0)` frees it."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    """Whether there is memory behind a tensor's numbers. There is none where its storage was freed, as
+    `untyped_storage().resize_(0)` does, nor behind torch's tensors that only stand for zeros or wrap another tensor."""
+    return tensor.numel() == 0 or (tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdpa.alignment import ADDRESS_BITS
 from sdpa.derivatives import Attention, Pair, differentiable_backward, weights
 from sdpa.dispatch import failure, learning, select
 from sdpa.dispatch.choice import Choice
@@ -24,7 +25,6 @@ from sdpa.torch_private import current_node, deterministic, saved_tensors_hooks
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
 MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of the incoming gradient
-ADDRESS_BITS = 15  # the bits of an address below a multiple of 16 bytes
 
 
 class Prepared:

@@ -445,6 +445,32 @@ def test_a_seed_is_that_of_the_operator():
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 
+class Nesting:
+    """A key during whose look-up another call is made, as by a finaliser."""
+
+    def __init__(self):
+        self.nested = []
+
+    def __hash__(self):
+        if self.nested:
+            self.nested.pop()()
+        return 1
+
+
+@pytest.mark.parametrize("nested", ["call", "clear"])
+def test_calls_inside_of_a_look_up(nested, monkeypatch):
+    small_memory(monkeypatch, 3)
+    for step in range(4):
+        known = memory.Calls()
+        key = (Nesting(),)
+        for number in (key, (1,), (2,)):
+            known.use(number, number)
+        inner = known.clear if nested == "clear" else lambda known=known: known.use(("new",), 9)
+        key[0].nested = [lambda: None] * step + [inner]
+        known.use(key, "found")
+        assert known.known[key] == "found" and len(known.known) <= 3
+
+
 def test_threads_with_calls_of_their_own(monkeypatch):
     """More calls than are kept, so that each drops those of others."""
     small_memory(monkeypatch, 4, states=3)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import struct
 import subprocess
 import sys
 import textwrap
 import traceback
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
-from sdpa import entry, repeated
+import sdpa.nn
+from sdpa import autocast, entry, repeated
+from sdpa.alignment import ADDRESS_BITS
 from sdpa.dispatch.caches import LAST, clear_caches
 from sdpa.repeated import in_python
 
@@ -74,6 +81,15 @@ def test_more_than_there_is_room_for_is_refused(changes):
 def test_numbers_that_do_not_fit_are_refused(changes):
     with pytest.raises(ValueError, match="too many tensors"):
         repeated.Launches(recording(**changes))
+
+
+@built
+def test_a_recording_that_was_refused_is_never_run():
+    launches = repeated.Launches.__new__(repeated.Launches)
+    assert launches(KEPT, KEPT) is None
+    with pytest.raises(ValueError, match="not there"):
+        launches.__init__(recording(steps=driver(bases=words(1 << 20, 0))))
+    assert launches(KEPT, KEPT) is None
 
 
 @built
@@ -311,11 +327,31 @@ def case(name, qkv):
         "gradients": lambda: attend(q.requires_grad_(), k, v),
         "varlen": lambda: sdpa.varlen_attention(*rows, ends, ends, 5, 5),
         "autocast": lambda: torch.autocast("cpu", torch.bfloat16)(attend)(q, k, v),
+        "autocast of float64": lambda: torch.autocast("cpu", torch.bfloat16)(attend)(*(t.double() for t in qkv)),
+        "dropout": lambda: torch.manual_seed(7) and attend(q, k, v, dropout_p=0.5),
+        "weights": lambda: torch.no_grad()(layer)(q[0], k[0], v[0])[1],
+        "sdpa_kernel": lambda: sdpa.sdpa_kernel(["vendor_math", "math"])(attend)(q, k, v),
+        "torch's toggles": lambda: torch_kernel(SDPBackend.MATH)(attend)(q, k, v),
+        "deterministic": lambda: deterministic(lambda: attend(q, k, v)),
     }[name]
 
 
+def deterministic(call):
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+torch.manual_seed(0)
+layer = sdpa.nn.MultiheadAttention(16, 2)
+
+
 CASES = ["plain", "causal", "Mask", "Mask of tensors", "bool mask", "scale", "softcap", "sinks", "return_lse", "kernel",
-         "gradients", "varlen", "autocast"]  # fmt: skip
+         "gradients", "varlen", "autocast", "autocast of float64", "dropout", "weights", "sdpa_kernel",
+         "torch's toggles", "deterministic"]  # fmt: skip
 
 
 @built
@@ -392,14 +428,14 @@ def test_no_reference_is_lost_or_kept(name):
     call = case(name, tensors)
     for _ in range(3):
         call()
-    watched = [*tensors, torch.float32, entry.DENSE, entry.CALLS.recent, None]
+    watched = [*tensors, torch.float32, entry.DENSE, entry.CALLS.recent]
     gc.collect()
-    before, objects = [sys.getrefcount(o) for o in watched[:-1]], len(gc.get_objects())
-    nothing = sys.getrefcount(None)
+    before, objects = [sys.getrefcount(o) for o in watched], len(gc.get_objects())
+    nothing = sys.getrefcount(None)  # which never changes from Python 3.12 on
     for _ in range(500):
         call()
     gc.collect()
-    assert [sys.getrefcount(o) for o in watched[:-1]] == before
+    assert [sys.getrefcount(o) for o in watched] == before
     assert abs(sys.getrefcount(None) - nothing) < 400
     assert abs(len(gc.get_objects()) - objects) < 100
 
@@ -410,6 +446,7 @@ WITHOUT = """
     import torch, sdpa
     from sdpa import repeated
     from sdpa.cli.info import libraries
+    from test_repeated import CASES, results_of
     assert not repeated.BUILT and "was not built" in libraries()["repeated calls"]
     q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
     rows = [t[0].detach().transpose(0, 1).contiguous() for t in (q, k, v)]
@@ -425,14 +462,99 @@ WITHOUT = """
             if learns:
                 for a, b in zip(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))):
                     torch.testing.assert_close(a, b)
-    first = sdpa.varlen_attention(*rows, ends, ends, 5, 5)
-    assert torch.equal(first, sdpa.varlen_attention(*rows, ends, ends, 5, 5))
+    torch.save({name: results_of(name) for name in CASES}, sys.argv[2])
 """
 
 
-def test_life_without_it():
+def results_of(name):
+    """What a case's first call returns and two like it."""
+    torch.manual_seed(1)
+    call = case(name, [torch.randn(1, 2, 8, 16) for _ in range(3)])
+    return [call() for _ in range(3)]
+
+
+def test_life_without_it(tmp_path):
     """Results, gradients and the choice of kernels are the same; `sdpa info` says why calls take longer."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(WITHOUT)], capture_output=True, text=True, check=False, timeout=300
-    )
+    text = f"import sys; sys.path.insert(0, sys.argv[1])\n{textwrap.dedent(WITHOUT)}"
+    command = [sys.executable, "-c", text, str(Path(__file__).parent), str(tmp_path / "results")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+    without = torch.load(tmp_path / "results")
+    for name in CASES:
+        torch.testing.assert_close(results_of(name), without[name], rtol=0, atol=0)
+
+
+# -- what looks like a tensor like one before -------------------------------------------------------------------------
+
+
+IMITATIONS = {
+    "zeros without memory": lambda q: torch._efficientzerotensor(q.shape),
+    "wrapped": lambda q: torch._to_functional_tensor(q.clone()),
+    "sparse": lambda q: q.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("name", ["zeros without memory", "wrapped"])
+def test_tensors_without_memory_are_not_taken_for_others(name, learns):
+    clear_caches()
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    k.requires_grad_(learns)
+    for _ in range(3):
+        sdpa.scaled_dot_product_attention(q, k, v)
+    other = IMITATIONS[name](q)
+    want = torch.nn.functional.scaled_dot_product_attention(torch.zeros_like(q) if "zeros" in name else q, k, v)
+    for _ in range(3):
+        got = sdpa.scaled_dot_product_attention(other, k, v)
+        got = torch._from_functional_tensor(got) if torch._is_functional_tensor(got) else got
+        torch.testing.assert_close(got, want)
+
+
+def test_a_sparse_tensor_is_refused_in_torchs_words():
+    q = torch.randn(1, 2, 8, 16)
+    for _ in range(3):
+        sdpa.scaled_dot_product_attention(q, q.clone(), q.clone())
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        sdpa.scaled_dot_product_attention(q.to_sparse(), q.clone(), q.clone())
+
+
+def test_the_limits_of_the_two_languages():
+    text = (Path(repeated.__file__).parent / "shared.h").read_text()
+    assert int(re.search(r"kAlignmentBits = (\d+);", text)[1]) == ADDRESS_BITS
+    assert not repeated.BUILT or (repeated.MAX_TENSORS, repeated.MAX_WORDS, repeated.MAX_MAPS) == (48, 512, 16)
+
+
+# -- casts of autocast ------------------------------------------------------------------------------------------------
+
+
+class OnGPU:
+    """What a tensor of a GPU says of itself, to one that only asks."""
+
+    is_cuda = True
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_casts_are_launched_only_where_each_is_one(fails, monkeypatch):
+    """float64 stays under autocast. What cannot be launched is cast one by one."""
+    recorded = []
+
+    def record(tensors, dtype):
+        recorded.append(tensors)
+        if fails:
+            raise RuntimeError("no compiler")
+        return lambda *tensors: "launched"
+
+    monkeypatch.setattr(autocast, "cast", lambda t, dtype: t.tensor.double() if t.dtype != torch.float64 else t)
+    monkeypatch.setitem(sys.modules, "sdpa.kernels.triton.cast", SimpleNamespace(record=record))
+    for dtype, launched in ((torch.float32, True), (torch.float64, False)):
+        casts, tensors = autocast.Casts(torch.bfloat16), [OnGPU(torch.ones(2, dtype=dtype)) for _ in range(3)]
+        results = [casts(*tensors) for _ in range(3)]
+        assert all(isinstance(result, list) for result in results[:2])
+        assert (results[2] == "launched") == (launched and not fails)
+    assert len(recorded) == 1

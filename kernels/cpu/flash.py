@@ -88,8 +88,10 @@ class _RecordedForward(Launches):
 
     __slots__ = ("address", "forget")
 
-    address: int  # of what the library keeps of the call, until this object is gone
-    forget: Callable[[int], None]
+    def __init__(self, recording: Recording, address: int, forget: Callable[[int], None]) -> None:
+        self.address = address  # of what the library keeps of the call, until this object is gone
+        self.forget = forget
+        super().__init__(recording)
 
     def __del__(self) -> None:
         self.forget(self.address)
@@ -114,9 +116,7 @@ def _forward_again(
         check_memory=lambda tensors: all(map(has_memory, tensors)),
         unaligned=False,
     )
-    again = _RecordedForward(recording)
-    again.address, again.forget = address, forget
-    return again
+    return _RecordedForward(recording, address, forget)
 
 
 def _dense_backward_again(inputs: AttentionInputs) -> Callable[..., tuple[Tensor | None, ...]]:

@@ -20,7 +20,7 @@ TILE = Tile(1, BLOCK, 4, 1)
 LARGEST = 1 << 20  # numbers in one tensor: beyond, memory takes longer than launches, and torch's kernel will do
 
 
-class Place(NamedTuple):
+class CastProblem(NamedTuple):
     """What launches ask of a problem."""
 
     device: str
@@ -28,9 +28,9 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def cast_block(given, cast, offsets, size):
-    numbers = tl.load(given + offsets, offsets < size)
-    tl.store(cast + offsets, numbers.to(cast.dtype.element_ty), offsets < size)
+def cast_block(source, target, offsets, size):
+    numbers = tl.load(source + offsets, offsets < size)
+    tl.store(target + offsets, numbers.to(target.dtype.element_ty), offsets < size)
 
 
 @triton.jit
@@ -61,4 +61,4 @@ def cast_pass(tensors: Sequence[Tensor], dtype: torch.dtype) -> Pass | None:
 def record(tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
     """What casts three tensors of this form again, on a GPU; None where they are cast one by one."""
     work = cast_pass(tensors, dtype)
-    return None if work is None else record_pass(work, Place(str(tensors[0].device)))[1]
+    return None if work is None else record_pass(work, CastProblem(str(tensors[0].device)))[1]

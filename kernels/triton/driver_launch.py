@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from triton.compiler import CompiledKernel
 
 from sdpa.kernels.triton.triton_private import MAP_SIZE, descriptor_kinds, encode, plain_launch, signature_of
+from sdpa.repeated import MAX_MAPS, MAX_WORDS
 
 WORD = 8
 # Triton's names of what kernels take by value, as `struct` packs it.
@@ -26,7 +27,6 @@ FORMATS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 CONSTANT, DESCRIPTOR = "constexpr", "tensordesc"
 SCRATCH = 2  # pointers to memory behind a kernel's own arguments, null where it wants none
 THREADS_PER_WARP = 32
-MAX_WORDS, MAX_MAPS = 512, 16  # for which repeated.cpp has room
 
 
 class Driver(NamedTuple):

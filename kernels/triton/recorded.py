@@ -30,10 +30,8 @@ from sdpa.kernels.triton.triton_private import (
     pre_run_hooks,
 )
 from sdpa.layout import LOW_ADDRESS
-from sdpa.repeated import BUILT, Launches, Recording
+from sdpa.repeated import BUILT, MAX_TENSORS, Launches, Recording
 from sdpa.torch_private import empty_strided_cuda
-
-MAX_TENSORS = 48  # for which repeated.cpp has room
 
 
 class Slot(NamedTuple):

@@ -43,6 +43,9 @@ class Recording(NamedTuple):
 
 if TYPE_CHECKING:
     BUILT: bool
+    MAX_TENSORS: int  # of recorded launches
+    MAX_WORDS: int  # of 8 bytes, in the arguments of one launch
+    MAX_MAPS: int  # tensor maps among them
 
     class Launches:
         """Recorded launches, for tensors of the form of those that they were recorded with."""
@@ -92,15 +95,33 @@ if TYPE_CHECKING:
         returns_lse, kernel, places)."""
 
     def configure(**parts: Any) -> None:
-        """Hand over what the three are made of, by name."""
+        """Hand over what the four are made of, by name."""
 
 else:
     try:
-        from sdpa.repeated._native import Launches, Operator, Repeated, configure, recognise
+        from sdpa.repeated._native import (
+            MAX_MAPS,
+            MAX_TENSORS,
+            MAX_WORDS,
+            Launches,
+            Operator,
+            Repeated,
+            configure,
+            recognise,
+        )
 
         BUILT = True
     except ImportError:  # not built, or for another machine
-        from sdpa.repeated.in_python import Launches, Operator, Repeated, configure, recognise  # noqa: F401
+        from sdpa.repeated.in_python import (  # noqa: F401
+            MAX_MAPS,
+            MAX_TENSORS,
+            MAX_WORDS,
+            Launches,
+            Operator,
+            Repeated,
+            configure,
+            recognise,
+        )
 
         BUILT = False
 

@@ -1,4 +1,4 @@
-"""What stands for `_repeated` where that was not built: no call is recognised, and no launch is recorded."""
+"""What stands for `repeated._native` where that was not built: no call is recognised, and no launch is recorded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 PARTS: dict[str, Any] = {}
+MAX_TENSORS = MAX_WORDS = MAX_MAPS = 0  # there is no room for any launch
 
 
 def configure(**parts: Any) -> None:
@@ -44,7 +45,8 @@ class Repeated:
     choice: Any = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        PARTS["last"].choice = self.choice
+        if self.choice is not None:
+            PARTS["last"].choice = self.choice
         try:
             found = None if self.again is None else self.again(*tensors)
         except Exception as error:

@@ -28,6 +28,7 @@ struct Launches {
     };
   };
   int count, made, device, steps;
+  bool ready;     // all that follows was read without an error
   bool anywhere;  // addresses may be multiples of any number
   uint64_t unaligned, low;
   Step* step;
@@ -65,6 +66,7 @@ int launches_init(PyObject* object, PyObject* args, PyObject* keywords) {
   self->steps = number;
   for (int i = 0; i < number; i++)
     if (!read_step(PyTuple_GetItem(steps, i), self->step[i], tensors)) return -1;
+  self->ready = true;
   return 0;
 }
 
@@ -254,7 +256,7 @@ PyType_Spec spec = {"sdpa.repeated._native.Launches", sizeof(Launches), 0,
 
 PyObject* run_launches(PyObject* launches, PyObject* const* given, Py_ssize_t count) {
   auto* self = reinterpret_cast<Launches*>(launches);
-  if (count != self->count || self->step == nullptr) return not_this_way();
+  if (count != self->count || !self->ready) return not_this_way();
   int well = is_unwatched(self);
   if (well > 0) well = has_strides(self, given);
   if (well <= 0) return well < 0 ? nullptr : not_this_way();

@@ -1,6 +1,6 @@
 // The module `sdpa.repeated._native`.
 
-#include "shared.h"
+#include "steps.h"
 
 namespace sdpa {
 
@@ -48,5 +48,9 @@ PyMODINIT_FUNC PyInit__native() {
   PyObject* module = PyModule_Create(&sdpa::definition);
   for (PyTypeObject* type : types)
     if (module == nullptr || type == nullptr || PyModule_AddType(module, type) < 0) return nullptr;
+  if (PyModule_AddIntConstant(module, "MAX_TENSORS", sdpa::kMaxTensors) < 0 ||
+      PyModule_AddIntConstant(module, "MAX_WORDS", sdpa::kMaxWords) < 0 ||
+      PyModule_AddIntConstant(module, "MAX_MAPS", sdpa::kMaxMaps) < 0)
+    return nullptr;
   return module;
 }

@@ -69,7 +69,8 @@ PyObject* autocast_of(PyObject* tensor) {
   return PyObject_CallFunctionObjArgs(parts.autocast_dtype, tensor, nullptr);
 }
 
-// The key of a call's state, the same as `entry.state_of` makes.
+// The key of a call's state, the same as `entry.unrecognised` makes. No tuple is made before all its parts are there:
+// Python code runs between, and other threads may look at a tuple.
 PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, Py_ssize_t count) {
   PyObject* given[] = {PyTuple_GetItem(call.kind, 0),
                        form,
@@ -83,17 +84,20 @@ PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, P
   PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled, parts.cudnn_enabled,
                           parts.deterministic, parts.float32_precision, parts.grad_enabled};
   constexpr Py_ssize_t kGiven = sizeof(given) / sizeof(*given), kSwitches = sizeof(switches) / sizeof(*switches);
-  Ref state(PyTuple_New(kGiven + kSwitches + 3));
-  if (!state) return nullptr;
-  Py_ssize_t place = 0;
-  auto add = [&](PyObject* owned) { return owned != nullptr && PyTuple_SetItem(state.get(), place++, owned) == 0; };
-  for (PyObject* part : given)
-    if (!add(Ref::borrowed(part))) return nullptr;
+  Ref found[kSwitches + 3];
+  PyObject* parts_of_state[kGiven + kSwitches + 3];
+  Py_ssize_t place = 0, number = 0;
+  auto add = [&](PyObject* owned) {
+    found[number].take(owned);
+    parts_of_state[place++] = found[number++].get();
+    return owned != nullptr;
+  };
+  for (PyObject* part : given) parts_of_state[place++] = part;  // the call has them
   if (!add(setting()) || !add(autocast_of(tensors[0]))) return nullptr;
   for (PyObject* asked : switches)
     if (!add(PyObject_CallNoArgs(asked))) return nullptr;
   if (!add(form_of(tensors, count))) return nullptr;
-  return state.release();
+  return tuple_of(parts_of_state, place);
 }
 
 PyObject* unknown() { return Ref::borrowed(Py_NotImplemented); }

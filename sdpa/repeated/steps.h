@@ -26,7 +26,7 @@ using LaunchKernel = int (*)(const Config*, void* function, void** arguments, vo
 using ReplaceAddress = int (*)(void* map, void* address);
 using Run = int (*)(const void* handle, void* const* addresses);
 
-struct Place {
+struct Slot {
   int32_t at, number;  // a word or the offset of a map, and which of the tensors' addresses stands there
 };
 
@@ -44,7 +44,7 @@ struct Step {
   uint64_t* word;
   unsigned char* map;
   int32_t* argument;  // offsets: of a word in bytes, or of a map in bytes, less one, negated
-  Place *pointer, *base;
+  Slot *pointer, *base;
 };
 
 inline void free_step(Step& step) {
@@ -71,7 +71,7 @@ bool copied(PyObject* bytes, Number*& to, int32_t& count, int most) {
   return true;
 }
 
-inline bool in_range(const Place* places, int32_t count, int limit, int tensors) {
+inline bool in_range(const Slot* places, int32_t count, int limit, int tensors) {
   for (int i = 0; i < count; i++)
     if (places[i].at < 0 || places[i].at >= limit || places[i].number < 0 || places[i].number >= tensors) {
       PyErr_SetString(PyExc_ValueError, "a recorded launch names a tensor or an argument that is not there");

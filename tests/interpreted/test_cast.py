@@ -19,7 +19,7 @@ def cast_of(tensors, dtype):
     work = cast_pass(tensors, dtype)
     for made in work.made:
         made.fill_(torch.nan)
-    run(work.launches, cast.Place("cpu"))
+    run(work.launches, cast.CastProblem("cpu"))
     return work.finished()
 
 
@@ -44,7 +44,7 @@ def test_no_number_beyond_a_tensor_is_written():
     behind = torch.full((3, 64), 7.0, dtype=torch.bfloat16)
     (launch,) = work.launches
     args = (*launch.args[:3], *[row[:10].view(2, 5) for row in behind], *launch.args[6:])
-    run([launch._replace(args=args)], cast.Place("cpu"))
+    run([launch._replace(args=args)], cast.CastProblem("cpu"))
     assert all(torch.equal(row[:10].view(2, 5), t.bfloat16()) for row, t in zip(behind, tensors, strict=True))
     assert bool((behind[:, 10:] == 7).all())
 
