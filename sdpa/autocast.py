@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -81,8 +80,8 @@ class Casts(Repeated):
     def recorded(self, tensors: Sequence[Tensor]) -> Callable[..., Any] | None:
         """The launch. None where there is none for such tensors, or Triton cannot make one: then each is cast alone."""
         try:
-            kernel: Any = import_module("sdpa.kernels.triton.cast")
-            again: Callable[..., Any] | None = kernel.record(tensors, self.dtype)
+            from sdpa.kernels.triton.cast import record
+
+            return record(tensors, self.dtype)
         except Exception:  # no Triton, a device that it does not serve, no compiler, no memory
             return None
-        return again

@@ -1,8 +1,9 @@
 """From a public function to what answers its call: what a call like it before came to, or the ordinary way.
 
-The ordinary way asks, in this order: __torch_function__, autocast, nested tensors; then the call is checked and
-normalised. A plain eager call is then prepared, remembered by `calls`, and from now on recognised there. A call under a
-compiler, functorch, forward mode or a mode, or of a subclass of Tensor, is that of the operator.
+A plain eager call is prepared, which checks and normalises it, under autocast as the call that is cast. `calls`
+remembers it, and it is from now on recognised there. A call under a compiler, functorch, forward mode or a mode, or of
+a subclass of Tensor, is that of the operator. There __torch_function__ is asked first, then autocast, then nested
+tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
@@ -133,7 +135,7 @@ def unrecognised(
     form, others, _ = parts
     state: Hashable = None
     try:
-        if not any(map(is_nested_tensor, (query, key, value, *others))):
+        if are_plain(query, key, value, *others) and not any(map(is_nested_tensor, (query, key, value, *others))):
             # fmt: off
             state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
                      CURRENT.get() and current_text(), autocast_is_on() and autocast_dtype(query),
@@ -152,7 +154,7 @@ def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
     """The same where the latest calls of its state were others; the call is prepared where there was none like it."""
     _, others, given = parts
     tensors = (*request.call[:3], *others)
-    if is_transformed() or any(type(t) not in PLAIN_TYPES or is_wrapped(t) for t in tensors):
+    if is_transformed() or any(map(is_wrapped, tensors)):
         return ordinary(request)
     run = CALLS.look_up(state, tensors)
     if run is None:
@@ -223,6 +225,8 @@ configure(
     grad_enabled=grad_enabled,
     parts_of=parts_of,
     recent=CALLS.recent,
+    tensor_type=Tensor,
+    parameter_type=Parameter,
 )
 
 
@@ -237,6 +241,11 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or peek_interpreter_stack() is not None
     )
+
+
+def are_plain(*tensors: object) -> bool:
+    """Whether all are torch's own tensors or parameters."""
+    return all(type(tensor) in PLAIN_TYPES for tensor in tensors)
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ def cast_pass(tensors: Sequence[Tensor], dtype: torch.dtype) -> Pass | None:
     return Pass([launch], read, read, made, lambda read, made: tuple(made))
 
 
-def record(tensors: Sequence[Tensor], dtype: torch.dtype) -> Any:
+def record(tensors: Sequence[Tensor], dtype: torch.dtype) -> Callable[..., Any] | None:
     """What casts three tensors of this form again, on a GPU; None where they are cast one by one."""
     work = cast_pass(tensors, dtype)
     return None if work is None else record_pass(work, CastProblem(str(tensors[0].device)))[1]

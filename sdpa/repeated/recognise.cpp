@@ -31,6 +31,15 @@ int is_transformed() {
   return level ? PyLong_AsLong(level.get()) >= 0 : -1;
 }
 
+// Whether all are torch's own tensors or parameters: asking a subclass for anything calls its __torch_function__.
+bool are_plain(PyObject* const* tensors, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; i++) {
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensors[i]));
+    if (type != parts.tensor_type && type != parts.parameter_type) return false;
+  }
+  return true;
+}
+
 // Whether one of the tensors is nested: it has no strides, for which a guard ends the process. -1 with an exception.
 int is_nested(PyObject* const* tensors, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; i++) {
@@ -176,6 +185,7 @@ PyObject* recognise(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!others || beside > kMaxTensors - 3) return others ? unknown() : nullptr;
     for (Py_ssize_t i = 0; i < beside; i++) all.item[all.count++] = PyTuple_GetItem(others.get(), i);  // `own` has them
   }
+  if (!are_plain(all.item, all.count)) return unknown();
   Ref state(state_of(call, form, all.item, all.count));
   int nested = state ? is_nested(all.item, all.count) : -1;
   if (nested) return nested < 0 ? unknown_or_raised() : unknown();
