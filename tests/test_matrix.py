@@ -16,12 +16,16 @@ CHEAP = (
     "checkpoint, reentrant", "selective", "FakeTensor", "jit.trace", "fx", "export",
 )  # fmt: skip
 KINDS = kinds()
-# Every kind in two ways, and every way with some kinds.
-SAMPLE = [
-    (name, CHEAP[(step * number + shift) % len(CHEAP)])
-    for number, name in enumerate(KINDS)
-    for step, shift in ((1, 0), (4, 7))
-]
+MODULES = ("MHA", "MHA, need_weights", "encoder layer", "decoder")
+# Every kind in two ways, every way with some kinds, and modules in a trace that is made again without gradients.
+SAMPLE = dict.fromkeys(
+    [
+        (name, CHEAP[(step * number + shift) % len(CHEAP)])
+        for number, name in enumerate(KINDS)
+        for step, shift in ((1, 0), (4, 7))
+    ]
+    + [(name, "jit.trace") for name in MODULES]
+)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -83,7 +83,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         is_batched = self.check_call(query, key, value, key_padding_mask, attn_mask, is_causal)
         batch_first = self.batch_first or not is_batched
-        if is_batched and query is key and key is value and self._qkv_same_embed_dim and not torch.is_grad_enabled():
+        if is_batched and query is key and key is value and self._qkv_same_embed_dim and is_inference():
             heads = self.own_heads(query)
         else:
             projected = self.project(query, key, value)
@@ -158,7 +158,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def own_heads(self, query: Tensor) -> Sequence[Tensor]:
         """(B, H, L, D) of self-attention's queries, keys and values, as views made of one product at once.
 
-        Without gradients alone: those of three views that are made one by one are put together in one copy less.
+        For inference alone: gradients of three views that are made one by one are put together in one copy less.
         """
         rows = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         first, second, width = rows.shape
@@ -233,6 +233,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def can_pack(self) -> bool:
         """Keys that every query sees besides its sequence's belong to no sequence."""
         return self.bias_k is None and not self.add_zero_attn
+
+
+def is_inference() -> bool:
+    """Whether nothing learns from the call. What is traced by torch.jit may, whatever the trace is made under."""
+    return not torch.is_grad_enabled() and not torch.jit.is_tracing()
 
 
 def fits_dimensions(
