@@ -71,12 +71,15 @@ def test_like_their_tensor(name, size, padding):
         assert allowed is None or allowed.shape == (3, 1, 1, N)
 
 
+@pytest.mark.parametrize("last", [False, True])  # as transformers 5.23 has it, and as its other releases do
 @pytest.mark.parametrize("window", [None, 3])
-def test_documents_packed_in_a_row(window):
+def test_documents_packed_in_a_row(window, last):
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6, 7]])
     documents = theirs.find_packed_sequence_indices(positions)
     inner = FUNCTIONS["causal" if window is None else "window"][0]
-    function = theirs.packed_sequence_compatibility_function(inner, positions, documents)
+    remap = getattr(theirs, "remap_positions_for_packed_sequence", lambda inner, positions: inner)
+    parts = theirs.packed_sequence_mask_function(documents), remap(inner, positions)
+    function = theirs.and_masks(*(reversed(parts) if last else parts))
     given = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": function, "local_size": window}
     found = attention_mask(**given, allow_is_causal_skip=False)
     assert found.mask.segments is documents and found.mask.allowed is None

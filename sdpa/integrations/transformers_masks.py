@@ -16,19 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
-    sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
 from transformers.utils.import_utils import is_tracing
 
 from sdpa.mask import Mask
+
+# What not every release of transformers 5 has: the first came with 5.23.
+remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+sliding_window_both_ways = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
 
 HOLE = object()  # in a pattern: any value, which is wanted
 Sides = tuple[int | None, int | None]  # how far a query sees to the left and right; None: all
@@ -206,11 +210,22 @@ def as_fields(function: FunctionType, options: dict[str, Any], M: int, N: int, o
     for known, sides in known_functions(None if traced else options.get("local_size")):
         if allowed and held(function, known) is not None:
             return band(sides, M, N, int(offset))
-        packed = None if traced else held(function, packed_sequence_compatibility_function(known, HOLE, HOLE))
-        if packed is not None:
-            documents, _ = packed
+        documents = None if traced else documents_of(function, known)
+        if documents is not None:
             within = band(sides, M, N, int(offset))
             return within and within.replace(segments=documents)
+    return None
+
+
+def documents_of(function: FunctionType, known: FunctionType) -> Any:
+    """The number of each token's document (B, N), where `function` is `known` inside of documents packed in a row; None
+    where it is not. transformers 5.23 names the documents first, its other releases last."""
+    alike = packed_sequence_mask_function(HOLE)
+    inside = known if remap_positions is None else remap_positions(known, HOLE)
+    for place, parts in ((0, (alike, inside)), (-1, (inside, alike))):
+        found = held(function, and_masks(*parts))
+        if found is not None:
+            return found[place]  # beside the positions
     return None
 
 
@@ -221,7 +236,8 @@ def known_functions(window: int | None) -> list[tuple[FunctionType, Sides]]:
     ]
     if window is not None:
         known.append((sliding_window_causal_mask_function(window), (window - 1, 0)))
-        known.append((sliding_window_bidirectional_mask_function(window), (window, window)))
+        if sliding_window_both_ways is not None:
+            known.append((sliding_window_both_ways(window), (window, window)))
     return known
 
 
