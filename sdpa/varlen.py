@@ -84,7 +84,8 @@ def paged_attention(
     """Attention to keys that lie in the pages of a cache: decoding (M = 1) and chunked prefill (M > 1).
 
     The M queries are the last positions of their sequence: the last one stands at key lengths[b] - 1. It has no
-    gradient. The names of dimensions are those of `scaled_dot_product_attention`.
+    gradient. On a CPU all pages that the table names are copied into one piece first. The names of dimensions are those
+    of `scaled_dot_product_attention`.
 
     Args:
         query: (B, M, H, D) float32, float64, bfloat16 or float16, whose heads do not broadcast, even if there is one.
