@@ -83,7 +83,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
         is_batched = self.check_call(query, key, value, key_padding_mask, attn_mask, is_causal)
         batch_first = self.batch_first or not is_batched
-        if is_batched and query is key and key is value and self._qkv_same_embed_dim and is_inference():
+        is_own = is_batched and query is key and key is value and self._qkv_same_embed_dim
+        # What torch.jit traces may serve calls that learn, whatever the trace is made under.
+        if is_own and not torch.is_grad_enabled() and not torch.jit.is_tracing():
             heads = self.own_heads(query)
         else:
             projected = self.project(query, key, value)
@@ -233,11 +235,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def can_pack(self) -> bool:
         """Keys that every query sees besides its sequence's belong to no sequence."""
         return self.bias_k is None and not self.add_zero_attn
-
-
-def is_inference() -> bool:
-    """Whether nothing learns from the call. What is traced by torch.jit may, whatever the trace is made under."""
-    return not torch.is_grad_enabled() and not torch.jit.is_tracing()
 
 
 def fits_dimensions(
