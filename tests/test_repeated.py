@@ -490,7 +490,6 @@ def test_life_without_it(tmp_path):
 IMITATIONS = {
     "zeros without memory": lambda q: torch._efficientzerotensor(q.shape),
     "wrapped": lambda q: torch._to_functional_tensor(q.clone()),
-    "sparse": lambda q: q.to_sparse(),
 }
 
 
