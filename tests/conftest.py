@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one thread, poisoned memory, seeds from the command line, and the comparison with torch."""
+"""Fixtures of all tests: one thread, poisoned memory, no compiled graph of before, seeds, and the comparison with torch."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_graphs(tmp_path_factory):
+    """Inductor's folder of compiled graphs, empty: what an earlier run left there passes over what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
 
 
 def pytest_generate_tests(metafunc):

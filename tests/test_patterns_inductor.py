@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_inductor_trains_and_infers(installed, dtype, caplog):
-    counters.clear()
     caplog.set_level(logging.INFO, "sdpa.patterns")
     x, weight = draw(B, M, H * D, dtype=dtype), draw(3 * H * D, H * D, dtype=dtype, seed=1) / 8
     mask = draw(M, M, dtype=dtype, seed=2)
@@ -39,8 +38,7 @@ def test_inductor_trains_and_infers(installed, dtype, caplog):
     with torch.no_grad(), sdpa.sdpa_kernel("vendor_cpu_flash"):
         torch.testing.assert_close(compiled(*args), expected[0], **tolerance)
     assert sdpa.last_choice().kernel.name == "vendor_cpu_flash"  # chosen where it runs
-    if counters["aot_autograd"]["autograd_cache_hit"] == 0:
-        assert caplog.text.count("1 written out") == 2  # the graph with gradients and the one without
+    assert caplog.text.count("1 written out") == 2  # the graph with gradients and the one without
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])
