@@ -2,10 +2,10 @@
 
 The least recently used entry is dropped first.
 
-A call is recognised by its state (every argument and switch that is no tensor) and by its tensors: their types,
-dispatch keys, dtypes, devices, sizes, strides, requires_grad and, on a GPU, the alignment of their addresses. The last
-few calls of a state are compared with the given tensors by the guards of torch.compile, in one call into torch. All
-other calls are found by a key of the tensors, which takes three times as long to build.
+A call is recognised by its state (every argument and switch that is no tensor), by its tensors (their types, dispatch
+keys, dtypes, devices, sizes, strides and requires_grad), and by facts that only some calls have. The last few calls of
+a state are compared with the given tensors by the guards of torch.compile, in one call into torch. All other calls are
+found by a key of the tensors, which takes three times as long to build.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -40,6 +41,18 @@ PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 Check = Callable[..., bool]
 Key = tuple[Hashable, ...]
+
+
+class Facts(NamedTuple):
+    """What guards do not see of a call's tensors. None is what need not be asked again where guards take them."""
+
+    autocast: torch.dtype | None = None  # guards see whether it is on, by the dispatch keys
+    alignment: int | None = None  # `form_of`, on a GPU
+    precision: str | None = None  # of float32 products, on a GPU
+
+
+NO_FACTS = Facts()
+Entry = tuple[Check, Any, Key, Facts]  # with what was prepared
 
 
 def switches() -> tuple[Any, ...]:
@@ -70,31 +83,31 @@ class Calls:
     """Maps calls to what was prepared for them: a function of their tensors, or a pass."""
 
     def __init__(self) -> None:
-        self.recent: dict[Hashable, tuple[tuple[Check, Any, Key], ...]] = {}
+        self.recent: dict[Hashable, tuple[Entry, ...]] = {}
         self.known: OrderedDict[Key, Any] = OrderedDict()
         self.changing = RLock()  # of `known`; re-entrant, since a finaliser may make a call inside of another one
 
-    def look_up(self, state: Hashable, tensors: Sequence[Tensor]) -> Any:
+    def look_up(self, state: Hashable, tensors: Sequence[Tensor], facts: Facts = NO_FACTS) -> Any:
         """What is cached for a call like this. None where there is nothing, or where a tensor is of a subclass."""
-        for is_alike, found, _ in self.recent.get(state, ()):
-            if is_alike(*tensors):
+        for is_alike, found, _, known in self.recent.get(state, ()):
+            if is_alike(*tensors) and known == facts:
                 return found
-        key = key_of(state, tensors)
+        key = key_of(state, tensors, facts)
         if key is None:
             return None
         found = self.known.get(key)
         if found is not None:
-            self.remember(state, tensors, found, key)
+            self.remember(state, tensors, facts, found, key)
         return found
 
-    def keep(self, state: Hashable, tensors: Sequence[Tensor], found: Any) -> Any:
+    def keep(self, state: Hashable, tensors: Sequence[Tensor], found: Any, facts: Facts = NO_FACTS) -> Any:
         """Cache `found` for calls like this one, and return it."""
-        key = key_of(state, tensors)
+        key = key_of(state, tensors, facts)
         if key is not None:
-            self.remember(state, tensors, found, key)
+            self.remember(state, tensors, facts, found, key)
         return found
 
-    def remember(self, state: Hashable, tensors: Sequence[Tensor], found: Any, key: Key) -> None:
+    def remember(self, state: Hashable, tensors: Sequence[Tensor], facts: Facts, found: Any, key: Key) -> None:
         """Put a call first among the latest of its state. A call that drops out of these counts as used until now in
         the order of all calls."""
         self.use(key, found)
@@ -102,8 +115,8 @@ class Calls:
         if check is None:
             return
         latest = [entry for entry in self.recent.pop(state, ()) if entry[2] != key]
-        self.recent[state] = ((check, found, key), *latest[: LATEST - 1])
-        for _, was, left in latest[LATEST - 1 :]:
+        self.recent[state] = ((check, found, key, facts), *latest[: LATEST - 1])
+        for _, was, left, _ in latest[LATEST - 1 :]:
             self.use(left, was)  # calls of other states may have dropped it
         if len(self.recent) > MAX_STATES:
             for oldest in list(self.recent)[:-MAX_STATES]:  # a list, since other threads change the order
@@ -134,7 +147,7 @@ def check_of(tensors: Sequence[Tensor]) -> Check | None:
     return check if check(*tensors) else None
 
 
-def key_of(state: Hashable, tensors: Sequence[Tensor]) -> Key | None:
+def key_of(state: Hashable, tensors: Sequence[Tensor], facts: Facts) -> Key | None:
     """The same as a key. None for tensors that are never cached: subclasses, and tensors without strides."""
     try:
         forms = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad, type(t)) for t in tensors]
@@ -144,7 +157,7 @@ def key_of(state: Hashable, tensors: Sequence[Tensor]) -> Key | None:
         return None
     first: dict[int, int] = {}
     twice = tuple([first.setdefault(id(t), place) for place, t in enumerate(tensors)])
-    return (state, twice, *forms)
+    return (state, facts, twice, *forms)
 
 
 CALLS = Calls()

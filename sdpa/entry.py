@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
-from sdpa.autocast import autocast_dtype, cast, cast_first, cast_options
-from sdpa.calls import CALLS, PLAIN_TYPES, form_of
+from sdpa.autocast import autocast_dtype, cast_first
+from sdpa.calls import CALLS, PLAIN_TYPES, Facts, form_of
 from sdpa.decomposed import is_decomposed
 from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
@@ -28,7 +28,7 @@ from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
 from sdpa.interop import as_mask, is_nested, nested_attention
 from sdpa.kernels.math.weights import composite_weights
-from sdpa.kinds import DENSE, Call, Kind, dropped, steps, without_weights
+from sdpa.kinds import DENSE, Call, Kind, cast_call, dropped, steps, without_weights
 from sdpa.layout import has_memory
 from sdpa.mask import Mask
 from sdpa.operators import call_forward, call_weights
@@ -138,30 +138,39 @@ def unrecognised(
         if are_plain(query, key, value, *others) and not any(map(is_nested_tensor, (query, key, value, *others))):
             # fmt: off
             state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
-                     CURRENT.get() and current_text(), autocast_is_on() and autocast_dtype(query),
-                     flash_enabled(), efficient_enabled(), math_enabled(), cudnn_enabled(), deterministic(),
-                     float32_precision(), grad_enabled(), query.is_cuda and form_of((query, key, value, *others)))
+                     CURRENT.get() and current_text(), flash_enabled(), efficient_enabled(), math_enabled(),
+                     cudnn_enabled(), deterministic(), grad_enabled())
             # fmt: on
             hash(state)
+            facts = facts_of((query, key, value, *others))
     except (TypeError, AttributeError, ValueError, RuntimeError):
         state = None  # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks
     if state is None:
         return ordinary(request)
-    return look_up(request, parts, state)
+    return look_up(request, parts, state, facts)
 
 
-def look_up(request: Request, parts: tuple[Any, ...], state: Hashable) -> Any:
+def facts_of(tensors: Sequence[Tensor]) -> Facts:
+    """Raises RuntimeError for a tensor on a GPU that has no memory."""
+    query = tensors[0]
+    autocast = autocast_dtype(query) if autocast_is_on() else None
+    if not query.is_cuda:
+        return Facts(autocast)
+    return Facts(autocast, form_of(tensors), float32_precision() if query.dtype == torch.float32 else None)
+
+
+def look_up(request: Request, parts: tuple[Any, ...], state: Hashable, facts: Facts) -> Any:
     """The same where the latest calls of its state were others; the call is prepared where there was none like it."""
     _, others, given = parts
     tensors = (*request.call[:3], *others)
     if is_transformed() or any(map(is_wrapped, tensors)):
         return ordinary(request)
-    run = CALLS.look_up(state, tensors)
+    run = CALLS.look_up(state, tensors, facts)
     if run is None:
         run = prepare(request)
         if run is None:
             return ordinary(request)
-        CALLS.keep(state, tensors, run)
+        CALLS.keep(state, tensors, run, facts)
     found = run(*tensors[:3], *given)
     return tuple(found) if request.returns_lse else found[0]
 
@@ -212,7 +221,6 @@ configure(
     function_modes=function_modes,
     dispatch_modes=dispatch_modes,
     forward_ad=forward_ad,
-    autocast_is_on=autocast_is_on,
     autocast_dtype=autocast_dtype,
     current=CURRENT.get,
     current_text=current_text,
@@ -292,12 +300,6 @@ def prepare(request: Request) -> Run | None:
     if gather is None:
         return lambda *given: restore(attend(*given[:3]), *given)
     return lambda *given: restore(attend(*gather(*given)), *given)
-
-
-def cast_call(call: Call, dtype: torch.dtype) -> Call:
-    """The call in autocast's dtype."""
-    q, k, v = (cast(t, dtype) for t in call[:3])
-    return Call(q, k, v, cast_options(call.options, dtype), call.places)
 
 
 def with_placeholder(inputs: AttentionInputs, options: Options) -> AttentionInputs:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sdpa import packing, philox
+from sdpa.autocast import cast, cast_options
 from sdpa.inputs import (
     Fit,
     drops,
@@ -57,6 +58,12 @@ class Call(NamedTuple):
     value: Tensor
     options: Options
     places: Any  # Documents, Pages or None
+
+
+def cast_call(call: Call, dtype: torch.dtype) -> Call:
+    """The call in autocast's dtype."""
+    q, k, v = (cast(t, dtype) for t in call[:3])
+    return Call(q, k, v, cast_options(call.options, dtype), call.places)
 
 
 def restore_packed(results: Results, *_: Tensor) -> Results:

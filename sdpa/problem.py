@@ -198,7 +198,7 @@ class AttentionProblem(NamedTuple):
             inputs.bottom_right and has_band(inputs, M, N),
             features_of(inputs, H != Hkv) | extra,
             torch.are_deterministic_algorithms_enabled(),
-            q.dtype == torch.float32 and float32_precision() == "tf32",
+            q.is_cuda and q.dtype == torch.float32 and float32_precision() == "tf32",
             None if inputs.bias is None else inputs.bias.dtype,
             direction,
             is_row_mask(inputs),

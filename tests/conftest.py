@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one thread, poisoned memory, no compiled graph of before, seeds, and the comparison with torch."""
+"""Fixtures of all tests: one thread, poisoned memory, no compiled graphs yet, seeds, and the comparison with torch."""
 
 from __future__ import annotations
 

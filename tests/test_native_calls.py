@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import subprocess
 import sys
 
 import pytest
 import torch
 from remembered import forwards, remembered
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
 from sdpa import calls as memory
+from sdpa import entry
 from sdpa import scaled_dot_product_attention as attend
+from sdpa.alignment import ADDRESS_BITS
 from sdpa.bench import tuner
 from sdpa.calls import CALLS
 from sdpa.dispatch import learning, select
@@ -23,7 +28,9 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.vendor import flash_cpu
 from sdpa.kernels.vendor.common import is_causal
 from sdpa.prepared import Prepared
-from sdpa.problem import AttentionProblem
+from sdpa.problem import AttentionInputs, AttentionProblem
+from sdpa.repeated import in_python
+from sdpa.torch_private import float32_precision
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 
@@ -153,7 +160,7 @@ def test_what_torch_refuses_another_kernel_answers(monkeypatch):
     assert torch.allclose(learned, out, atol=1e-6)
 
 
-@pytest.mark.parametrize("change", ["shape", "stride", "dtype", "grad", "no_grad", "autocast", "tf32", "one twice"])
+@pytest.mark.parametrize("change", ["shape", "stride", "dtype", "grad", "no_grad", "autocast", "one twice"])
 def test_a_call_is_remembered_for_what_it_was_made_of(change, native):
     q, k, v = qkv(grad=False)
     vendor(q, k, v)
@@ -166,7 +173,6 @@ def test_a_call_is_remembered_for_what_it_was_made_of(change, native):
         "grad": lambda: vendor(q.clone().requires_grad_(), k, v),
         "no_grad": lambda: torch.no_grad()(vendor)(q.clone().requires_grad_(), k, v),
         "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16)(vendor)(q, k, v),
-        "tf32": lambda: with_precision("high", lambda: vendor(q, k, v)),
         "one twice": lambda: vendor(q, k, k),
     }[change]
     out = run()
@@ -181,13 +187,35 @@ def recent():
     return [entry for latest in CALLS.recent.values() for entry in latest]
 
 
-def with_precision(name, call):
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("fact", ["alignment", "precision"])
+def test_facts_of_a_gpu_are_asked_again(fact, built, native, monkeypatch):
+    """Which guards do not see, shown with tensors of a CPU."""
+
+    def facts(tensors):
+        if fact == "precision":
+            return memory.Facts(precision=float32_precision())
+        return memory.Facts(alignment=functools.reduce(operator.or_, (t.data_ptr() for t in tensors)) & ADDRESS_BITS)
+
+    monkeypatch.setattr(entry, "facts_of", facts)
+    if not built:
+        monkeypatch.setattr(entry, "recognise", in_python.recognise)
+    q, k, v = qkv(grad=False)
+    odd = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
+
+    def call(changed):
+        if fact == "alignment":
+            return vendor(odd if changed else q, k, v)
+        torch.set_float32_matmul_precision("high" if changed else "highest")
+        return vendor(q, k, v)
+
     try:
-        return call()
+        for changed in (False, False, True, True, False, True):
+            call(changed)
+            assert len(recent()) == remembered() == 1 + (remembered() > 1)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
+    assert remembered() == 2
 
 
 def test_recent_calls_are_few():
@@ -263,17 +291,21 @@ def test_a_nested_tensor_without_strides_is_not_compared_with_remembered_ones():
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_precision_said_by_torchs_newer_switch(dtype):
+def test_precision_said_by_torchs_newer_switch(dtype, device):
+    """It is for float32 on a GPU; a GPU's tensor is one whose device is only a name."""
     matmul = torch.backends.cuda.matmul
-    before, tensors = matmul.fp32_precision, qkv(grad=False, dtype=dtype)
-    try:
-        for name, tf32 in (("tf32", dtype == torch.float32), ("ieee", False)):
-            matmul.fp32_precision = name
-            attend(*tensors, kernel="cpu_flash")
-            assert sdpa.last_choice().problem.tf32 == tf32
-    finally:
-        matmul.fp32_precision = before
+    before = matmul.fp32_precision
+    with FakeTensorMode() as mode:
+        q = FakeTensor(mode, torch.empty(1, 2, 16, 8, dtype=dtype, device="meta"), torch.device(device))
+        try:
+            for name, asked in (("tf32", True), ("ieee", False)):
+                matmul.fp32_precision = name
+                found = AttentionProblem.of(AttentionInputs(q, q, q, 1.0)).tf32
+                assert found == (asked and q.is_cuda and dtype == torch.float32)
+        finally:
+            matmul.fp32_precision = before
 
 
 def test_a_bias_in_other_strides_is_another_call():

@@ -130,22 +130,15 @@ def test_they_follow_switches_and_settings():
     assert remembered("forward") == remembered("backward") == 4
 
 
-def test_they_follow_precision_and_deterministic_mode():
+def test_they_follow_deterministic_mode():
     inputs = make_inputs(PLAIN_CASES[0])
-    given = forward_arguments(inputs, True, "")
-    before = torch.get_float32_matmul_precision()
+    results = Results(*FORWARD(*forward_arguments(inputs, True, "")))
     try:
-        for name, tf32 in (("high", True), ("highest", False), ("high", True)):
-            torch.set_float32_matmul_precision(name)
-            results = Results(*FORWARD(*given))
-            assert sdpa.last_choice().problem.tf32 == tf32
-            for deterministic in (False, True, False):
-                torch.use_deterministic_algorithms(deterministic)
-                BACKWARD(*backward_arguments(inputs, results, Results(results.out, None), False, ""))
-                problem = sdpa.last_choice().problem
-                assert (problem.tf32, problem.deterministic) == (tf32, deterministic)
+        for deterministic in (False, True, False):
+            torch.use_deterministic_algorithms(deterministic)
+            BACKWARD(*backward_arguments(inputs, results, Results(results.out, None), False, ""))
+            assert sdpa.last_choice().problem.deterministic == deterministic
     finally:
-        torch.set_float32_matmul_precision(before)
         torch.use_deterministic_algorithms(False)
 
 

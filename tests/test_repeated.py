@@ -414,7 +414,7 @@ def test_an_error_of_a_prepared_call_reaches_the_caller():
     def fail(*_):
         raise ZeroDivisionError("inside")
 
-    entry.CALLS.recent[state] = ((latest[0][0], fail, latest[0][2]),)
+    entry.CALLS.recent[state] = ((latest[0][0], fail, *latest[0][2:]),)
     with pytest.raises(ZeroDivisionError, match="inside"):
         sdpa.scaled_dot_product_attention(q, k, v)
     clear_caches()

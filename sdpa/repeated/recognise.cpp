@@ -13,6 +13,8 @@ struct Call {
   PyObject *returns_lse, *kernel, *places;
 };
 
+enum Fact { kAutocast, kAlignment, kPrecision, kFacts };  // of `calls.Facts`, in their order
+
 bool is_number(PyObject* object) { return object == Py_None || PyFloat_CheckExact(object); }
 
 bool is_usual(const Call& call) {
@@ -49,10 +51,8 @@ int is_nested(PyObject* const* tensors, Py_ssize_t count) {
   return 0;
 }
 
-// False on a CPU, else the bits of the addresses below multiples of 16 bytes, as `calls.form_of` has them.
+// The bits of the addresses below multiples of 16 bytes, as `calls.form_of` has them.
 PyObject* form_of(PyObject* const* tensors, Py_ssize_t count) {
-  int cuda = is_true(PyObject_GetAttr(tensors[0], names.is_cuda));
-  if (cuda <= 0) return cuda < 0 ? nullptr : Ref::borrowed(Py_False);
   uint64_t bits = 0, address = 0;
   for (Py_ssize_t i = 0; i < count; i++) {
     if (!address_of(tensors[i], address)) return nullptr;
@@ -70,17 +70,23 @@ PyObject* setting() {
   return on < 0 ? nullptr : PyObject_CallNoArgs(parts.current_text);
 }
 
-// The dtype of the autocast of a tensor's device, or None; false where no autocast is on.
-PyObject* autocast_of(PyObject* tensor) {
-  PyObject* on = PyObject_CallNoArgs(parts.autocast_is_on);
-  if (on != Py_True) return on;
-  Py_DECREF(on);
-  return PyObject_CallFunctionObjArgs(parts.autocast_dtype, tensor, nullptr);
+// Whether a call has the facts (`calls.Facts`) of one before: 1, 0, or -1 with an exception.
+int has_facts(PyObject* facts, const Items& tensors) {
+  for (int i = 0; i < kFacts; i++) {
+    PyObject* known = PyTuple_GetItem(facts, i);
+    if (known == Py_None) continue;
+    Ref found(i == kAutocast    ? PyObject_CallFunctionObjArgs(parts.autocast_dtype, tensors.item[0], nullptr)
+              : i == kAlignment ? form_of(tensors.item, tensors.count)
+                                : PyObject_CallNoArgs(parts.float32_precision));
+    int same = found ? PyObject_RichCompareBool(found.get(), known, Py_EQ) : -1;
+    if (same <= 0) return same;
+  }
+  return 1;
 }
 
 // The key of a call's state, the same as `entry.unrecognised` makes. No tuple is made before all its parts are there:
 // Python code runs between, and other threads may look at a tuple.
-PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, Py_ssize_t count) {
+PyObject* state_of(const Call& call, PyObject* form) {
   PyObject* given[] = {PyTuple_GetItem(call.kind, 0),
                        form,
                        call.dropout_p,
@@ -90,11 +96,11 @@ PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, P
                        call.softcap,
                        call.returns_lse,
                        call.kernel};
-  PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled, parts.cudnn_enabled,
-                          parts.deterministic, parts.float32_precision, parts.grad_enabled};
+  PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled,
+                          parts.cudnn_enabled, parts.deterministic,     parts.grad_enabled};
   constexpr Py_ssize_t kGiven = sizeof(given) / sizeof(*given), kSwitches = sizeof(switches) / sizeof(*switches);
-  Ref found[kSwitches + 3];
-  PyObject* parts_of_state[kGiven + kSwitches + 3];
+  Ref found[kSwitches + 1];
+  PyObject* parts_of_state[kGiven + kSwitches + 1];
   Py_ssize_t place = 0, number = 0;
   auto add = [&](PyObject* owned) {
     found[number].take(owned);
@@ -102,10 +108,9 @@ PyObject* state_of(const Call& call, PyObject* form, PyObject* const* tensors, P
     return owned != nullptr;
   };
   for (PyObject* part : given) parts_of_state[place++] = part;  // the call has them
-  if (!add(setting()) || !add(autocast_of(tensors[0]))) return nullptr;
+  if (!add(setting())) return nullptr;
   for (PyObject* asked : switches)
     if (!add(PyObject_CallNoArgs(asked))) return nullptr;
-  if (!add(form_of(tensors, count))) return nullptr;
   return tuple_of(parts_of_state, place);
 }
 
@@ -135,11 +140,13 @@ PyObject* results_of(PyObject* run, const Call& call, PyObject* const* tensors, 
   return call.returns_lse == Py_True ? PySequence_Tuple(found.get()) : PySequence_GetItem(found.get(), 0);
 }
 
-// The first of the latest calls of a state whose guard takes the tensors, as what was prepared for it.
-PyObject* look_up(PyObject* latest, PyObject* tensors, Ref& run) {
+// The first of the latest calls of a state whose guard takes the tensors and whose facts are theirs, as what was
+// prepared for it.
+PyObject* look_up(PyObject* latest, PyObject* arguments, const Items& tensors, Ref& run) {
   for (Py_ssize_t i = 0, n = PyTuple_Size(latest); i < n; i++) {
     PyObject* entry = PyTuple_GetItem(latest, i);
-    int alike = is_true(PyObject_Call(PyTuple_GetItem(entry, 0), tensors, nullptr));
+    int alike = is_true(PyObject_Call(PyTuple_GetItem(entry, 0), arguments, nullptr));
+    if (alike > 0) alike = has_facts(PyTuple_GetItem(entry, 3), tensors);
     if (alike < 0) return nullptr;
     if (alike) return run.take(Ref::borrowed(PyTuple_GetItem(entry, 1))), run.get();
   }
@@ -186,7 +193,7 @@ PyObject* recognise(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < beside; i++) all.item[all.count++] = PyTuple_GetItem(others.get(), i);  // `own` has them
   }
   if (!are_plain(all.item, all.count)) return unknown();
-  Ref state(state_of(call, form, all.item, all.count));
+  Ref state(state_of(call, form));
   int nested = state ? is_nested(all.item, all.count) : -1;
   if (nested) return nested < 0 ? unknown_or_raised() : unknown();
   PyObject* latest = PyDict_GetItemWithError(parts.recent, state.get());
@@ -194,7 +201,8 @@ PyObject* recognise(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Ref held(Ref::borrowed(latest)), run,
       arguments(all.count == 3 ? Ref::borrowed(tensors) : tuple_of(all.item, all.count));
   if (!arguments) return nullptr;
-  if (look_up(held.get(), arguments.get(), run) == nullptr) return PyErr_Occurred() ? nullptr : unknown();
+  if (look_up(held.get(), arguments.get(), all, run) == nullptr)
+    return PyErr_Occurred() ? unknown_or_raised() : unknown();
   Ref nothing(given == nullptr ? PyTuple_New(0) : nullptr);
   return results_of(run.get(), call, all.item, given == nullptr ? nothing.get() : given);
 }
