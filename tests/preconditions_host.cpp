@@ -24,7 +24,7 @@ void softmax(int64_t columns, int64_t ld) { table().softmax_step(kRows, columns,
 const std::map<std::string, void (*)()> kCases = {
     {"all hold",
      [] {
-       table().load_rows(source(kLd, 1), kRows, 5, a, kLd);
+       table().pack_left(source(kLd, 1), kRows, 5, a, kLd);
        table().pack_columns(source(kLd, 1), 7, 5, c, kLd);
        table().scores(kRows, 7, 5, a, kLd, b, kLd, 1.0f, c, kLd);
        table().scores_direct(kRows, 7, 5, a, kLd, source(kLd, 1), 1.0f, c, kLd);
@@ -40,7 +40,7 @@ const std::map<std::string, void (*)()> kCases = {
     {"columns within the leading dimension", [] { softmax(kLd + 1, kLd); }},
     {"a leading dimension of whole vectors", [] { softmax(5, 7); }},
     {"packed rows within the leading dimension", [] { table().pack_columns(source(kLd, 1), kLd + 1, 5, c, kLd); }},
-    {"loaded columns within the leading dimension", [] { table().load_rows(source(2 * kLd, 1), 2, kLd + 1, a, kLd); }},
+    {"loaded columns within the leading dimension", [] { table().pack_left(source(2 * kLd, 1), 2, kLd + 1, a, kLd); }},
     {"keys with column stride 1", [] { table().scores_direct(kRows, 7, 5, a, kLd, source(kLd, 2), 1.0f, c, kLd); }},
     {"rows of a product", [] { table().scores(0, 7, 5, a, kLd, b, kLd, 1.0f, c, kLd); }},
     {"a cap that is not 0", [] { table().softcap(kRows, 7, c, nullptr, kLd, 0.0f); }},

@@ -82,7 +82,6 @@ class Backward {
     Operand *key_columns, *key_steps, *value_columns;  // of a block of keys
     T *s, *dp, *extra;                                 // of a pair of blocks
     Operand* transposed;                               // s or dp, where it cannot stay in its place
-    T *out, *grad_out_row;                             // of a query
   };
 
   Buffers carve(Carver& carver) const {
@@ -110,8 +109,6 @@ class Backward {
     b.dp = carver.take<T>(block_m_ * block_n_);
     b.transposed = carver.take<Operand>(kInterleave<Operand> == 1 ? 0 : block_m_ * left_ld());
     b.extra = carver.take<T>(p_.softcap != 0.0 || p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
-    b.out = carver.take<T>(v_ld_);
-    b.grad_out_row = carver.take<T>(v_ld_);
     return b;
   }
 
@@ -195,23 +192,21 @@ class Backward {
         prim_.pack_steps(grad_out, p_.M, p_.Dv, b_.grad_out_steps, f_.v_ld_);
       }
       std::fill_n(dq_, p_.M * f_.q_ld_, T(0));
-      for (int64_t i = 0; i < p_.M; ++i) load_row(head, i);
+      load_rows(head);
       normalise_again(head);
       if (p_.sinks && split_ == 0) f_.sink_sums_[batch_ * p_.H + head] = sink_gradient(head);
     }
 
     // Loads lse, with +inf for a row that sees nothing, so that its probabilities are 0. Computes
     // delta = rowsum(out * grad_out) - grad_lse.
-    void load_row(int64_t head, int64_t i) const {
-      const T lse = *reinterpret_cast<const T*>(f_.t_.lse.at(batch_, head, i));
-      const bool empty = lse == -std::numeric_limits<T>::infinity();
-      b_.lse[i] = empty ? -lse : lse;
-      prim_.load_rows(f_.t_.out.rows(batch_, head, i), 1, p_.Dv, b_.out, f_.v_ld_);
-      prim_.load_rows(f_.t_.grad_out.rows(batch_, head, i), 1, p_.Dv, b_.grad_out_row, f_.v_ld_);
-      T parts[4] = {};
-      for (int64_t c = 0; c < f_.v_ld_; ++c) parts[c % 4] += b_.out[c] * b_.grad_out_row[c];
-      b_.delta[i] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-      if (f_.t_.grad_lse && !empty) b_.delta[i] -= *reinterpret_cast<const T*>(f_.t_.grad_lse.at(batch_, head, i));
+    void load_rows(int64_t head) const {
+      prim_.row_products(f_.t_.out.rows(batch_, head, 0), f_.t_.grad_out.rows(batch_, head, 0), p_.M, p_.Dv, b_.delta);
+      for (int64_t i = 0; i < p_.M; ++i) {
+        const T lse = *reinterpret_cast<const T*>(f_.t_.lse.at(batch_, head, i));
+        const bool empty = lse == -std::numeric_limits<T>::infinity();
+        b_.lse[i] = empty ? -lse : lse;
+        if (f_.t_.grad_lse && !empty) b_.delta[i] -= *reinterpret_cast<const T*>(f_.t_.grad_lse.at(batch_, head, i));
+      }
     }
 
     static bool is_coarse(T lse) {

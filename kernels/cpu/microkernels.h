@@ -131,6 +131,7 @@ inline void with_type(double, Dtype, F f) {
   f(static_cast<const double*>(nullptr));
 }
 
+// dst = src, with zeros in the columns from width to ld.                                     dst [rows, ld]
 template <typename T>
 void load_rows(Source src, int64_t rows, int64_t width, T* dst, int64_t ld) {
   assert(width <= ld && ld % kLanes<T> == 0);
@@ -575,6 +576,26 @@ void hide(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int
 }
 
 template <typename T>
+void row_products(Source x, Source y, int64_t rows, int64_t width, T* sums) {
+  with_type(T(), x.dtype, [=](auto* x_type) {
+    with_type(T(), y.dtype, [=](auto* y_type) {
+      auto* a = static_cast<decltype(x_type)>(x.data);
+      auto* b = static_cast<decltype(y_type)>(y.data);
+      const int64_t whole = x.column_stride == 1 && y.column_stride == 1 ? width - width % kLanes<T> : 0;
+      for (int64_t row = 0; row < rows; ++row, a += x.row_stride, b += y.row_stride) {
+        Vec<T> sum = {};
+        int64_t c = 0;
+        for (; c < whole; c += kLanes<T>) sum += widen(a + c) * widen(b + c);
+        for (; c < width; c += kLanes<T>)
+          sum += widen_part<T>(a + c * x.column_stride, x.column_stride, width - c) *
+                 widen_part<T>(b + c * y.column_stride, y.column_stride, width - c);
+        sums[row] = total(sum);
+      }
+    });
+  });
+}
+
+template <typename T>
 bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
   Vec<T> zero = {};
   for (int64_t r = 0; r < rows; ++r) {
@@ -587,11 +608,10 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
 
 template <typename T, typename E = typename ExpOf<T>::type>
 constexpr ScorePrimitives<T> kScorePrimitives = {
-    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>,          add_bias<T>,
-    subtract_distance<T>, hide<T>,          finite<T>,         accumulate_direct<T>};
+    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>, add_bias<T>,
+    subtract_distance<T>, hide<T>,          row_products<T>,   finite<T>,  accumulate_direct<T>};
 
 template <typename T>
-constexpr Primitives<T> kPrimitives = {
-    kScorePrimitives<T>, kLanes<T>,        load_rows<T>, load_rows<T>,    pack_columns<T>,
-    load_rows<T>,        store_rows<T>,    as_left<T>,   softmax_left<T>, as_left_transposed<T>,
-    scores<T, T>,        scores_direct<T>, accumulate<T>};
+constexpr Primitives<T> kPrimitives = {kScorePrimitives<T>,   kLanes<T>,     load_rows<T>,     pack_columns<T>,
+                                       load_rows<T>,          store_rows<T>, as_left<T>,       softmax_left<T>,
+                                       as_left_transposed<T>, scores<T, T>,  scores_direct<T>, accumulate<T>};

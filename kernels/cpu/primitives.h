@@ -93,6 +93,8 @@ struct ScorePrimitives {
   // s = -inf where a byte of allowed is zero; strides may be 0.
   void (*hide)(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, T* s,
                int64_t ld);
+  // sums[row] = the sum of x[row] * y[row].                                                    x, y [rows, width]
+  void (*row_products)(Source x, Source y, int64_t rows, int64_t width, T* sums);
   // Whether all of x [rows, width] is finite.
   bool (*finite)(const T* x, int64_t rows, int64_t width, int64_t ld);
   // c = alpha[row] * c + a b (alpha null: 1). c [rows, width], a [rows, depth], b [depth, width]: values in memory with
@@ -114,8 +116,6 @@ template <typename T, typename Operand = T>
 struct Primitives : ScorePrimitives<T> {
   int64_t lanes;  // elements of a vector
 
-  // dst = src, with zeros in the columns from width to ld.                                     dst [rows, ld]
-  void (*load_rows)(Source src, int64_t rows, int64_t width, T* dst, int64_t ld);
   // Packs src as a left operand, whose depth is the width.                                     dst [rows, ld / kDepth]
   void (*pack_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
   // Packs src as a right operand, whose depth is the width and whose columns are the rows.     dst [width / kDepth, ld]

@@ -268,7 +268,6 @@ void accumulate_pairs(int64_t rows, int64_t width, int64_t depth, const Pair* a,
 
 constexpr Primitives<float, Pair> kPairs = {kScorePrimitives<float, ExpShort>,
                                             kLanes<float>,
-                                            load_rows<float>,
                                             pack_left,
                                             pack_pair_columns,
                                             pack_steps,

@@ -195,7 +195,6 @@ void accumulate_quads(int64_t rows, int64_t width, int64_t depth, const Quad* a,
 
 constexpr Primitives<float, Quad> kQuads = {kScorePrimitives<float, ExpShort>,
                                             kLanes<float>,
-                                            load_rows<float>,
                                             pack_left_quads,
                                             pack_quad_columns,
                                             pack_quad_steps,
