@@ -1,11 +1,31 @@
-// Products that read keys and values in memory without packing, for few queries. It is a part of microkernels.h, in the
-// including file's unnamed namespace.
+// Products that read tensors in memory without packing: of few queries with keys, and of rows with rows. It is a part
+// of microkernels.h, in the including file's unnamed namespace.
 #pragma once
 
 // The sum of each of the vectors.
 template <typename V, typename T, int kCount>
 inline void totals(const V (&x)[kCount], T* sums) {
   for (int i = 0; i < kCount; ++i) sums[i] = total(x[i]);
+}
+
+template <typename T>
+void row_products(Source x, Source y, int64_t rows, int64_t width, T* sums) {
+  with_type(T(), x.dtype, [=](auto* x_type) {
+    with_type(T(), y.dtype, [=](auto* y_type) {
+      auto* a = static_cast<decltype(x_type)>(x.data);
+      auto* b = static_cast<decltype(y_type)>(y.data);
+      const int64_t whole = x.column_stride == 1 && y.column_stride == 1 ? width - width % kLanes<T> : 0;
+      for (int64_t row = 0; row < rows; ++row, a += x.row_stride, b += y.row_stride) {
+        Vec<T> sum = {};
+        int64_t c = 0;
+        for (; c < whole; c += kLanes<T>) sum += widen(a + c) * widen(b + c);
+        for (; c < width; c += kLanes<T>)
+          sum += widen_part<T>(a + c * x.column_stride, x.column_stride, width - c) *
+                 widen_part<T>(b + c * y.column_stride, y.column_stride, width - c);
+        sums[row] = total(sum);
+      }
+    });
+  });
 }
 
 // A vector of a query's operands, and one of a key, of which `count` values are left.

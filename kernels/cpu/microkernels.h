@@ -576,26 +576,6 @@ void hide(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int
 }
 
 template <typename T>
-void row_products(Source x, Source y, int64_t rows, int64_t width, T* sums) {
-  with_type(T(), x.dtype, [=](auto* x_type) {
-    with_type(T(), y.dtype, [=](auto* y_type) {
-      auto* a = static_cast<decltype(x_type)>(x.data);
-      auto* b = static_cast<decltype(y_type)>(y.data);
-      const int64_t whole = x.column_stride == 1 && y.column_stride == 1 ? width - width % kLanes<T> : 0;
-      for (int64_t row = 0; row < rows; ++row, a += x.row_stride, b += y.row_stride) {
-        Vec<T> sum = {};
-        int64_t c = 0;
-        for (; c < whole; c += kLanes<T>) sum += widen(a + c) * widen(b + c);
-        for (; c < width; c += kLanes<T>)
-          sum += widen_part<T>(a + c * x.column_stride, x.column_stride, width - c) *
-                 widen_part<T>(b + c * y.column_stride, y.column_stride, width - c);
-        sums[row] = total(sum);
-      }
-    });
-  });
-}
-
-template <typename T>
 bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
   Vec<T> zero = {};
   for (int64_t r = 0; r < rows; ++r) {
