@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := setup.py sdpa dispatch kernels tuning_tables bench tests examples
 NATIVE := $(wildcard bench/*.c sdpa/*/*.cpp sdpa/*/*.h examples/*.cpp kernels/cpu/*.cpp kernels/cpu/*/*.cpp kernels/cpu/*.h kernels/cuda/*.cpp kernels/cuda/*.h kernels/cuda/*.cuh kernels/cuda/*/*.cuh)
+# What is formatted and not compiled here: Metal's source, and the emulator of its tests, which they compile themselves.
+METAL := $(wildcard kernels/metal/*.metal tests/metal/*/*.cpp tests/metal/*/*.h)
 # Headers that the CUDA kernels are built with, where there is an nvcc.
 CUTLASS ?= 4.2.0.0
 SANITIZER ?= compute-sanitizer
@@ -26,7 +28,7 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-torch install-torch test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-metal test-torch install-torch test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -38,7 +40,15 @@ test-ordinary: $(READY)
 
 # Triton reads the variable when it defines a kernel, so that these tests want a process of their own.
 test-interpreted: $(READY)
+ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
+else
+	@echo "Triton has no package for this system: its kernels are not tested"
+endif
+
+# The Metal kernels on this CPU, in an emulator that clang compiles them for (Debian's package clang-19).
+test-metal: $(READY)
+	$(BIN)/python -m pytest -q --durations=10 -n $(JOBS) --dist worksteal tests/metal
 
 install-torch: $(OTHER)/ready
 
@@ -59,7 +69,7 @@ lint: $(READY)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(METAL)
 
 bench: $(READY)
 	for suite in $(SUITES); do $(BIN)/sdpa bench --suite $$suite || exit 1; done

@@ -48,18 +48,22 @@ COMMON_FLAGS = (
 FAMILIES = {"x86_64": "X86", "amd64": "X86", "aarch64": "ARM", "arm64": "ARM"}
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-# A tile of 24 accumulators leaves 8 registers: GCC 12, free to load early, puts accumulators in memory.
-NEON = "-fno-schedule-insns"
+# A tile of 24 accumulators leaves 8 registers: GCC 12, free to load early, puts accumulators in memory. No option of
+# Clang's.
+GCC_NEON = "-fno-schedule-insns"
 # A source is built for the instruction set that ends its name, and left out on machines of another family.
 AVX512BF16 = f"{AVX512} -mavx512bf16"
 ISA_FLAGS = {
     "X86": {"_avx2": AVX2, "_avx512": AVX512, "_avx512bf16": AVX512BF16, "_amx": f"{AVX512BF16} -mamx-tile -mamx-bf16"},
-    "ARM": {"_neon": f"{NEON} -march=armv8-a", "_neonbf16": f"{NEON} -march=armv8.2-a+bf16"},
+    "ARM": {"_neon": "-march=armv8-a", "_neonbf16": "-march=armv8.2-a+bf16"},
 }
-# On Linux a symbol that torch does not have fails this link and not a user's import; elsewhere the loader finds torch.
-LINK_FLAGS = "-ltorch_cpu -ldl -Wl,--as-needed,-z,defs" if sys.platform == "linux" else "-undefined dynamic_lookup"
-
-PYTHON_LINK_FLAGS = "" if sys.platform == "linux" else "-undefined dynamic_lookup"
+# A symbol that torch does not have fails this link and not a user's import.
+LINK_FLAGS = "-ltorch_cpu -ldl -Wl,--as-needed,-z,defs"
+# Apple's linker has none of these options. torch, whose libraries are named by @rpath, is loaded before ours, or lies
+# beside our package.
+MAC_LINK_FLAGS = "-ltorch_cpu -Wl,-rpath,@loader_path/../../../torch/lib -undefined dynamic_lookup"
+MAC_PYTHON_LINK_FLAGS = "-undefined dynamic_lookup"
+SYSTEMS = ("linux", "darwin")
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # of instances.def: a line, its head sizes
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
@@ -125,11 +129,38 @@ def ninja() -> str:
     raise SystemExit("building sdpa needs ninja; got none: pip install ninja")
 
 
+def compiler_says(*options: str) -> str:
+    """What the compiler answers."""
+    return subprocess.run([*cxx().split(), *options], capture_output=True, text=True, check=False).stdout.strip()
+
+
 @cache
+def target() -> str:
+    """What the compiler, which may be a cross compiler, builds for, as "aarch64-linux-gnu"."""
+    return compiler_says("-dumpmachine")
+
+
 def family() -> str | None:
-    """The machines that the compiler, which may be a cross compiler, builds for: "X86", "ARM", or none of these."""
-    said = subprocess.run([*cxx().split(), "-dumpmachine"], capture_output=True, text=True, check=False).stdout
-    return FAMILIES.get(said.partition("-")[0].strip())
+    """The machines that the compiler builds for: "X86", "ARM", or none of these."""
+    return FAMILIES.get(target().partition("-")[0])
+
+
+def is_for_mac() -> bool:
+    return "-apple-" in target()
+
+
+@cache
+def is_clang() -> bool:
+    """Whether the compiler is Clang, by whatever name: that of macOS is."""
+    return is_for_mac() or "clang" in compiler_says("--version")
+
+
+def require_platform() -> None:
+    """Ends the build where nothing of ours would run, in one sentence."""
+    if sys.platform not in SYSTEMS:
+        raise SystemExit(f"sdpa is built on Linux and on macOS; got {sys.platform}")
+    if is_for_mac() and family() != "ARM":
+        raise SystemExit(f"sdpa is built for Macs with Apple silicon, as torch is; got a compiler for {target()}")
 
 
 def common_flags() -> str:
@@ -141,8 +172,17 @@ def isa_flags(source: Path) -> str | None:
     for machines, sets in ISA_FLAGS.items():
         for suffix, flags in sets.items():
             if source.stem.endswith(suffix):
-                return flags if machines == family() else None
+                return isa_flags_here(machines, suffix, flags) if machines == family() else None
     return ""
+
+
+def isa_flags_here(machines: str, suffix: str, flags: str) -> str:
+    """The flags of an instruction set as this compiler takes them."""
+    if machines != "ARM":
+        return flags
+    if is_for_mac() and suffix == "_neon":  # every Mac's processor has more than armv8-a, and its compiler knows
+        return ""
+    return flags if is_clang() else f"{GCC_NEON} {flags}"
 
 
 def nvcc() -> str | None:
@@ -227,6 +267,7 @@ def refuse_faults() -> None:
 
 def ninja_text(torch: Path) -> str:
     """One object per source with its own flags, one library each; paths are relative: a moved tree stays built."""
+    require_platform()
     lines = [
         f"builddir = {OBJECTS}",
         "rule compile",
@@ -234,7 +275,7 @@ def ninja_text(torch: Path) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {cxx()} -shared $in -o $out -L{torch}/lib {LINK_FLAGS}",
+        f"  command = {cxx()} -shared $in -o $out -L{torch}/lib {MAC_LINK_FLAGS if is_for_mac() else LINK_FLAGS}",
     ]
     objects = []
     for source in sorted((ROOT / LIBRARY).parent.glob("*.cpp")):
@@ -277,7 +318,7 @@ def python_text() -> list[str]:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link_python",
-        f"  command = {cxx()} -shared $in -o $out {PYTHON_LINK_FLAGS}",
+        f"  command = {cxx()} -shared $in -o $out {MAC_PYTHON_LINK_FLAGS if is_for_mac() else ''}",
         *(
             f"build {made}: compile_python {source.relative_to(ROOT)}"
             for made, source in zip(objects, sources, strict=True)

@@ -24,7 +24,7 @@ from sdpa.bench.workload import Refusal, Workload
 DROPOUT = 0.1
 SOFTCAP = 2.0  # near the scores of random tensors, so that who leaves it out is wrong
 # The kernel that a "kernel" problem names, by the kind of device.
-NAMED = {"cpu": "cpu_flash", "cuda": "triton_flash"}
+NAMED = {"cpu": "cpu_flash", "cuda": "triton_flash", "mps": "metal_flash"}
 
 
 def as_it_is(out: Tensor) -> Tensor:
@@ -88,6 +88,8 @@ def no_softcap(work: Workload) -> Call:
 
 def torch_with_lse(work: Workload) -> Call:
     """The operators behind torch's call: the call itself keeps the log-sum-exp for its backward."""
+    if work.q.device.type == "mps":
+        raise Refusal("torch has no log-sum-exp on MPS")
     if not work.q.is_cuda:
         return partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, *work.qkv)
     if work.q.dtype == torch.float32:

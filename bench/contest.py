@@ -22,7 +22,7 @@ from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, ours, peers_
 from sdpa.bench.pool import first_line
 from sdpa.bench.problems import Problem
 from sdpa.bench.timing import USUAL, Call, Pace, Racer, Timing, race
-from sdpa.bench.truth import gradient_error, mean_under_dropout, out_error, right_gradients, right_out
+from sdpa.bench.truth import gradient_error, host_work, mean_under_dropout, out_error, right_gradients, right_out
 from sdpa.bench.workload import Refusal, Workload, WrongResult, make_workload, surroundings
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import sdpa_kernel
@@ -183,15 +183,21 @@ class Judge:
     """The right results of a workload, made when they are first needed and kept for all contestants."""
 
     def __init__(self, work: Workload) -> None:
-        self.work, self.right_out = work, right_out(work)
+        self.work = host_work(work)
+        self.right_out = right_out(self.work)
         self.right_gradients: tuple[Tensor, ...] | None = None
 
     def error(self, contestant: Contestant, result: Any) -> float:
         """The largest distance to float64, where it differentiates of the gradients. Raises WrongResult beyond
         rounding."""
-        out, problem = contestant.read(result), self.work.problem
+        problem = self.work.problem
+
+        def read(made: Any) -> Tensor:
+            return contestant.read(made).to(self.work.q.device)
+
+        out = read(result)
         if problem.call == "dropout":
-            out = mean_under_dropout(lambda: contestant.read(contestant.forward()))
+            out = mean_under_dropout(lambda: read(contestant.forward()))
         error = out_error(self.work, out, self.right_out)
         if not problem.differentiates:
             return error
@@ -199,6 +205,7 @@ class Judge:
             self.right_gradients = right_gradients(self.work)
         found = contestant.gradients(result)
         found = (*map(contestant.standard, found[:3]), *found[3:])
+        found = tuple(gradient.to(self.work.q.device) for gradient in found)
         return gradient_error(self.work, found, self.right_gradients)
 
 
@@ -264,6 +271,6 @@ def extra_bytes(contestant: Contestant, problem: Problem) -> int | None:
 
 def recover(device: str) -> None:
     """A GPU's memory is given back, after a failure and between problems."""
-    if device.startswith("cuda"):
+    if device.startswith(("cuda", "mps")):
         gc.collect()
-        torch.cuda.empty_cache()
+        (torch.cuda if device.startswith("cuda") else torch.mps).empty_cache()

@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 from sdpa.bench.problems import DIRECTIONS, Problem
-from sdpa.bench.suites import GPU_SUITES, TOKENS, WIDTH
+from sdpa.bench.suites import GPU_SUITES, MPS_WIDTH, TOKENS, WIDTH
+from sdpa.bench.suites import SUITES as SUITES_BY_NAME
 
 # In this order a run that is cut short has what most models ask for.
 SUITES = ("gpu-forward", "gpu-backward", "gpu-decode", "gpu-gqa", "gpu-mask", "gpu-fp32", "gpu-overhead")
@@ -40,6 +41,25 @@ def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
     cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if not problem.call]
     cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
+    first: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        first.setdefault(measurement(cell), cell)
+    return tuple(replace(cell, device=device) for cell in first.values())
+
+
+def mps_grid(device: str) -> tuple[Cell, ...]:
+    """The problems on Apple's GPUs: those of their suite, then other lengths, head sizes and masks."""
+    cells = [cell_of(problem) for problem in SUITES_BY_NAME["mps"] if not problem.call]
+    for direction, D, N, mask in product(DIRECTIONS, (64, 128), (128, 1024), PLAIN):
+        cells.append(Cell(1, MPS_WIDTH // D, N, N, D, dtype="float16", mask=mask, direction=direction, explore=True))
+    for direction, D in product(DIRECTIONS, (32, 96, 192, 256)):
+        cells.append(Cell(1, MPS_WIDTH // D, 1024, 1024, D, dtype="float16", direction=direction, explore=True))
+    for direction, mask in product(DIRECTIONS, ("bias", "allowed", "lengths")):
+        cells.append(Cell(2, 8, 1024, 1024, 64, dtype="float16", mask=mask, direction=direction, explore=True))
+    for dtype, direction, N in product(("float32", "bfloat16"), DIRECTIONS, (256, 1024)):
+        cells.append(Cell(1, 16, N, N, 64, dtype=dtype, mask="causal", direction=direction, explore=True))
+    for Hkv, N in product((32, 8), (1024, 8192)):
+        cells.append(Cell(1, 32, 1, N, 128, Hkv=Hkv, dtype="bfloat16", explore=True))
     first: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:
         first.setdefault(measurement(cell), cell)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sdpa
 import sdpa.nn
-from sdpa.bench.timing import MIN_SAMPLE, Timing, interleave, stopwatch_for
+from sdpa.bench.timing import Timing, interleave, sample_for, stopwatch_for
 
 Step = Callable[[], Tensor]
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # distance over length, between two right answers
@@ -26,7 +26,7 @@ VIT_TOKENS = 197  # 14 x 14 patches and the class
 GROUP = 4  # query heads per key head of today's models
 # Seconds of a sample on a GPU: several steps, because no loop waits for the device after each.
 LOOP = 0.08
-FILLED = {"cuda": 0.54, "cpu": 0.5}  # of a padded batch
+FILLED = {"cuda": 0.54, "cpu": 0.5, "mps": 0.5}  # of a padded batch
 
 
 @dataclass(frozen=True)
@@ -308,13 +308,13 @@ def run_model(model: Model, rounds: int | None = None, time_limit: float = 5.0) 
     """Every variant's figures, from rounds that alternate between them, after their results were compared."""
     torch._dynamo.reset()  # models share code, of which so many variants are compiled and no more
     steps = {name: build() for name, build in model.variants.items()}
-    results = {name: step() for name, step in steps.items()}
+    results = {name: step().cpu() for name, step in steps.items()}  # where float64 is
     wanted = results["torch"].double()
     for name, result in results.items():
         distance = float((result.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
         if not distance <= TOLERANCE[model.dtype]:
             raise Disagreement(f"{model.label}: {name} is {distance:.2g} away from torch")
-    least = LOOP if model.device.startswith("cuda") else MIN_SAMPLE
+    least = LOOP if model.device.startswith("cuda") else sample_for(model.device)
     timings = interleave(list(steps.values()), stopwatch_for(model.device), rounds, time_limit, min_sample=least)
     found = zip(steps.items(), timings, strict=True)
     return [Outcome(model, name, timing, peak_of(step, model.device)) for (name, step), timing in found]

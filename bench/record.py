@@ -48,6 +48,8 @@ Record = dict[str, str]
 def versions() -> dict[str, str]:
     """Versions of Python, of this library, and of the packages that decide about speed, which are not imported."""
     found = {"python": platform.python_version(), "sdpa": sdpa.__version__}
+    if macos := platform.mac_ver()[0]:  # which has Metal's compiler
+        found["macos"] = macos
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

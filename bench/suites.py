@@ -1,4 +1,4 @@
-"""The named suites: lists of problems as data, for CPUs and for GPUs."""
+"""The named suites: lists of problems as data, for CPUs, for GPUs, and for those of Apple's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ GPU_HEAD_SIZES = (64, 128, 256)
 GPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HALF: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda"}
 GPU_WINDOW = 1024
+MPS_WIDTH = 1024  # features of a cell, so that the longest takes the smallest GPU a tenth of a second
 
 
 def cpu_forward() -> tuple[Problem, ...]:
@@ -136,6 +137,28 @@ def gpu_overhead() -> tuple[Problem, ...]:
     return tuple(replace(cell, device="cuda", host=True) for cell in cells)
 
 
+def mps() -> tuple[Problem, ...]:
+    """Apple's GPUs, of which the smallest computes 2.6 TFLOP/s: forward, backward, decode, windows, grouped heads."""
+    half: dict[str, Any] = {"dtype": "float16", "device": "mps"}
+    cells = [
+        Problem(1, MPS_WIDTH // D, N, N, D, mask=mask, direction=direction, **half)
+        for direction, D, N, mask in product(DIRECTIONS, (64, 128), (512, 2048, 4096), ("none", "causal"))
+    ]
+    for dtype, direction in product(("float32", "bfloat16"), DIRECTIONS):
+        cells.append(Problem(1, 16, 2048, 2048, 64, mask="causal", dtype=dtype, direction=direction, device="mps"))
+    cells += [Problem(1, 16, N, N, D, **half) for N, D in ((2048, 40), (2048, 80), (197, 64))]
+    cells += [Problem(1, 32, 1, N, 128, Hkv=Hkv, **half) for Hkv, N in product((32, 8, 4), (1024, 8192, 32768))]
+    cells += [Problem(1, 32, 4, 8192, 128, Hkv=8, **half)]
+    grouped: dict[str, Any] = {"B": 1, "H": 32, "M": 2048, "N": 2048, "D": 128, "Hkv": 8, "mask": "causal", **half}
+    long: dict[str, Any] = {"B": 1, "H": 8, "M": 8192, "N": 8192, "D": 64, "window": GPU_WINDOW, **half}
+    for direction in DIRECTIONS:
+        cells += [Problem(**grouped, direction=direction)]
+        cells += [Problem(**long, mask=mask, direction=direction) for mask in ("window", "segments")]
+        cells += [Problem(1, 16, 1024, 1024, 64, mask=m, direction=direction, **half) for m in ("alibi", "padding")]
+    small = [Problem(1, 4, 16, 16, 64, grad=grad, device="mps", host=True) for grad in (False, True)]
+    return (*cells, Problem(1, 16, 1024, 1024, 64, mask="bias_grad", direction="backward", **half), *small)
+
+
 GPU_SUITES = {
     "gpu-forward": papers_grid("forward"),
     "gpu-backward": papers_grid("backward"),
@@ -151,4 +174,5 @@ SUITES = {
     "cpu-decode": cpu_decode(),
     "overhead": overhead(),
     **GPU_SUITES,
+    "mps": mps(),
 }

@@ -5,6 +5,9 @@ On the host a sample is the mean of as many calls as fill MIN_SAMPLE seconds. Th
 
 On a GPU a sample is a single call on a cold cache between two events, or the host's time to queue a call. The median
 is the figure to compare: the device has no other work, but its clock moves.
+
+On Apple's GPUs a sample is as on the host, of as many calls as fill MPS_SAMPLE seconds, and waits for the last of them:
+torch's events there are read by the host, and no less noisy.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import torch
 # A thousand times the clock's resolution, and short beside the slices in which a busy system shares a core: among many
 # short samples some run undisturbed.
 MIN_SAMPLE = 2e-3
+# What waiting for Apple's GPU takes, some tenths of a millisecond, is little of this.
+MPS_SAMPLE = 2e-2
 MIN_ROUNDS = 5
 MAX_ROUNDS = 400
 # A least time that no other sample came this near is not trusted yet; up to so many times the rounds wait for one.
@@ -104,8 +109,34 @@ def cuda_stopwatch(call: Call, repeats: int) -> float:
     return begin.elapsed_time(end) * 1e-3
 
 
+def mps_stopwatch(call: Call, repeats: int) -> float:
+    """Time of the host until Apple's GPU has done all of it."""
+    torch.mps.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    torch.mps.synchronize()
+    return time.perf_counter() - start
+
+
+STOPWATCHES: dict[str, Stopwatch] = {"cuda": cuda_stopwatch, "mps": mps_stopwatch}
+
+
 def stopwatch_for(device: str) -> Stopwatch:
-    return cuda_stopwatch if device.startswith("cuda") else host_stopwatch
+    return STOPWATCHES.get(device.partition(":")[0], host_stopwatch)
+
+
+def sample_for(device: str) -> float:
+    """Seconds that a sample of many calls fills."""
+    return MPS_SAMPLE if device.startswith("mps") else MIN_SAMPLE
+
+
+def synchronize(device: str) -> None:
+    """Waits until a GPU has done what was queued."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    elif device.startswith("mps"):
+        torch.mps.synchronize()
 
 
 def calibrate(call: Call, stopwatch: Stopwatch, min_sample: float = MIN_SAMPLE) -> int:
@@ -192,7 +223,7 @@ def race(racers: Sequence[Racer], device: str, host: bool = False, pace: Pace = 
     if not racers:
         return []
     if host or not device.startswith("cuda"):
-        return host_race(racers, device, pace)
+        return host_race(racers, device, pace, waits=not host and device.startswith("mps"))
     with torch.cuda.device(device):
         limit = DEVICE_SECONDS if pace.seconds is None else pace.seconds
         return device_race(racers, DeviceClock(racers, device), pace.rounds, limit)
@@ -277,17 +308,19 @@ def queue_seconds(racer: Racer) -> float:
     return seconds
 
 
-def host_race(racers: Sequence[Racer], device: str, pace: Pace = USUAL) -> list[Timing]:
-    """Seconds of the host per call. On a GPU many calls are queued, and waited for outside of the time."""
-    on_gpu = device.startswith("cuda")
+def host_race(racers: Sequence[Racer], device: str, pace: Pace = USUAL, waits: bool = False) -> list[Timing]:
+    """Seconds of the host per call. On a GPU many calls are queued, and waited for outside of the time, or with
+    `waits` inside of it."""
+    on_gpu = not device.startswith("cpu")
+    watch = stopwatch_for(device) if waits else host_stopwatch
 
     def stopwatch(racer: Racer, repeats: int) -> float:
         with racer.around():
-            seconds = host_stopwatch(racer.call, repeats)
-        if on_gpu:
-            torch.cuda.synchronize(device)
+            seconds = watch(racer.call, repeats)
+        synchronize(device)
         return seconds
 
     usual = DEVICE_SECONDS if on_gpu else HOST_SECONDS
     limit = (usual if pace.seconds is None else pace.seconds) * len(racers)
-    return interleave(racers, stopwatch, pace.rounds, limit, pace.flush and not on_gpu)
+    sample = sample_for(device) if waits else MIN_SAMPLE
+    return interleave(racers, stopwatch, pace.rounds, limit, pace.flush and not on_gpu, sample)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,16 @@ DROPOUT_TOLERANCE = 0.08
 # Queries whose results are compared, spread over all; rows of scores that are in memory at once for gradients.
 ROWS = 256
 CHUNK = 1024
+
+
+def host_work(work: Workload) -> Workload:
+    """The workload where float64 is: that of an MPS device, which has none, on the CPU."""
+    if not work.problem.device.startswith("mps"):
+        return work
+    q, k, v, grad_out = (t.detach().cpu() for t in (*work.qkv, work.grad_out))
+    mask = None if work.torch_mask is None else work.torch_mask.detach().cpu()
+    problem = replace(work.problem, device="cpu")
+    return replace(work, problem=problem, q=q, k=k, v=v, grad_out=grad_out, torch_mask=mask)
 
 
 @dataclass(frozen=True)

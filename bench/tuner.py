@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sdpa.bench.gpu_grid import Cell, gpu_grid
+from sdpa.bench.gpu_grid import Cell, gpu_grid, mps_grid
 from sdpa.bench.pool import first_line
 from sdpa.bench.problems import DTYPES, VIT, Problem, square
 from sdpa.bench.timing import (
@@ -23,7 +23,9 @@ from sdpa.bench.timing import (
     host_stopwatch,
     interleave,
     queue_seconds,
+    sample_for,
     stopwatch_for,
+    synchronize,
 )
 from sdpa.bench.timing import device_race as race_on_device
 from sdpa.bench.workload import Workload, make_workload, precision
@@ -46,7 +48,7 @@ ESTIMATED_HOPELESS = 6.0
 MOST_SCORES = 2 << 30
 # A cell that does not explore tries what was best in so many entries near it.
 LEARNT_FROM = 2
-# A kernel that spreads keys over programs is for fewer rows of queries than fill a GPU.
+# A kernel that does nothing but spread keys over programs is for fewer rows of queries than fill a GPU.
 SPLIT_ROWS = 128
 # Families whose tiles are worth a search under plain masks: the others are not chosen there.
 PLAIN_FAMILIES = ("flash",)
@@ -88,6 +90,8 @@ class Contest:
 
 def grid(device: str) -> tuple[Problem, ...]:
     """The problems of a table, those first that matter to most calls: a run that is cut short has them all coarsely."""
+    if device.startswith("mps"):
+        return mps_grid(device)
     return gpu_grid(device) if device.startswith("cuda") else cpu_grid(device)
 
 
@@ -131,7 +135,7 @@ def dtype_name(problem: Problem) -> str:
 
 def mask_kind(problem: Problem) -> str:
     """In the tuning tables' words (tuning.mask_kind)."""
-    kinds = GPU_KINDS if problem.device.startswith("cuda") else CPU_KINDS
+    kinds = CPU_KINDS if problem.device.startswith("cpu") else GPU_KINDS
     return kinds.get(problem.mask, problem.mask)
 
 
@@ -188,8 +192,12 @@ def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
         longest = ESTIMATED_HOPELESS * min(times.values())
         scores = asked.B * asked.H * asked.M * asked.N * torch.float32.itemsize
         able = [k for k in able if times[k] <= longest and not (k.materialises and scores > MOST_SCORES)]
-        able = [k for k in able if not k.splits_keys or asked.M * asked.G <= SPLIT_ROWS]
+        able = [k for k in able if not is_for_decode(k) or asked.M * asked.G <= SPLIT_ROWS]
     return [kernel for kernel in able if not contest.kernels or kernel.name in contest.kernels]
+
+
+def is_for_decode(kernel: Kernel) -> bool:
+    return kernel.splits_keys and kernel.directions == ("forward",)
 
 
 def without_twins(kernels: list[Kernel], asked: AttentionProblem) -> list[Kernel]:
@@ -336,7 +344,8 @@ def race(
     close = [key for key in calls if first[key] <= HOPELESS * best]
     if device.startswith("cuda"):
         return first | gpu_race({key: calls[key] for key in close}, device, time_limit)
-    timings: list[Timing] = interleave([calls[key] for key in close], stopwatch_for(device), time_limit=time_limit)
+    several, watch = [calls[key] for key in close], stopwatch_for(device)
+    timings = interleave(several, watch, time_limit=time_limit, min_sample=sample_for(device))
     return first | {key: timing.minimum for key, timing in zip(close, timings, strict=True)}
 
 
@@ -378,6 +387,6 @@ def device_race(racers: list[Racer], device: str, time_limit: float) -> list[Tim
 
 def recover_device(device: str) -> None:
     """After a failed call: its memory is given back. Raises where the device itself is no longer usable."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    synchronize(device)
+    if not device.startswith("cpu"):
+        (torch.cuda if device.startswith("cuda") else torch.mps).empty_cache()

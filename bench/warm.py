@@ -15,6 +15,7 @@ import torch
 from sdpa.bench import contest, pool, tuner
 from sdpa.bench.peers import PEERS, peers_for
 from sdpa.bench.problems import Problem
+from sdpa.bench.timing import synchronize
 from sdpa.bench.workload import Refusal, make_workload, precision, surroundings
 from sdpa.dispatch import select
 from sdpa.dispatch.catalog import by_name
@@ -107,11 +108,6 @@ def run_build(build: Build) -> None:
         ready = tuner.prepare(build.problem, tuner.Contest((build.kernel,)))
         tuner.caller(ready.inputs, ready.asked, ready.grad_out)(kernel, build.tile)()
         synchronize(build.problem.device)
-
-
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
 
 
 @dataclass

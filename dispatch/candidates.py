@@ -41,6 +41,12 @@ def consider(problem: AttentionProblem) -> list[Candidate]:
     return [candidate_of(kernel, problem, table) for kernel in KERNELS]
 
 
+def consider_elsewhere(problem: AttentionProblem) -> list[Candidate]:
+    """The same for a device that this machine has not, where nobody has tensors: what is missing here is no reason."""
+    table = tuning.measured(problem)
+    return [timed(kernel, problem, table, tuple(kernel.limits(problem))) for kernel in KERNELS]
+
+
 def candidate_of(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
     """The faster of reading unaligned tensors where they lie and reading copies; copies alone where a kernel needs
     them."""
@@ -67,7 +73,13 @@ def on_copies(kernel: Kernel, problem: AttentionProblem, table: tuning.Measureme
 
 def weigh(kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None) -> Candidate:
     """The candidate of a kernel that reads all tensors where they lie."""
-    reasons = tuple(kernel.why_not(problem))
+    return timed(kernel, problem, table, tuple(kernel.why_not(problem)))
+
+
+def timed(
+    kernel: Kernel, problem: AttentionProblem, table: tuning.Measurement | None, reasons: tuple[str, ...]
+) -> Candidate:
+    """The candidate with these reasons, or where it has none with the time that it should take."""
     if reasons:
         return Candidate(kernel, reasons, None, "")
     tile = tile_of(kernel, problem, table.tile.get(kernel.name) if table else None)

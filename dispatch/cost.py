@@ -19,6 +19,9 @@ SCORE_PASSES = 4
 # Rows of a GPU kernel's program where there is no tile; kernels have a smaller tile for few rows.
 DEFAULT_ROWS = 128
 SHORT_ROWS = 64
+# Apple's: a simdgroup has 8 rows, a tile four simdgroups, and a tile of few rows no more than these need.
+APPLE_SHORT_ROWS = 8
+APPLE_ROWS = 32
 # Keys below which splitting a row of queries further costs more than it gives.
 SPLIT_KEYS = 256
 # One multiprocessor alone can use about this many times its share of the bandwidth.
@@ -27,7 +30,7 @@ DRAW = 2.0
 SPILL = 8.0
 
 # A copy's seconds on the host, by type of device.
-COPY_OVERHEAD = {"cpu": 2e-6}
+COPY_OVERHEAD = {"cpu": 2e-6, "mps": 15e-6}
 GPU_COPY_OVERHEAD = 6e-6  # as of every launch of an operation of torch's
 # The factor of time for a GPU kernel that reads neither by vectors nor by TMA, by the bytes that it loads at a time.
 # Below 4 bytes there is no asynchronous copy into shared memory.
@@ -83,13 +86,20 @@ def grid_of(kernel: Kernel, problem: AttentionProblem, device: Device, tile: Til
         heads, length = problem.B * problem.Hkv, problem.M * problem.G
     elif problem.direction == "backward":
         length, swept, rows = problem.N, problem.M, tile.BLOCK_N if tile else 0
-    rows = rows or (SHORT_ROWS if length <= SHORT_ROWS else DEFAULT_ROWS)
+    rows = rows_of(rows, length, device)
     blocks = -(-length // rows)
     whole = max(1, heads * blocks)
     programs: float = whole
     if splits and whole < device.cores:
         programs = min(device.cores, whole * max(1.0, swept / SPLIT_KEYS))
     return Grid(programs, rows, blocks * rows / max(1, length), swept * whole / programs)
+
+
+def rows_of(asked: int, length: int, device: Device) -> int:
+    """The rows of one program: `asked` for by a tile (0: there is none), of `length` in all."""
+    if device.kind == "mps":
+        return min(asked or APPLE_ROWS, -(-max(1, length) // APPLE_SHORT_ROWS) * APPLE_SHORT_ROWS)
+    return asked or (SHORT_ROWS if length <= SHORT_ROWS else DEFAULT_ROWS)
 
 
 def unevenness(grid: Grid, device: Device) -> float:
@@ -123,8 +133,11 @@ def copying(problem: AttentionProblem, names: Iterable[str]) -> float:
     """Seconds to copy the tensors of these names: each is read and written once, in a launch of its own."""
     whole = {name.removesuffix("_rows") for name in names}
     moved = 2 * sum(elements(problem, name) for name in whole) * problem.dtype.itemsize
-    overhead = COPY_OVERHEAD.get(problem.device_type, GPU_COPY_OVERHEAD)
-    return moved / device_of(problem.device).bandwidth + len(whole) * overhead
+    return moved / device_of(problem.device).bandwidth + len(whole) * launch_overhead(problem)
+
+
+def launch_overhead(problem: AttentionProblem) -> float:
+    return COPY_OVERHEAD.get(problem.device_type, GPU_COPY_OVERHEAD)
 
 
 def masking(kernel: Kernel, problem: AttentionProblem) -> float:
@@ -132,7 +145,7 @@ def masking(kernel: Kernel, problem: AttentionProblem) -> float:
     if not kernel.mask_launches or not problem.features & {"bias", "allowed"}:
         return 0.0
     moved = kernel.mask_launches * elements(problem, "bias") * problem.dtype.itemsize
-    return moved / device_of(problem.device).bandwidth + kernel.mask_launches * GPU_COPY_OVERHEAD
+    return moved / device_of(problem.device).bandwidth + kernel.mask_launches * launch_overhead(problem)
 
 
 def elements(problem: AttentionProblem, name: str) -> int:

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from sdpa.dispatch import apple
+
 # Operations per cycle and core of a fused multiply-add unit, counted as two: instruction set -> float32.
 CPU_FLOPS_PER_CYCLE = {"avx512": 32, "avx2": 32, "neon": 32, "scalar": 4}
 DEFAULT_CPU_HERTZ = 3.0e9
@@ -52,6 +54,7 @@ DEFAULT_MEMORY_CLOCK = 2_600_000
 DEFAULT_BUS = 5120
 DEFAULT_SHARED_MEMORY = 99 << 10
 DEFAULT_WARP = 32
+SIMDGROUP = 32  # Apple's warp
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Device:
     float32_flops: float
     float64_flops: float
     bandwidth: float  # bytes/s
-    vendor: str = ""  # "nvidia", "amd"; "" where it does not matter
-    architecture: str = ""  # "sm90", "gfx942"
+    vendor: str = ""  # "nvidia", "amd", "apple"; "" where it does not matter
+    architecture: str = ""  # "sm90", "gfx942", "m2"
     shared_memory: int = 0  # bytes for one thread block; 0: not known, or none
     warp_size: int = 0
 
@@ -81,10 +84,12 @@ class Device:
 
 
 def device_of(name: str) -> Device:
-    """The device behind "cpu", "cuda:0", ..."""
+    """The device behind "cpu", "cuda:0", "mps", ..."""
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return cpu(torch.get_num_threads())
+    if kind == "mps":
+        return mps(apple.gpu(name))
     if kind == "cuda" and torch.cuda.is_available():
         return cuda(int(index or 0))
     return Device(kind, kind, (kind,), 1, 4e12, 2e12, 1e11, 1e11)
@@ -139,6 +144,24 @@ def cpu_table_name() -> str:
 @lru_cache(maxsize=16)
 def cuda(index: int) -> Device:
     return gpu(torch.cuda.get_device_properties(index), bool(torch.version.hip))
+
+
+@lru_cache(maxsize=64)
+def mps(gpu: apple.Gpu) -> Device:
+    """The facts of one of Apple's GPUs, from public figures. MPS has no float64; an estimate is wanted all the same."""
+    return Device(
+        kind="mps",
+        description=gpu.description,
+        names=(f"apple_{slug(gpu.chip)}",),
+        cores=gpu.cores,
+        half_flops=gpu.flops,
+        float32_flops=gpu.flops,
+        float64_flops=gpu.flops / SLOW_FLOAT64,
+        bandwidth=gpu.bandwidth,
+        vendor="apple",
+        architecture=gpu.chip.split()[0].lower(),
+        warp_size=SIMDGROUP,
+    )
 
 
 class Properties(Protocol):

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sdpa.dispatch.candidates import Candidate, allows, consider, toggles_for
+from sdpa.dispatch.candidates import Candidate, allows, consider, consider_elsewhere, ranking, toggles_for
 from sdpa.dispatch.context import Setting
+from sdpa.dispatch.device import device_of
 from sdpa.dispatch.placing import told as copied
 from sdpa.dispatch.refusal import NoKernelError, describe, reason_of
-from sdpa.dispatch.select import choose
+from sdpa.dispatch.select import by_preference, choose
 from sdpa.problem import AttentionProblem
 
 STATUSES = ("chosen", "able", "refused", "disabled")
@@ -81,6 +82,24 @@ def explain_problem(problem: AttentionProblem, setting: str = "", learns: bool =
     except NoKernelError as error:
         chosen, reason = None, reason_of(error)
     rows = tuple(row_of(c, problem, chosen, setting, toggles) for c in consider(problem))
+    return Explanation(problem, rows, chosen, reason)
+
+
+def explain_elsewhere(problem: AttentionProblem, setting: str, which: str) -> Explanation:
+    """The same for a device that this machine has not and whose facts are known all the same: by an estimate, or by a
+    table that was measured elsewhere. `which` is a clause about the device."""
+    toggles, asked = toggles_for(problem.direction), Setting.decode(setting)
+    candidates = consider_elsewhere(problem)
+    able = [c for c in candidates if c.able and allows(asked, toggles, c.kernel)]
+    device = f"{device_of(problem.device).description}, {which}"
+    if able:
+        rank = ranking(able)
+        best = by_preference(able, asked, rank) if asked.priority else min(able, key=rank)
+        source = best.source if best.measured else f"{best.source} from public figures"
+        chosen, reason = best.kernel.name, f"fastest of {len(able)} able kernels, {source} for {device}"
+    else:
+        chosen, reason = None, f"no kernel is able and allowed on {device}"
+    rows = tuple(row_of(c, problem, chosen, setting, toggles) for c in candidates)
     return Explanation(problem, rows, chosen, reason)
 
 

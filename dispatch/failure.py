@@ -16,6 +16,9 @@ ADDRESS = "address"  # the kernel cannot read tensors that lie so; the problem s
 BUILD = "build"  # the kernel is not built for this device
 # Errors that Triton raises before anything runs, by name: this file must not import it.
 TRITON_ERRORS = frozenset({"OutOfResources", "CompilationError", "CompileTimeAssertionFailure", "PTXASError"})
+# The error of a shader that Apple's compiler refuses, of our launcher (its module, its name): its message holds the
+# compiler's log. Told by name, too, because this file must not import the launcher.
+SHADER_ERROR = ("sdpa.kernels.metal.launch", "ShaderError")
 # Messages of drivers and libraries for launches that were refused and left the device usable. Errors that leave it
 # unusable (an illegal address) are not among them, because no other kernel could run.
 REFUSALS = {
@@ -30,10 +33,15 @@ REFUSALS = {
     "no kernel image is available": BUILD,
     "invalid device function": BUILD,
     "unsupported gpu architecture": BUILD,
+    "failed to create metal library": BUILD,
+    "failed to create function state": BUILD,
+    "failed to created pipeline state": TILE,  # torch's words; too much threadgroup memory, or too many threads
+    "invalid buffer size": MEMORY,  # of MPS: larger than a buffer may be
     "provided ptx was compiled with an unsupported toolchain": BUILD,
 }
 PASSING = frozenset({MEMORY, ADDRESS})
 MESSAGE_LENGTH = 300
+LOG_LENGTH = 8000  # of a compiler, where it is not shortened to a line
 
 # The refused launch -> the device's message.
 FAILED: dict[Refused, str] = {}
@@ -59,17 +67,24 @@ def kind_of(error: BaseException) -> str | None:
     kind = type(error)
     if kind.__module__.partition(".")[0] == "triton":
         return TILE if kind.__name__ in TRITON_ERRORS else None
+    if is_shader_error(error):
+        return BUILD
     if isinstance(error, RuntimeError):
         said = str(error).lower()
-        if "out of memory" in said:  # the driver's, as in loading a kernel
+        if "out of memory" in said:  # the driver's, as in loading a kernel, and all of MPS
             return MEMORY
         return next((kind for refusal, kind in REFUSALS.items() if refusal in said), None)
     return None
 
 
+def is_shader_error(error: BaseException) -> bool:
+    return any((kind.__module__, kind.__name__) == SHADER_ERROR for kind in type(error).__mro__)
+
+
 def sentence(kind: str, kernel: str, problem: str, error: BaseException) -> str:
     what = "ran out of memory" if kind == MEMORY else "could not be launched"
-    return f"kernel {kernel} {what} on {problem}: {message(error)}"
+    told = str(error)[:LOG_LENGTH] if is_shader_error(error) else message(error)
+    return f"kernel {kernel} {what} on {problem}: {told}"
 
 
 def message(error: BaseException) -> str:

@@ -81,9 +81,13 @@ class Kernel:
     def why_not(self, problem: AttentionProblem) -> list[str]:
         """Each reason why the kernel cannot run `problem`, a sentence with the value it got. Empty means that it
         can."""
+        reasons = self.limits(problem)
+        unavailable = self.unavailable() if self.serves(problem.device_type) else None
+        return reasons if unavailable is None else [*reasons, unavailable]
+
+    def limits(self, problem: AttentionProblem) -> list[str]:
+        """The same without what this machine lacks: what `problem` exceeds on any."""
         answers = [check(self, problem) for check in CHECKS] + [rule(problem) for rule in self.rules]
-        if self.serves(problem.device_type):
-            answers.append(self.unavailable())
         return [reason for reason in answers if reason]
 
     def misplaced(self, problem: AttentionProblem) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sdpa.dispatch import apple
 from sdpa.problem import UNLIMITED, AttentionProblem
 
 # CUDA grids are limited to 65535 in their second and third dimension, where these kernels put batch or heads.
@@ -13,6 +14,12 @@ CUDNN_MAX_HEAD_SIZE_HOPPER = 256
 HOPPER = (9, 0)
 AMPERE = (8, 0)
 NO_DEVICE = (0, 0)
+# torch's fused MPS kernels, which are MLX's: for at most so many queries, and for more. For other head sizes torch's
+# operator writes the scores out.
+MPS_FEW_QUERIES = 8
+MPS_FEW_HEAD_SIZES = (64, 96, 128, 256)
+MPS_HEAD_SIZES = (32, 64, 72, 80, 96, 128, 256)
+MPS_MAX_ELEMENTS = 2**31  # it counts in int32
 HALF_ALIGNMENT = 8
 FLOAT_ALIGNMENT = 4
 
@@ -158,6 +165,48 @@ def eighths(problem: AttentionProblem) -> str | None:
     if all(size > 0 and size % HALF_ALIGNMENT == 0 for size in sizes):
         return None
     return f"needs head sizes that are positive multiples of {HALF_ALIGNMENT}, got D = {problem.D}, Dv = {problem.Dv}"
+
+
+def paged_forward(problem: AttentionProblem) -> str | None:
+    """Pages have no gradient."""
+    if problem.direction == "backward" and "paged" in problem.features:
+        return "reads a paged cache in the forward only"
+    return None
+
+
+def apple_silicon(problem: AttentionProblem) -> str | None:
+    """Matrices of simdgroups are of Apple's GPUs from family 7 (M1) on; Intel Macs have GPUs of AMD and Intel."""
+    if problem.device_type != "mps" or apple.macos() is None or apple.is_apple_silicon():
+        return None
+    return f"needs a GPU of Apple's (M1 or newer), got a Mac with an {apple.machine()} processor"
+
+
+def metal_bfloat16(problem: AttentionProblem) -> str | None:
+    """bfloat16 is a type of Metal 3.1."""
+    found = apple.macos()
+    if problem.device_type != "mps" or problem.dtype != torch.bfloat16 or found is None:
+        return None
+    if found >= apple.BFLOAT16_MACOS:
+        return None
+    return f"needs macOS {apple.BFLOAT16_MACOS[0]} or newer for bfloat16, got macOS {found[0]}.{found[1]}"
+
+
+def mps_fused(problem: AttentionProblem) -> str | None:
+    few = problem.M <= MPS_FEW_QUERIES
+    if few and problem.M > problem.N:
+        return f"takes no more queries than keys where they are few, got M = {problem.M}, N = {problem.N}"
+    sizes = MPS_FEW_HEAD_SIZES if few else MPS_HEAD_SIZES
+    if problem.D in sizes:
+        return None
+    return f"takes the head sizes {', '.join(map(str, sizes))} for M = {problem.M}, got D = {problem.D}"
+
+
+def mps_elements(problem: AttentionProblem) -> str | None:
+    heads = problem.B * max(problem.H * problem.M, problem.Hkv * problem.N) * problem.D
+    masked = problem.B * problem.H * problem.M * problem.N if problem.features & {"bias", "allowed"} else 0
+    if max(heads, masked) < MPS_MAX_ELEMENTS:
+        return None
+    return f"takes tensors of fewer than 2^31 elements, got {max(heads, masked)}"
 
 
 def capability(device: str) -> tuple[int, int]:

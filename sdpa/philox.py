@@ -25,10 +25,14 @@ MAX_POOLS = 16
 VIEWS = 64
 GOLDEN = 0x9E3779B97F4A7C15
 WORD64 = 0xFFFFFFFFFFFFFFFF
+MPS_BITS = 30
 
 
 def draw_seed(device: torch.device) -> Tensor:
     """A (2,) int64 key and offset from torch's generator of `device`, so that manual_seed and checkpointing hold."""
+    if device.type == "mps":  # draws integers of 32 bits alone: two halves each
+        low, high = torch.randint(0, 2**MPS_BITS, (2, 2), dtype=torch.int64, device=device).unbind()
+        return low + (high << MPS_BITS)
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 

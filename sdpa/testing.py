@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -338,6 +339,8 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
     q, k = inputs.q, inputs.k
     with_backward = trains(by_name()[name], inputs)
     results, grads = run_kernel(name, inputs, grad_out if with_backward else None, bias_grad)
+    if q.device.type == "mps":  # which has no float64
+        inputs, results, grads, grad_out = on_host(inputs), on_host(results), on_host(grads), grad_out.cpu()
     wanted, wanted_grads = differentiate(inputs, grad_out, torch.float64)
     plain, plain_grads = differentiate(inputs, grad_out, q.dtype)
     terms = q.shape[2] * (q.shape[1] // k.shape[1]) + k.shape[2]
@@ -357,6 +360,12 @@ def check_inputs(name: str, inputs: AttentionInputs, grad_out: Tensor, bias_grad
             expected = getattr(inputs, field).dtype
             found.append(compare(f"grad_{field}", got, want, near, terms, bands[field], expected))
     return found
+
+
+def on_host(found: Any) -> Any:
+    """Inputs, results or gradients with their tensors on the CPU."""
+    tensors = {} if found is None else found._asdict()
+    return found and found._replace(**{name: t.cpu() for name, t in tensors.items() if isinstance(t, Tensor)})
 
 
 def reference_weights(inputs: AttentionInputs, average: bool, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sdpa
-from sdpa.bench import ceilings, timing, tuner, workload, written_out
+from sdpa.bench import ceilings, timing, truth, tuner, workload, written_out
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, WINDOW, Problem, square
 from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.dispatch import tuning
@@ -191,7 +191,47 @@ def test_host_races_have_their_pace(monkeypatch):
     racers = [timing.Racer("ours"), timing.Racer("torch")]
     timing.race(racers, "cpu", pace=timing.Pace(7, 0.2, True))
     timing.race(racers, "cpu")
-    assert [arguments[2:] for arguments in seen] == [(7, 0.4, True), (None, 2 * timing.HOST_SECONDS, False)]
+    timing.race(racers, "mps")
+    timing.race(racers, "mps", host=True)
+    assert [arguments[2:] for arguments in seen] == [
+        (7, 0.4, True, timing.MIN_SAMPLE),
+        (None, 2 * timing.HOST_SECONDS, False, timing.MIN_SAMPLE),
+        (None, 2 * timing.DEVICE_SECONDS, False, timing.MPS_SAMPLE),
+        (None, 2 * timing.DEVICE_SECONDS, False, timing.MIN_SAMPLE),
+    ]
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_apples_gpu_is_waited_for_inside_of_what_is_timed(host, monkeypatch):
+    """Where the host's own time is asked for, outside of it."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: told.append("wait"))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: told.append("clock") or float(len(told)))
+    timing.race([timing.Racer(lambda: told.append("call"))], "mps", host, timing.Pace(rounds=1))
+    asked = ["clock", "call", "clock", "wait"] if host else ["wait", "clock", "call", "wait", "clock", "wait"]
+    assert told[: len(asked)] == asked
+
+
+def test_the_suite_of_apples_gpus():
+    cells = SUITES["mps"]
+    assert len(set(cells)) == len(cells) == len({cell.label for cell in cells})
+    assert {cell.device for cell in cells} == {"mps"} and {cell.direction for cell in cells} == set(DIRECTIONS)
+    assert {"window", "segments", "alibi", "padding", "bias_grad"} <= {cell.mask for cell in cells}
+    assert any(cell.M == 1 and cell.H == 8 * cell.Hkv for cell in cells)
+    assert max(cell.flops() for cell in cells) < 5e11, "the smallest of these GPUs computes 2.6e12 in a second"
+    grid = tuner.grid("mps")
+    keys = [tuner.entry_key(cell) for cell in grid]
+    assert len(set(keys)) == len(keys) and {cell.device for cell in grid} == {"mps"}
+    assert {key[1] for key in keys} == {"float16", "bfloat16", "float32"}
+
+
+def test_what_is_right_is_found_where_float64_is(monkeypatch):
+    work = workload.make_workload(Problem(1, 2, 9, 9, 8, mask="bias_grad", direction="backward"))
+    assert truth.host_work(work) is work
+    work = replace(work, problem=replace(work.problem, device="mps"))
+    there = truth.host_work(work)
+    assert there.problem.device == "cpu" and there.torch_mask.device.type == "cpu"
+    assert [g.shape for g in truth.right_gradients(there)] == [(1, 9, 8), (9, 8), (9, 8), (1, 9, 9)]
 
 
 def test_calibrate_is_bounded():

@@ -34,7 +34,7 @@ from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.explain import STATUSES
 from sdpa.kernels.cpu import library
-from sdpa.testing import Case
+from sdpa.testing import Case, on_host
 
 pytestmark = pytest.mark.usefixtures("own_surroundings")
 NAMES = [kernel.name for kernel in KERNELS]
@@ -179,7 +179,6 @@ def test_explain_for_a_gpu_that_is_not_there():
     assert list(reasons) == NAMES and all(reasons.values())
     assert reasons["cpu_flash"] == ["runs on cpu, got cuda"] and reasons["math"] == ["torch sees no CUDA device"]
     assert "torch sees no CUDA device" in call(*SHAPE, "--device", "cuda", code=1)
-    assert json.loads(call(*SHAPE, "--device", "mps", "--json", code=1))["reason"]
 
 
 def test_explain_a_kernel_that_cannot():
@@ -225,6 +224,15 @@ def able_pairs(few: list[Case]) -> int:
     from sdpa.testing import able
 
     return sum(not able(name, case) for name in NAMES for case in few)
+
+
+def test_apples_gpus_are_checked_without_float64_and_judged_on_the_cpu():
+    """MPS has no float64, which every result is held against."""
+    there, here = list(cases("mps", quick=True)), list(cases("cpu", quick=True))
+    assert {case.dtype for case in there} == {torch.float32, torch.bfloat16, torch.float16}
+    assert {str(case) for case in there} == {str(case) for case in here if case.dtype != torch.float64}
+    moved = on_host(sdpa.problem.Results(torch.ones(2), None))
+    assert torch.equal(moved.out, torch.ones(2)) and moved.lse is None and on_host(None) is None
 
 
 def test_check_as_json(few_cases):

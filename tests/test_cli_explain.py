@@ -152,3 +152,47 @@ def test_reasons_without_torchs_words():
 )
 def test_it_complains_in_one_sentence(arguments, said):
     assert said in complaint(*SHAPE, *arguments)
+
+
+WITHOUT_MPS = pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has one of Apple's GPUs")
+
+
+@WITHOUT_MPS
+def test_apples_gpus_are_answered_by_an_estimate_on_any_machine():
+    found = json.loads(call("explain", "--shape", "1,32,1,8192,128", "--kv-heads", "4", "--device", "mps", "--json"))
+    assert found["chosen"] == "metal_flash"
+    assert "estimated from public figures for Apple M2 (10 GPU cores), which is assumed" in found["reason"]
+    rows = {row["kernel"]: row for row in found["kernels"]}
+    assert {name for name, row in rows.items() if row["seconds"]} == {"metal_flash", "vendor_mps", "math"}
+    assert rows["cpu_flash"]["reasons"] == ["runs on cpu, got mps"]
+    assert all(row["source"] == "estimated" for row in rows.values() if row["seconds"])
+    assert "chosen: metal_flash" in call(*SHAPE, "--device", "mps", "--causal", "--sinks", "--backward")
+    disabled = call(*SHAPE, "--device", "mps", "--kernel", "vendor_mps", "--sinks", code=1)
+    assert "no kernel is able and allowed on Apple M2" in disabled and "disabled" in disabled
+
+
+def test_a_chip_may_be_named():
+    """Then the answer is an estimate on every machine."""
+    times = {}
+    for chip in ("M1", "m4 max"):
+        found = json.loads(call("explain", "--shape", "1,8,4096,4096,64", "--device", f"mps:{chip}", "--json"))
+        assert found["reason"].endswith("GPU cores), which was named")
+        times[chip] = next(row["seconds"] for row in found["kernels"] if row["kernel"] == "metal_flash")
+    assert times["M1"] > 5 * times["m4 max"]
+    assert "expected a chip of Apple's, one of M1, M1 Pro" in complaint(*SHAPE, "--device", "mps:M0")
+
+
+def test_float64_is_refused_in_torchs_sentence():
+    told = complaint(*SHAPE, "--device", "mps", "--dtype", "float64")
+    assert "as the MPS framework doesn't support float64. Please use float32 instead." in told
+
+
+@WITHOUT_MPS
+@pytest.mark.parametrize(
+    "command",
+    [("check",), ("tune",), ("bench", "--suite", "mps"), ("bench", "--suite", "cpu-decode", "--device", "mps")],
+)
+def test_other_commands_want_the_device(command):
+    device = () if "bench" in command else ("--device", "mps")
+    told = complaint(*command, *device)
+    assert "expected a device of this machine, got 'mps': " in told and "MPS" in told

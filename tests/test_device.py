@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sdpa.dispatch import cost, device
+from sdpa.dispatch import apple, cost, device
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.kernel import Kernel
 from sdpa.kernels.cpu import library
@@ -163,6 +164,95 @@ def test_a_tile_too_large_for_the_device_comes_last(monkeypatch):
         estimates[name] = [cost.estimate(FUSED, wide, tile) for tile in (large, small)]
     assert estimates["laptop"][0] > 2 * estimates["laptop"][1]
     assert estimates["h200"][0] <= estimates["h200"][1]
+
+
+# Apple's specifications and reviews: TFLOP/s in float32, GB/s, GPU cores.
+APPLE_SHEETS = {
+    "M1": (2.6, 68, 8), "M1 Max": (10.4, 400, 32), "M1 Ultra": (21, 800, 64), "M2": (3.6, 100, 10),
+    "M2 Max": (13.6, 400, 38), "M3 Ultra": (28.2, 819, 80), "M4": (4.1, 120, 10), "M4 Max": (16.2, 546, 40),
+    "M5 Pro": (8.1, 307, 20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chip", APPLE_SHEETS)
+def test_peaks_of_apples_gpus(chip):
+    single, bandwidth, cores = APPLE_SHEETS[chip]
+    found = device.device_of(f"mps:{chip}")
+    assert (found.kind, found.vendor, found.cores, found.warp_size) == ("mps", "apple", cores, 32)
+    assert found.float32_flops == found.half_flops == pytest.approx(single * 1e12, rel=0.05)
+    assert found.bandwidth == pytest.approx(bandwidth * 1e9, rel=0.01)
+    assert found.names == (f"apple_{chip.lower().replace(' ', '_')}",) and f"Apple {chip} (" in found.description
+
+
+def test_the_table_of_users_is_ours():
+    text = (Path(__file__).resolve().parent.parent / "docs/metal.md").read_text()
+    for chip, (cores, bandwidth) in apple.CHIPS.items():
+        assert f"| {chip} | {cores} | {apple.Gpu(chip, cores).flops * 1e-12:.1f} | {bandwidth * 1e-9:.0f} |" in text
+
+
+def test_every_size_of_a_generation_is_larger():
+    for generation in apple.CLOCKS:
+        sizes = [apple.CHIPS[chip] for chip in apple.CHIPS if chip.split()[0] == generation]
+        assert sizes == sorted(sizes) and len(sizes) >= 3
+
+
+@pytest.mark.parametrize("text", ["m4 max", "M4-Max", "M4_MAX", "m4  max"])
+def test_a_chip_as_users_write_it(text):
+    assert apple.chip_of(text) == "M4 Max"
+
+
+@pytest.mark.parametrize(
+    ("told", "cores", "chip", "description"),
+    [
+        ("Apple M2 Max", 30, "M2 Max", "Apple M2 Max (30 GPU cores)"),
+        ("Apple M2 Max", 0, "M2 Max", "Apple M2 Max (38 GPU cores)"),
+        ("Apple M6 Pro", 0, "M5 Pro", "Apple M5 Pro (20 GPU cores, in place of Apple M6 Pro)"),
+        ("Apple M6 Ultra", 0, "M3 Ultra", "Apple M3 Ultra (80 GPU cores, in place of Apple M6 Ultra)"),
+        ("Apple processor", 0, "M2", "Apple M2 (10 GPU cores, in place of Apple processor)"),
+        ("", 0, "M2", "Apple M2 (10 GPU cores, in place of an unknown chip)"),
+    ],
+)
+def test_the_chip_that_is_here(told, cores, chip, description, monkeypatch):
+    """By what macOS and torch say of it; a virtual machine's is none of Apple's names."""
+    monkeypatch.setattr(apple, "processor", lambda: told)
+    monkeypatch.setattr(apple, "core_count", lambda: cores)
+    monkeypatch.setattr(apple, "is_available", lambda: True)
+    apple.here.cache_clear()
+    found = apple.gpu("mps:0")
+    apple.here.cache_clear()
+    assert (found.chip, found.description) == (chip, description)
+    assert apple.why_estimated("mps") is None and apple.why_estimated("mps:M1") == "which was named"
+
+
+@pytest.mark.skipif(torch.backends.mps.is_built(), reason="this torch has MPS")
+def test_where_no_gpu_of_apples_is_a_chip_is_assumed():
+    assert device.device_of("mps").description == "Apple M2 (10 GPU cores)" and apple.core_count() == 0
+    told = "which is assumed, because this torch was built without MPS, which only torch for macOS has"
+    assert apple.why_estimated("mps") == told
+
+
+APPLE = {"D": 64, "Dv": 64, "dtype": torch.float16}
+
+
+@pytest.mark.parametrize("chip", ["M1", "M2 Pro", "M4 Max", "M3 Ultra"])
+def test_estimates_on_apples_gpus(chip):
+    """torch's kernels count as the faster ones at plain attention, and read keys once for each query head, where ours
+    read them once for a group."""
+    rows = by_name()
+
+    def seconds(name, **changes):
+        return cost.estimate(rows[name], PROBLEM._replace(device=f"mps:{chip}", **{**APPLE, **changes}))
+
+    long = {"B": 1, "M": 4096, "N": 4096}
+    for direction in ("forward", "backward"):
+        assert seconds("metal_flash", **long, direction=direction) < seconds("math", **long, direction=direction) / 4
+    assert seconds("vendor_mps", **long) < seconds("metal_flash", **long) < 1.5 * seconds("vendor_mps", **long)
+    decode = {"B": 1, "H": 32, "Hkv": 8, "M": 1, "N": 32768, "D": 128, "Dv": 128}
+    assert seconds("metal_flash", **decode) < seconds("vendor_mps", **decode) < seconds("math", **decode)
+    read = 2 * 8 * 32768 * 128 * 2 / device.device_of(f"mps:{chip}").bandwidth
+    assert seconds("metal_flash", **decode) < 2 * read, "few rows are not paid for as a whole tile"
+    small = {"B": 1, "H": 4, "Hkv": 4, "M": 16, "N": 16}
+    assert seconds("vendor_mps", **small) < seconds("metal_flash", **small) < seconds("math", **small) < 1e-4
 
 
 def test_unknown_accelerators_are_estimated_too():

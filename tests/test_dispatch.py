@@ -16,7 +16,7 @@ import torch
 
 import helpers
 import sdpa
-from sdpa.dispatch import cost, device, explain, select
+from sdpa.dispatch import apple, cost, device, explain, select
 from sdpa.dispatch.catalog import ALL_DTYPES, EVERYTHING, KERNELS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting
 from sdpa.dispatch.kernel import FAMILIES, Kernel
@@ -91,6 +91,31 @@ SENTENCES = {
         "makes weights of batch entries side by side only, got packed sequences",
     ),
     "alignment": ("vendor_efficient", {"D": 30}, "needs head sizes that are multiples of 4, got D = 30, Dv = 64"),
+    "paged_backward": (
+        "metal_flash",
+        {"direction": "backward", "features": frozenset({"paged"})},
+        "reads a paged cache in the forward only",
+    ),
+    "mps_head_size": (
+        "vendor_mps",
+        {"D": 40, "Dv": 40},
+        "takes the head sizes 32, 64, 72, 80, 96, 128, 256 for M = 128, got D = 40",
+    ),
+    "mps_few_queries": (
+        "vendor_mps",
+        {"M": 4, "D": 32, "Dv": 32},
+        "takes the head sizes 64, 96, 128, 256 for M = 4, got",
+    ),
+    "mps_fewer_keys": (
+        "vendor_mps",
+        {"M": 4, "N": 3},
+        "takes no more queries than keys where they are few, got M = 4, N = 3",
+    ),
+    "mps_elements": (
+        "vendor_mps",
+        {"B": 1 << 10, "M": 1 << 13},
+        "takes tensors of fewer than 2^31 elements, got 2147483648",
+    ),
     "mask_width": (
         "vendor_efficient",
         {"N": 126, "features": frozenset({"allowed"})},
@@ -104,6 +129,39 @@ def test_why_not_says_what_it_got(name):
     kernel, changes, sentence = SENTENCES[name]
     reasons = by_name()[kernel].why_not(problem(**changes))
     assert any(reason.startswith(sentence) for reason in reasons), reasons
+
+
+# What a Mac says of itself, and the sentence.
+MACS = {
+    "old": ((13, 6), "arm64", torch.bfloat16, "needs macOS 14 or newer for bfloat16, got macOS 13.6"),
+    "intel": (
+        (14, 5),
+        "x86_64",
+        torch.float16,
+        "needs a GPU of Apple's (M1 or newer), got a Mac with an x86_64 processor",
+    ),
+    "new": ((14, 0), "arm64", torch.bfloat16, None),
+    "old, other dtype": ((13, 6), "arm64", torch.float16, None),
+}
+
+
+@pytest.mark.parametrize("name", MACS)
+def test_what_metal_flash_wants_of_a_mac(name, monkeypatch):
+    macos, machine, dtype, sentence = MACS[name]
+    monkeypatch.setattr(apple, "macos", lambda: macos)
+    monkeypatch.setattr(apple, "machine", lambda: machine)
+    asked = problem(device="mps", dtype=dtype)
+    assert by_name()["metal_flash"].limits(asked) == ([] if sentence is None else [sentence])
+
+
+def test_limits_are_what_a_problem_exceeds_on_any_machine():
+    """Without that the machine lacks a device, which `why_not` adds."""
+    for kernel in KERNELS:
+        for kind in ("cpu", "cuda:0", "mps"):
+            asked = problem(device=kind)
+            unavailable = kernel.unavailable() if kernel.serves(asked.device_type) else None
+            assert kernel.why_not(asked) == kernel.limits(asked) + ([unavailable] if unavailable else [])
+    assert by_name()["metal_flash"].limits(problem(device="mps:M4")) == []
 
 
 def test_names_are_unique_and_families_known():

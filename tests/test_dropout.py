@@ -76,6 +76,23 @@ def test_forward_and_backward_drop_the_same_pairs(kernel):
     assert torch.equal(grad_v == 0, weights.mT == 0) and (weights == 0).any()
 
 
+def test_seeds_of_apples_gpus_are_drawn_in_halves(monkeypatch):
+    """MPS draws integers of 32 bits alone: a larger bound is cut to them. Seeds are as large as elsewhere."""
+    honest, bounds = torch.randint, []
+
+    def draw(low, high, shape, *, dtype, device):
+        bounds.append((low, high, str(device)))
+        return honest(low, high, shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "randint", draw)
+    torch.manual_seed(5)
+    seeds = torch.stack([philox.next_seed(torch.device("mps")) for _ in range(64)])
+    assert set(bounds) == {(0, 2**30, "mps")} and seeds.dtype == torch.int64 and seeds.shape == (64, 2)
+    assert 0 <= seeds.min() and 2**50 < seeds.max() < 2**62 and len(set(seeds.flatten().tolist())) == 128
+    torch.manual_seed(5)
+    assert torch.equal(philox.next_seed(torch.device("mps")), seeds[0])
+
+
 @pytest.mark.parametrize("kernel", OURS)
 def test_kernels_agree_on_the_mask(kernel):
     q, k, _ = qkv(2, 4, 33, 33, 32)

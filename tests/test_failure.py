@@ -256,6 +256,54 @@ def test_temporaries_of_the_failed_call_are_gone_when_the_next_one_runs(rows, mo
         run()
 
 
+class ShaderError(RuntimeError):
+    """As that of our launcher for Metal, which is told by its name."""
+
+
+ShaderError.__module__ = "sdpa.kernels.metal.launch"
+LOG = (
+    "forward for Config(float16, D=64):\nprogram_source:217:9: error: use of undeclared identifier 'row'\n" + "x " * 400
+)
+
+
+def test_apples_refusals_are_known():
+    """In torch's words for MPS, its misspelling included."""
+    told = {
+        "MPS backend out of memory (MPS allocated: 8.23 GiB). Tried to allocate 1.00 GiB.": failure.MEMORY,
+        "Invalid buffer size: 64.00 GiB": failure.MEMORY,
+        "Failed to created pipeline state object, error: too much threadgroup memory": failure.TILE,
+        "Failed to create function state object for: forward": failure.BUILD,
+        "Failed to create metal library, error: it is broken": failure.BUILD,
+    }
+    assert {said: failure.kind_of(RuntimeError(said)) for said in told} == told
+    assert failure.kind_of(ShaderError("out of memory?")) == failure.BUILD
+    assert failure.kind_of(SyntaxError("of a program")) is None
+
+
+def test_a_shader_that_does_not_compile_shows_its_log(rows):
+    first, second = rows(("first", ShaderError(LOG), THREE), ("second", None, {}))
+    with pytest.warns(UserWarning, match="second answers instead") as caught:
+        run()
+    text = str(caught[0].message)
+    assert LOG.strip() in text, "the line and what it was specialised for, as the compiler has them"
+    assert first.ran == 1, "another tile is the same program"
+    run(M=24)
+    assert (first.ran, second.ran) == (1, 2)
+    told = next(c for c in select.consider(AttentionProblem.of(inputs())) if c.kernel.name == "first")
+    assert "\n" not in told.reasons[0] and len(told.reasons[0]) < 400
+    select.clear_caches()
+    with pytest.raises(failure.LaunchError, match="kernel first could not be launched") as raised:
+        run("first;f")
+    assert "undeclared identifier 'row'" in str(raised.value)
+
+
+def test_out_of_memory_of_mps_is_torchs_error(rows):
+    error = RuntimeError("MPS backend out of memory (MPS allocated: 8.23 GiB)")
+    rows(("first", error, {}), ("second", None, LARGE))
+    with pytest.raises(torch.OutOfMemoryError, match="kernel first ran out of memory on"):
+        run()
+
+
 def test_long_messages_are_cut():
     said = failure.message(RuntimeError("x " * 1000))
     assert len(said) <= failure.MESSAGE_LENGTH and said.endswith("...")

@@ -61,6 +61,15 @@ def test_triton_is_not_needed():
     assert fresh(code) == "cpu_flash"
 
 
+def test_nothing_of_other_devices_is_imported_for_a_cpu():
+    """Not by the import, nor by calls and explanations on a CPU."""
+    code = "import sys, torch, sdpa; q = torch.randn(1, 2, 5, 8, requires_grad=True)\n"
+    code += "sdpa.scaled_dot_product_attention(q, q, q).sum().backward(); sdpa.explain(q, q, q)\n"
+    code += "names = ('sdpa.kernels.metal', 'sdpa.kernels.vendor.mps', 'sdpa.kernels.triton', 'sdpa.kernels.cuda')\n"
+    code += "print([name for name in sys.modules if name.startswith(names)])"
+    assert fresh(code) == "[]"
+
+
 @pytest.mark.parametrize("content", [None, b"not a library"], ids=["missing", "broken"])
 def test_library_that_does_not_load_is_a_reason(tmp_path, content):
     path = tmp_path / "libsdpa_cpu.so"

@@ -91,7 +91,8 @@ def test_wheel_holds_every_module_and_table(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in MAPPED:
         prefix = "sdpa" if folder == "sdpa" else f"sdpa/{folder}"
-        for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).glob("*.yaml"), *(ROOT / folder).glob("*.c")):
+        patterns = ("**/*.py", "*.yaml", "*.c", "**/*.metal")
+        for path in (path for pattern in patterns for path in (ROOT / folder).glob(pattern)):
             assert f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}" in names
 
 

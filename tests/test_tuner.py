@@ -16,6 +16,7 @@ from sdpa.bench.workload import make_workload
 from sdpa.dispatch import select, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.problem import AttentionProblem, Results, Tile
+from sdpa.torch_private import float32_precision
 
 pytestmark = pytest.mark.usefixtures("several_tiles")
 
@@ -158,10 +159,11 @@ def test_the_same_code_is_measured_once(gpu):
 
 
 def test_kernels_that_split_keys_are_for_few_queries(gpu, monkeypatch):
-    split = replace(by_name()["vendor_flash"], splits_keys=True)
-    monkeypatch.setattr(select, "consider", lambda asked: [select.Candidate(split, (), 1.0, "")])
-    assert tuner.contestants(ON_GPU._replace(M=4, N=8192, H=32, Hkv=8), tuner.Contest()) == [split]
-    assert tuner.contestants(ON_GPU._replace(M=1024), tuner.Contest()) == []
+    split = replace(by_name()["vendor_flash"], splits_keys=True, directions=("forward",))
+    both = replace(split, directions=("forward", "backward"))  # a kernel that also splits keys
+    monkeypatch.setattr(select, "consider", lambda asked: [select.Candidate(k, (), 1.0, "") for k in (split, both)])
+    assert tuner.contestants(ON_GPU._replace(M=4, N=8192, H=32, Hkv=8), tuner.Contest()) == [split, both]
+    assert tuner.contestants(ON_GPU._replace(M=1024), tuner.Contest()) == [both]
 
 
 def test_who_is_left_out_on_a_gpu(gpu, monkeypatch):
@@ -192,7 +194,7 @@ def test_float32_cells_say_whether_products_may_be_rounded():
     assert tuner.entry_key(exact)[1] == "float32" and tuner.entry_key(rounded)[1] == "tfloat32"
     for cell in (exact, rounded):
         with tuner.precision(cell):
-            assert AttentionProblem.of(tuner.inputs_of(make_workload(cell))).tf32 == (cell is rounded)
+            assert (float32_precision() == "tf32") == (cell is rounded)  # which a problem on a GPU reads
     assert torch.get_float32_matmul_precision() == before
 
 

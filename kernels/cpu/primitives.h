@@ -32,18 +32,18 @@ struct Quad {
 
 // How many values along the depth one operand packs together.
 template <typename Operand>
-constexpr int64_t kDepth = 1;
+inline constexpr int64_t kDepth = 1;
 template <>
-constexpr int64_t kDepth<Pair> = 2;
+inline constexpr int64_t kDepth<Pair> = 2;
 template <>
-constexpr int64_t kDepth<Quad> = 4;
+inline constexpr int64_t kDepth<Quad> = 4;
 
 // How many rows of a left operand are interleaved step by step: the operand of `row` and `step` is at
 // [row / kInterleave * kInterleave * ld + step * kInterleave + row % kInterleave].
 template <typename Operand>
-constexpr int64_t kInterleave = 1;
+inline constexpr int64_t kInterleave = 1;
 template <>
-constexpr int64_t kInterleave<Quad> = 2;
+inline constexpr int64_t kInterleave<Quad> = 2;
 
 // The operand of bfloat16 products on this family of machines.
 #ifdef SDPA_ARM

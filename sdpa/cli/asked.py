@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
+from sdpa.dispatch import apple
 from sdpa.dispatch.catalog import SERVED
 from sdpa.problem import LARGE_SOFTCAP, UNLIMITED, AttentionProblem
 
@@ -139,8 +140,20 @@ def refuse(asked: Asked) -> None:
         if mask not in taken:
             option = "--paged" if asked.paged else "--packed"
             raise click.UsageError(f"{option} takes --mask {', '.join(taken)}, got {mask}")
+    refuse_device(asked)
+
+
+def refuse_device(asked: Asked) -> None:
+    kind, _, index = asked.device.partition(":")
+    if kind == "mps" and asked.dtype == "float64":
+        raise click.UsageError(apple.NO_FLOAT64)
     try:
-        torch.device(asked.device)
+        if kind == "mps" and index and not index.isdigit():
+            apple.chip_of(index)
+        else:
+            torch.device(asked.device)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     except RuntimeError:
         raise click.UsageError(f"expected a device such as cpu or cuda:0, got {asked.device!r}") from None
 

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sdpa.dispatch import apple
 from sdpa.dispatch.catalog import KERNELS, by_name
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -22,7 +23,7 @@ PROGRESS_LINES = 20  # of a long command whose standard output is no terminal
 
 as_json = click.option("--json", "json_out", is_flag=True, help="Print JSON instead of tables.")
 device_option = click.option(
-    "--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda or cuda:N."
+    "--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, cuda:N or mps."
 )
 
 
@@ -68,6 +69,8 @@ def counted(task: str, total: int, json_out: bool) -> Iterator[Callable[[], obje
 
 def require_device(name: str) -> str:
     """The device's name, if this machine has it. Raises UsageError in one sentence."""
+    if name.partition(":")[0] == "mps" and (absent := apple.absence()) is not None:
+        raise click.UsageError(f"expected a device of this machine, got {name!r}: {absent}")
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -11,9 +11,10 @@ from rich.table import Table
 
 from sdpa.cli.asked import MASK_FEATURES, Asked, Number, Sizes, problem_of
 from sdpa.cli.common import DTYPES, as_json, console, device_option, duration, print_json
+from sdpa.dispatch import apple
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import effective, request_text
-from sdpa.dispatch.explain import Explanation, Row, explain_problem
+from sdpa.dispatch.explain import Explanation, Row, explain_elsewhere, explain_problem
 from sdpa.dispatch.select import backward_setting, describe, weights_setting
 from sdpa.mask import ALIGNMENTS
 from sdpa.problem import AttentionProblem
@@ -55,6 +56,9 @@ def explain(json_out: bool, kernel: str | None, **asked: Any) -> None:
     """Which kernel would run for a problem given by its sizes alone, its time and where that figure comes from, and why
     not each of the others. Sizes: B batch, H query heads, M queries, N keys, D head size.
 
+    Of one of Apple's GPUs the answer is an estimate where this machine has none: --device mps assumes a chip,
+    --device "mps:M4 Max" names one.
+
     Exit code 1 when no kernel can. Example: sdpa explain --shape 1,32,1,4096,128 --kv-heads 8 --dtype bfloat16
     """
     try:
@@ -70,13 +74,17 @@ def explain(json_out: bool, kernel: str | None, **asked: Any) -> None:
 
 
 def answer(problem: AttentionProblem, setting: str) -> Explanation:
-    """The dispatcher's explanation, or where the device is not there each kernel's reasons beside that one."""
+    """The dispatcher's explanation. Where the device is not there, of one of Apple's GPUs an estimate, and of any other
+    each kernel's reasons beside that one."""
+    if problem.direction == "backward":
+        setting = backward_setting(setting)
+    elif problem.direction == "weights":
+        setting = weights_setting(setting, problem.device_type)
+    if problem.device_type == "mps":
+        which = apple.why_estimated(problem.device)
+        return explain_problem(problem, setting) if which is None else explain_elsewhere(problem, setting, which)
     absent = absence(problem.device)
     if absent is None:
-        if problem.direction == "backward":
-            setting = backward_setting(setting)
-        elif problem.direction == "weights":
-            setting = weights_setting(setting, problem.device_type)
         return explain_problem(problem, setting)
     rows = []
     for kernel in KERNELS:

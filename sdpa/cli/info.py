@@ -18,8 +18,8 @@ from rich.table import Table
 import sdpa
 from sdpa import environment, repeated
 from sdpa.cli.common import as_json, console, print_json
+from sdpa.dispatch import apple, tuning
 from sdpa.dispatch import device as devices
-from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import environment_text
 from sdpa.torch_private import ABSENT
@@ -67,6 +67,8 @@ def instruction_sets() -> str:
 
 
 def gpus() -> Section:
+    if apple.is_available():
+        return {"": probe(lambda: apple.here().description)}
     count = probe(torch.cuda.device_count)
     if not isinstance(count, int) or not count:
         return {"": count if isinstance(count, str) else "none"}
@@ -110,12 +112,15 @@ def versions() -> Section:
 
 def torch_build() -> str:
     cuda, hip = torch.version.cuda, torch.version.hip
+    if torch.backends.mps.is_built():
+        return "CPU and MPS"
     return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
 
 
 def tables() -> Section:
     """Every file a tuning table is looked for in, the first found first; and where none of a device's is there."""
     names = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    names += ["mps"] if apple.is_available() else []
     found: Section = {}
     for name in names:
         facts = probe(partial(devices.device_of, name))

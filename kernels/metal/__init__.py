@@ -1,0 +1,1 @@
+"""Attention for Apple GPUs, as Metal source that torch compiles (`torch.mps.compile_shader`)."""

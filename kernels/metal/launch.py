@@ -1,0 +1,121 @@
+"""Compiled sources, and passes: lists of dispatches that can be run again with other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sdpa.kernels.metal.arguments import config_of, floats_of, integers_of, view_of
+from sdpa.kernels.metal.source import FRAGMENT, ROWS_OF_COMBINE, SIMDGROUP, Config, Tiles, shared_buffers, source_of
+from sdpa.problem import AttentionInputs, AttentionProblem
+
+MAX_LIBRARIES = 512
+# Operations of one dispatch. macOS ends a command buffer that keeps the GPU for some seconds, and the slowest GPU with
+# simdgroup matrices computes about 2e12 operations in one.
+MOST_FLOPS = 1e12
+
+# The buffers of each kernel beside the shared ones, in their order.
+OWN = {
+    "forward": ("out", "lse"),
+    "combine": ("out", "lse", "parts", "part_state"),
+    "row_delta": ("out", "grad_lse", "grad_out", "delta"),
+    "row_base": ("lse", "base", "inverse"),
+    "backward_q": ("base", "delta", "grad_out", "dq", "inverse"),
+    "backward_kv": ("base", "delta", "grad_out", "dk", "dv", "inverse"),
+    "bias_grad": ("base", "delta", "grad_out", "dbias", "inverse"),
+    "weights": ("base", "out", "inverse"),
+}
+BY_ROW = ("combine", "row_delta")  # a simdgroup has a row
+
+Grid = tuple[int, int, int]
+Tensors = Mapping[str, Tensor | None]
+
+
+class ShaderError(RuntimeError):
+    """A source that Apple's compiler refused: its log, and what the source was specialised for."""
+
+
+@lru_cache(maxsize=MAX_LIBRARIES)
+def library_of(config: Config) -> Any:
+    """The compiled source, whose attributes are its kernels."""
+    try:
+        return torch.mps.compile_shader(source_of(config))
+    except Exception as error:
+        raise ShaderError(f"metal_flash: {config.kernel}.metal did not compile for {config}:\n{error}") from error
+
+
+class Dispatch(NamedTuple):
+    """One kernel over one grid of threadgroups."""
+
+    function: Callable[..., None]
+    names: tuple[str, ...]  # of its tensors: the shared buffers, then `own` of its own
+    own: int
+    numbers: tuple[list[int], list[float]]
+    grid: Grid  # threadgroups
+    threads: int  # of a threadgroup
+    vector: int  # elements that are loaded together
+    long: bool  # a part of a long call, before which the GPU is waited for
+
+    def run(self, tensors: Tensors) -> None:
+        given = [view_of(tensors[name]) for name in self.names]
+        shared = len(given) - self.own
+        x, y, z = self.grid
+        if self.long:
+            torch.mps.synchronize()
+        self.function(
+            *given[:shared],
+            *self.numbers,
+            *given[shared:],
+            threads=(x * self.threads, y, z),
+            group_size=(self.threads, 1, 1),
+        )
+
+
+class Work(NamedTuple):
+    """What all dispatches of a pass are made for."""
+
+    inputs: AttentionInputs
+    problem: AttentionProblem
+    beside: Tensors  # tensors beside the inputs that are loaded by rows
+    strides: Mapping[str, int | tuple[int, ...]]  # by names in source.INTEGERS
+
+
+def dispatches_of(
+    work: Work, name: str, tiles: Tiles, grid: Grid, flags: frozenset[str] = frozenset(), **integers: int
+) -> list[Dispatch]:
+    """The dispatches of one kernel: several, along the grid's x, where it computes for long."""
+    file = {"combine": "forward", "row_delta": "backward_q"}.get(name, name)
+    config = config_of(file, work.inputs, tiles, flags, work.beside)
+    function = getattr(library_of(config), name)
+    names = (*shared_buffers(config.flags), *OWN[name])
+    threads = ROWS_OF_COMBINE * SIMDGROUP if name in BY_ROW else threads_of(config)
+    x, y, z = grid
+    splits = integers.get("SPLITS", 1) if name == "forward" else 1
+    step = x // splits if name in (*BY_ROW, "bias_grad", "weights") else blocks_at_once(work.problem, x // splits)
+    found = []
+    for first in range(0, x // splits, step):
+        part = min(step, x // splits - first) * splits
+        numbers = integers_of(work.inputs, work.problem, **work.strides, **integers, FIRST_BLOCK=first)
+        given = (numbers, floats_of(work.inputs))
+        found.append(
+            Dispatch(function, names, len(OWN[name]), given, (part, y, z), threads, config.vector, step < x // splits)
+        )
+    return found
+
+
+def threads_of(config: Config) -> int:
+    return config.rows // FRAGMENT * SIMDGROUP
+
+
+def blocks_at_once(problem: AttentionProblem, blocks: int) -> int:
+    """How many of a grid's blocks one dispatch may compute."""
+    return max(1, min(blocks, int(blocks * MOST_FLOPS / max(1.0, problem.flops()))))
+
+
+def run(dispatches: Sequence[Dispatch], tensors: Tensors) -> None:
+    for dispatch in dispatches:
+        dispatch.run(tensors)

@@ -1,0 +1,203 @@
+"""Public functions and modules through the Metal path: binding of arguments, grids, views, repeated calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sdpa
+import sdpa.nn
+from helpers import int32
+from sdpa import Mask
+from sdpa.dispatch.select import clear_caches
+from sdpa.kernels.metal import flash, launch
+
+NAME = "metal_flash"
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(B=2, H=4, Hkv=4, M=17, N=21, D=16, learn=False, dtype=torch.float32):
+    shapes = ((B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, D))
+    return [draw(*shape, seed=i, dtype=dtype).requires_grad_(learn) for i, shape in enumerate(shapes)]
+
+
+def gradients(function, tensors):
+    out = function(*tensors)
+    return out, *torch.autograd.grad(out, tensors, draw(*out.shape, seed=9))
+
+
+def close(found, wanted):
+    for f, w in zip(found, wanted, strict=True):
+        torch.testing.assert_close(f, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_calls_again(learn, is_causal):
+    """The third call of a form runs what the second recorded; other values, the same results as torch's."""
+    clear_caches()
+    for seed in range(4):
+        tensors = [(t.detach() + seed).requires_grad_(learn) for t in qkv()]
+        ours = lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, is_causal=is_causal, kernel=NAME)  # noqa: E731
+        theirs = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)  # noqa: E731
+        if learn:
+            close(gradients(ours, tensors), gradients(theirs, tensors))
+        else:
+            close([ours(*tensors)], [theirs(*tensors)])
+        assert sdpa.last_choice().kernel.name == NAME
+
+
+def test_recorded_calls_choose_nothing(monkeypatch):
+    """Nothing is compiled or planned for a call like one before."""
+    tensors = qkv(Hkv=2)
+    call = lambda: sdpa.scaled_dot_product_attention(*tensors, enable_gqa=True, kernel=NAME)  # noqa: E731
+    first = call()
+    call()
+    monkeypatch.setattr(flash, "dispatches_of", None)
+    assert torch.equal(call(), first)
+
+
+def test_recorded_backwards_choose_nothing(monkeypatch):
+    tensors = qkv(Hkv=2, learn=True)
+    call = lambda *t: sdpa.scaled_dot_product_attention(*t, enable_gqa=True, kernel=NAME)  # noqa: E731
+    first = gradients(call, tensors)
+    gradients(call, tensors)
+    monkeypatch.setattr(flash, "dispatches_of", None)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(call, tensors), first, strict=True))
+
+
+def test_views_that_begin_elsewhere():
+    """At an odd element rows are loaded one by one, also where aligned ones were recorded before."""
+    tensors = qkv()
+    wanted = F.scaled_dot_product_attention(*tensors)
+    for offset in (0, 0, 1, 4, 0, 3):
+        moved = [torch.empty(t.numel() + offset)[offset:].view(t.shape).copy_(t) for t in tensors]
+        close([sdpa.scaled_dot_product_attention(*moved, kernel=NAME)], [wanted])
+
+
+def test_a_last_stride_that_is_not_one():
+    tensors = [t.repeat_interleave(2, dim=-1)[..., ::2] for t in qkv()]
+    close([sdpa.scaled_dot_product_attention(*tensors, kernel=NAME)], [F.scaled_dot_product_attention(*tensors)])
+
+
+def test_gradients_that_repeat():
+    """The gradient of a sum is one number in memory."""
+    tensors = qkv(learn=True)
+    ours, theirs = (f(*tensors).sum() for f in (by_name, F.scaled_dot_product_attention))
+    close(torch.autograd.grad(ours, tensors), torch.autograd.grad(theirs, tensors))
+
+
+def by_name(*tensors, **options):
+    return sdpa.scaled_dot_product_attention(*tensors, **options, kernel=NAME)
+
+
+def test_documents_packed_in_a_row(served):
+    lengths, H, D = (5, 0, 33, 40), 4, 16
+    cu = int32(0, *torch.tensor(lengths).cumsum(0).tolist())
+    total = sum(lengths) + 3  # rows of no document
+    q, k, v = (draw(total, heads, D, seed=i).requires_grad_() for i, heads in enumerate((H, 2, 2)))
+
+    def ours(q, k, v):
+        return sdpa.varlen_attention(
+            q, k, v, cu, cu, max(lengths), max(lengths), is_causal=True, enable_gqa=True, kernel=NAME
+        )
+
+    def theirs(q, k, v):
+        parts = []
+        for begin, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+            one = [t[begin:end].transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+            parts.append(F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        return torch.cat([*parts, 0 * q[cu[-1] :]])
+
+    for _ in range(3):
+        close(gradients(ours, (q, k, v)), gradients(theirs, (q, k, v)))
+        assert sdpa.last_choice().kernel.name == NAME and "packed" in sdpa.last_choice().problem.features
+
+
+@pytest.mark.parametrize("M", [1, 3])
+def test_pages(served, M):
+    pages, size, H, Hkv, D = 9, 16, 8, 2, 32
+    keys, values = draw(pages, size, Hkv, D, seed=1), draw(pages, size, Hkv, D, seed=2)
+    table, lengths = int32(6, 1, -1, 4, 7, 2).view(2, 3), int32(20, 48)
+    query = draw(2, M, H, D)
+    for _ in range(3):
+        got = sdpa.paged_attention(query, keys, values, table, lengths, enable_gqa=True, kernel=NAME)
+        assert sdpa.last_choice().kernel.name == NAME and "paged" in sdpa.last_choice().problem.features
+    for b, length in enumerate(lengths.tolist()):
+        rows = [cache[table[b].clamp(0)].flatten(0, 1)[:length].transpose(0, 1) for cache in (keys, values)]
+        wanted = F.scaled_dot_product_attention(
+            query[b].transpose(0, 1)[None], *(t[None] for t in rows), enable_gqa=True
+        )
+        close([got[b]], [wanted[0].transpose(0, 1)])
+
+
+def test_long_calls_are_several_dispatches(monkeypatch):
+    waits = []
+    monkeypatch.setattr(launch, "MOST_FLOPS", 1e5)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(1))
+    clear_caches()
+    tensors = [t.requires_grad_() for t in qkv(M=100, N=90)]
+    close(gradients(by_name, tensors), gradients(F.scaled_dot_product_attention, tensors))
+    assert len(waits) >= 3  # between the parts of a forward and of two kernels of the backward
+    clear_caches()
+
+
+def test_modules_train(served):
+    torch.manual_seed(0)
+    ours, theirs = (
+        kind(32, 4, 64, dropout=0.0, batch_first=True)
+        for kind in (sdpa.nn.TransformerEncoderLayer, torch.nn.TransformerEncoderLayer)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    x = draw(2, 19, 32)
+    padding = torch.arange(19) >= torch.tensor([[19], [11]])
+    with sdpa.sdpa_kernel(NAME):
+        loss = ours(x, src_key_padding_mask=padding)[~padding].square().sum()
+        loss.backward()
+        assert sdpa.last_choice().kernel.name == NAME
+    wanted = theirs(x, src_key_padding_mask=padding)[~padding].square().sum()
+    wanted.backward()
+    close([loss], [wanted])
+    close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+def test_weights_of_a_module():
+    ours, theirs = (kind(32, 4, batch_first=True) for kind in (sdpa.nn.MultiheadAttention, torch.nn.MultiheadAttention))
+    ours.load_state_dict(theirs.state_dict())
+    x = draw(2, 19, 32)
+    with sdpa.sdpa_kernel(NAME):
+        found = ours(x, x, x, need_weights=True)
+    close(found, theirs(x, x, x, need_weights=True))
+
+
+def test_a_mask_of_every_field_at_once(served):
+    mask = Mask(causal=True, window=(9, 0), lengths=int32(21, 13), alibi=draw(4).abs(), align="bottom_right")
+    tensors = qkv()
+    exact = [t.double() for t in tensors]
+    close([by_name(*tensors, mask)], [sdpa.scaled_dot_product_attention(*exact, mask, kernel="math").float()])
+
+
+def test_a_source_that_does_not_compile(monkeypatch):
+    """The log, and what it was specialised for; without a name, the next kernel answers."""
+
+    def refuse(source):
+        raise SyntaxError("program_source:7:3: error: no such thing")
+
+    monkeypatch.setattr(torch.mps, "compile_shader", refuse)
+    launch.library_of.cache_clear()
+    clear_caches()
+    tensors = qkv(D=24)
+    told = r"(?s)forward\.metal did not compile for .*D=24.*program_source:7:3"
+    with pytest.raises(RuntimeError, match=told):
+        by_name(*tensors)
+    tensors, told = qkv(D=40), told.replace("24", "40")
+    with sdpa.sdpa_kernel([NAME, "cpu_flash"], set_priority=True), pytest.warns(UserWarning, match=told):
+        out = sdpa.scaled_dot_product_attention(*tensors)
+    assert sdpa.last_choice().kernel.name == "cpu_flash"
+    close([out], [F.scaled_dot_product_attention(*tensors)])
+    launch.library_of.cache_clear()
+    clear_caches()
