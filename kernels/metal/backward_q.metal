@@ -34,10 +34,10 @@ kernel void row_delta(COMMON_BUFFERS, device const ELEMENT* out [[buffer(OWN + 0
   if (rows.count <= 0) return;
 
   load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + first_query(call, e, I_Q) + rows.head * n[I_Q + 1],
-                                   query_rows(rows, n[I_Q + 1], n[I_Q + 2]), rows.count, index);
+                                   query_rows(call, rows, I_Q), rows.count, index);
   load_tile<BLOCK_M, HEAD_DV, LD_DV>(grad_tile,
                                      grad_out + first_query(call, e, I_GRAD_OUT) + rows.head * n[I_GRAD_OUT + 1],
-                                     query_rows(rows, n[I_GRAD_OUT + 1], n[I_GRAD_OUT + 2]), rows.count, index);
+                                     query_rows(call, rows, I_GRAD_OUT), rows.count, index);
   const long place = (PACKED ? 0 : e.batch) * n[I_LSE] + rows.head * n[I_LSE + 1] + e.q_first + rows.query;
   const RowBase base = row_base_of(lse, inverse, place);
   const float shift = delta[place];

@@ -77,7 +77,7 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
         const Rows rows = rows_of(call, e, head, row_block, int(8 * simd_index), lane);
         if (rows.count <= 0) continue;
         const Range seen = visited_keys(call, e, rows.low, rows.high);
-        const long place = (PACKED ? 0 : batch) * n[I_LSE] + head * n[I_LSE + 1] + e.q_first + rows.query;
+        const long place = batch * n[I_LSE] + head * n[I_LSE + 1] + rows.query;  // packed rows have no bias
         const RowBase base = row_base_of(lse, inverse, place);
         const float shift = delta[place];
         for (int block = key_blocks.begin; block < key_blocks.end; ++block) {
@@ -86,7 +86,7 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
           const bool cut = is_cut(call, e, rows.low, rows.high, begin, BLOCK_N);
           threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles of the block before are no longer read
           load_tile<BLOCK_M, HEAD_D, LD_D>(left_tile, call.q + first_query(call, e, I_Q) + head * n[I_Q + 1],
-                                           query_rows(rows, n[I_Q + 1], n[I_Q + 2]), rows.count, index);
+                                           query_rows(call, rows, I_Q), rows.count, index);
           load_tile<BLOCK_N, HEAD_D, LD_D>(right_tile, call.k + first_key(call, e, I_K) + head / G * n[I_K + 1],
                                            key_rows(call, e, I_K, begin), count, index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -95,7 +95,7 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
           threadgroup_barrier(mem_flags::mem_threadgroup);  // queries and keys are no longer read
           load_tile<BLOCK_M, HEAD_DV, LD_DV>(left_tile,
                                              grad_out + first_query(call, e, I_GRAD_OUT) + head * n[I_GRAD_OUT + 1],
-                                             query_rows(rows, n[I_GRAD_OUT + 1], n[I_GRAD_OUT + 2]), rows.count, index);
+                                             query_rows(call, rows, I_GRAD_OUT), rows.count, index);
           load_tile<BLOCK_N, HEAD_DV, LD_DV>(right_tile, call.v + first_key(call, e, I_V) + head / G * n[I_V + 1],
                                              key_rows(call, e, I_V, begin), count, index);
           threadgroup_barrier(mem_flags::mem_threadgroup);

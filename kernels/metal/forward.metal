@@ -31,7 +31,7 @@ inline Range split_of(Range keys, int split, int splits) {
   const Rows rows = rows_of(call, e, int(group.y), int(group.x) / splits, int(8 * simd_index), lane);
   if (rows.count <= 0) return;
 
-  const QueryRows q_rows = query_rows(rows, n[I_Q + 1], n[I_Q + 2]);
+  const QueryRows q_rows = query_rows(call, rows, I_Q);
   load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + first_query(call, e, I_Q) + rows.first_head * n[I_Q + 1], q_rows,
                                    rows.count, index);
   const Ids ids = ids_of_rows(call, e, rows, lane);

@@ -38,7 +38,7 @@ inline bool is_any(bool coarse, threadgroup int* shared, uint simd_index, uint l
   state.row_sum = state.row_max == -INFINITY ? 0.0f : 1.0f;
   if (is_any(coarse, shared, simd_index, lane)) {
     load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + first_query(call, e, I_Q) + rows.head * n[I_Q + 1],
-                                     query_rows(rows, n[I_Q + 1], n[I_Q + 2]), rows.count, index);
+                                     query_rows(call, rows, I_Q), rows.count, index);
     const Range keys = visited_keys(call, e, rows.low, rows.high);
     for (int begin = keys.begin; begin < keys.end; begin += BLOCK_N) {
       const int count = min(BLOCK_N, keys.end - begin);

@@ -31,10 +31,11 @@ inline Rows rows_of(thread const Call& call, thread const Entry& e, int group_he
   return r;
 }
 
-inline QueryRows query_rows(thread const Rows& rows, long head_stride, long query_stride) {
+// Where the group's rows lie in a tensor whose strides are at `place`.
+inline QueryRows query_rows(thread const Call& call, thread const Rows& rows, int place) {
   QueryRows q;
-  q.head = head_stride;
-  q.query = query_stride;
+  q.head = call.n[place + 1];
+  q.query = call.n[place + 2];
   q.first = rows.first;
   q.queries = rows.queries;
   return q;

@@ -24,7 +24,7 @@
     const bool cut = is_cut(call, e, rows.low, rows.high, begin, BLOCK_N);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles of the head before are no longer read
     load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + first_query(call, e, I_Q) + head * n[I_Q + 1],
-                                     query_rows(rows, n[I_Q + 1], n[I_Q + 2]), rows.count, index);
+                                     query_rows(call, rows, I_Q), rows.count, index);
     load_tile<BLOCK_N, HEAD_D, LD_D>(k_tile, call.k + first_key(call, e, I_K) + head / G * n[I_K + 1],
                                      key_rows(call, e, I_K, begin), count, index);
     threadgroup_barrier(mem_flags::mem_threadgroup);

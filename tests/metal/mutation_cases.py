@@ -119,6 +119,13 @@ def columns(rows: int, *widths: int) -> torch.Tensor:
     return torch.cat([torch.full((rows, width), i) for i, width in enumerate(widths)], 1)
 
 
+def uneven() -> AttentionInputs:
+    """Rows whose largest scores are further apart than float32 has exponents, over keys in several parts."""
+    draw = Draw(Case(), 12)
+    q = draw.normal(1, 2, 3, 16) * torch.tensor([1e-2, 50.0, 1.0]).view(3, 1)
+    return build_inputs(q, draw.normal(1, 1, 800, 16), draw.normal(1, 1, 800, 16), Options(enable_gqa=True))
+
+
 def biased(inputs: AttentionInputs, *shape: int) -> AttentionInputs:
     return inputs._replace(bias=Draw(Case(), 11).normal(*shape))
 
@@ -298,7 +305,7 @@ CASES = [
     Checked("half", BACKWARD, dense(**SIZES, dtype=torch.float16, mask="window")),
     Checked("few queries", BACKWARD, dense(B=2, H=6, Hkv=2, M=9, N=45, D=16, Dv=24, mask="causal_bottom_right")),
     Checked("one query", BACKWARD, dense(B=2, H=8, Hkv=1, M=1, N=41, D=32, Dv=16, mask="lengths")),
-    Checked("split", ("forward",), dense(B=2, H=4, Hkv=2, M=3, N=780, D=8, Dv=16, mask="lengths", sinks=True)),
+    Checked("split", ("forward",), dense(B=2, H=4, Hkv=2, M=3, N=780, D=8, Dv=40, mask="lengths", sinks=True)),
     Checked("split of half", ("forward",), dense(B=1, H=2, Hkv=2, M=5, N=1100, D=16, Dv=8, dtype=torch.float16)),
     Checked("everything", ALL, dense(**SIZES, **EVERYTHING)),
     *(
@@ -365,6 +372,8 @@ CASES = [
         )
         for M, N in ((16, 32), (32, 8))
     ),
+    Checked("split, uneven", ("forward",), given(uneven)),
+    Checked("few keys of lengths", BACKWARD, dense(B=3, H=2, Hkv=2, M=50, N=13, D=16, Dv=8, mask="both_lengths")),
     Checked("few keys", BACKWARD, dense(B=1, H=2, Hkv=2, M=50, N=13, D=16, Dv=8, mask="causal")),
     Checked("pages", ("forward",), lambda: pages(3)),
     Checked("pages of many queries", ("forward",), lambda: pages(37)),
