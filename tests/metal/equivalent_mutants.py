@@ -2,4 +2,120 @@
 
 from __future__ import annotations
 
-EQUIVALENT: dict[tuple[str, str], str] = {}
+BEHIND = "the row of queries behind the last one is zeros in the tile, so that its weight multiplies zeros"
+NONE = "a threadgroup without rows visits nothing and writes nothing, with one comparison more or less"
+UNSEEN = "the key of a row that is not written; the mask compares it with the keys before anything is read for it"
+UNREAD = "both are 0, and nothing reads them without segments"
+MORE = "visits blocks that the mask hides anyway: more work, the same sums"
+EMPTY = "one more block, which has no rows: zeros are added"
+TESTED = "tests the mask of a block that needs no test: more work, the same scores"
+SHARES = "splits of other sizes, which together still cover every key once"
+
+EQUIVALENT: dict[tuple[str, str], str] = {
+    (
+        "backward_kv",
+        (
+            "bound: `<` -> `<=` in: const float p = number < count ? probability(row_base_of(saved.lse, "
+            "saved.inverse, query), score) : 0.0f;"
+        ),
+    ): BEHIND,
+    (
+        "backward_kv",
+        (
+            "bound: `<` -> `<=` in: dp[b][i] = number < count ? p * (dp[b][i] * factor - "
+            "saved.delta[query]) * slope : 0.0f;"
+        ),
+    ): BEHIND,
+    (
+        "backward_kv",
+        "bound: `<=` -> `<` in: if (count <= 0) return;",
+    ): NONE,
+    (
+        "backward_kv",
+        ("one less: `- 1` -> `` in: const int key = min(first + 8 * int(simd_index) + at.row, first + count - 1);"),
+    ): UNSEEN,
+    (
+        "backward_kv",
+        "swap: `.low` -> `.high` in: ids.low = ids.high = 0;",
+    ): UNREAD,
+    (
+        "backward_kv",
+        "swap: `.high` -> `.low` in: ids.low = ids.high = 0;",
+    ): UNREAD,
+    (
+        "backward_kv",
+        ("one less: `- 1` -> `` in: const Range queries = visited_queries(call, e, first, first + count - 1);"),
+    ): MORE,
+    (
+        "backward_kv",
+        "bound: `<` -> `<=` in: for (int begin = queries.begin; begin < queries.end; begin += BLOCK_M) {",
+    ): EMPTY,
+    (
+        "backward_kv",
+        "or: `||` -> `&&` in: if (others.high < ids.low || ids.high < others.low) continue;",
+    ): MORE,
+    (
+        "backward_kv",
+        ("one less: `- 1` -> `` in: const bool cut = is_cut(call, e, begin, begin + rows - 1, first, BLOCK_N);"),
+    ): TESTED,
+    (
+        "backward_q",
+        "bound: `<=` -> `<` in: if (rows.count <= 0) return;",
+    ): NONE,
+    (
+        "backward_q",
+        "bound: `<` -> `<=` in: for (int begin = keys.begin; begin < keys.end; begin += BLOCK_N) {",
+    ): EMPTY,
+    (
+        "bias_grad",
+        (
+            "one less: `- 1` -> `` in: const Range row_blocks = own_or_all(BIAS_ROWS, int(group.y), (M + "
+            "BLOCK_M - 1) / BLOCK_M);"
+        ),
+    ): EMPTY,
+    (
+        "bias_grad",
+        (
+            "one less: `- 1` -> `` in: const Range key_blocks = own_or_all(BIAS_COLUMNS, int(group.x), (N + "
+            "BLOCK_N - 1) / BLOCK_N);"
+        ),
+    ): EMPTY,
+    (
+        "bias_grad",
+        "bound: `<=` -> `<` in: if (rows.count <= 0) continue;",
+    ): NONE,
+    (
+        "bias_grad",
+        "bound: `<=` -> `<` in: if (count <= 0 || begin + BLOCK_N <= seen.begin) continue;",
+    ): MORE,
+    (
+        "bias_grad",
+        "bound: `<=` -> `<` in: if (count <= 0 || begin + BLOCK_N <= seen.begin) continue; #2",
+    ): MORE,
+    (
+        "bias_grad",
+        "or: `||` -> `&&` in: if (count <= 0 || begin + BLOCK_N <= seen.begin) continue;",
+    ): MORE,
+    (
+        "forward",
+        (
+            "one less: `- 1` -> `` in: const int blocks = (keys.end - keys.begin + BLOCK_N - 1) / BLOCK_N, "
+            "share = (blocks + splits - 1) / splits * BLOCK_N;"
+        ),
+    ): SHARES,
+    (
+        "forward",
+        (
+            "one less: `- 1` -> `` in: const int blocks = (keys.end - keys.begin + BLOCK_N - 1) / BLOCK_N, "
+            "share = (blocks + splits - 1) / splits * BLOCK_N; #2"
+        ),
+    ): SHARES,
+    (
+        "forward",
+        "bound: `<=` -> `<` in: if (rows.count <= 0) return;",
+    ): NONE,
+    (
+        "row_base",
+        "bound: `<=` -> `<` in: if (rows.count <= 0) return;",
+    ): NONE,
+}
