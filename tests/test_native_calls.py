@@ -187,6 +187,15 @@ def recent():
     return [entry for latest in CALLS.recent.values() for entry in latest]
 
 
+def test_autocast_is_seen_whenever_it_changes(native):
+    """Off and on, by the guards; one dtype or another, by being asked."""
+    tensors = qkv(grad=False)
+    for dtype in (None, None, torch.bfloat16, None, torch.float16, torch.bfloat16, None, torch.float16):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            assert vendor(*tensors).dtype == (dtype or torch.float32)
+    assert remembered() == len(recent()) == 3
+
+
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("fact", ["alignment", "precision"])
 def test_facts_of_a_gpu_are_asked_again(fact, built, native, monkeypatch):
