@@ -15,7 +15,7 @@ from sdpa.bench.workload import Workload, WrongResult, alibi_slopes
 
 GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias")  # of `leaves`
 # Outputs under dropout whose mean is held against the output without it: it is that far away at most, by chance.
-DRAWS = 256
+DRAWS = 512
 DROPOUT_TOLERANCE = 0.08
 # Queries whose results are compared, spread over all; rows of scores that are in memory at once for gradients.
 ROWS = 256

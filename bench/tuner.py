@@ -229,7 +229,7 @@ def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensor
     """What a call that was made before runs (sdpa.passes): torch's operator, launches run again, or the pass itself."""
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
-        native = module.native(inputs, False)
+        native = module.native(inputs)
         if native is not None:
             attend = Operator(*native)
             return lambda: attend(*inputs[:3])

@@ -69,6 +69,6 @@ class Choice:
 
     @property
     def native(self) -> Callable[..., Any] | None:
-        """(inputs, learns) -> torch's own operator, its options behind q, k and v, and those by name, where the kernel
+        """(inputs,) -> torch's own operator, its options behind q, k and v, and those by name, where the kernel
         is one that reads tensors where they lie."""
         return None if self.copies else getattr(self.kernel.load(), "native", None)

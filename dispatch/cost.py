@@ -60,7 +60,7 @@ def estimate(kernel: Kernel, problem: AttentionProblem, tile: Tile | None = None
             moving = max(moving, one_program(grid, problem, device))
         if not fits(problem, device, tile):
             computing *= SPILL
-    return max(computing, moving) + kernel.overhead + masking(kernel, problem)
+    return max(computing, moving) + kernel.overhead_of(problem.direction) + masking(kernel, problem)
 
 
 def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:

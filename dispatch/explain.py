@@ -3,7 +3,7 @@ time."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sdpa.dispatch.candidates import Candidate, allows, consider, consider_elsewhere, ranking, toggles_for
@@ -46,12 +46,6 @@ class Explanation:
         rows = [asdict(row) | {"reasons": list(row.reasons)} for row in self.rows]
         return {"problem": problem, "chosen": self.chosen, "reason": self.reason, "kernels": rows}
 
-    def instead(self, kernel: str, reason: str) -> Explanation:
-        """The explanation where `kernel` was selected for a reason that the problem does not show."""
-        passed = [replace(row, status="able") if row.status == "chosen" else row for row in self.rows]
-        rows = tuple(replace(row, status="chosen") if row.kernel == kernel else row for row in passed)
-        return replace(self, rows=rows, chosen=kernel, reason=reason)
-
     def __str__(self) -> str:
         width = max(len(row.kernel) for row in self.rows)
         lines = [describe(self.problem), f"chosen: {self.chosen or 'none'} ({self.reason})"]
@@ -73,11 +67,11 @@ def warps_of(tile: list[str]) -> str:
     return f", {tile[2]} warps, {tile[3]} stages" if len(tile) > 3 else ""
 
 
-def explain_problem(problem: AttentionProblem, setting: str = "", learns: bool = False) -> Explanation:
-    """Explain the selection for a problem that needs no tensors; `learns` as in `choose`."""
+def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation:
+    """Explain the selection for a problem that needs no tensors."""
     toggles = toggles_for(problem.direction)
     try:
-        choice = choose(problem, setting, toggles, learns)
+        choice = choose(problem, setting, toggles)
         chosen, reason = choice.kernel.name, choice.reason
     except NoKernelError as error:
         chosen, reason = None, reason_of(error)

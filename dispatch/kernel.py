@@ -42,7 +42,8 @@ class Kernel:
 
     `why_not` is about correctness and does not depend on measurements. `efficiency` and `overhead` are about speed, and
     are used only where no table has a measured time. `efficiency` is the share of the device's peak that the kernel
-    reaches on a large problem. `overhead` is the time of a call before any work is done, in seconds.
+    reaches on a large problem. `overhead` is the host's time for a repeated call, in seconds; `backward_overhead` is
+    that for a backward, where it is another.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Kernel:
     deterministic: bool = True
     efficiency: float = 0.5
     overhead: float = 5e-6
+    backward_overhead: float | None = None
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
     splits_keys: bool = False  # splits keys over programs; heads that share keys are in one program
@@ -66,6 +68,10 @@ class Kernel:
     aligned: frozenset[str] = ROWS  # tensors of sdpa.problem.PLACED that it reads by vectors
     pads_heads: int = 0  # copies q, k and v itself where their head size is no multiple of this
     rules: tuple[Rule, ...] = ()
+
+    def overhead_of(self, direction: str) -> float:
+        own = self.backward_overhead if direction == "backward" else None
+        return self.overhead if own is None else own
 
     def load(self) -> KernelModule:
         """The module with each direction, TILES and unavailable; imported when the kernel is first considered."""

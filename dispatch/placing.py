@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa.alignment import BULK_BYTES, alignment_of, has_zero_stride, stride_alignment
+from sdpa.alignment import BULK_BYTES, alignment_of, stride_alignment
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
@@ -42,13 +42,6 @@ def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple
 def at_home(tensor: Tensor) -> Tensor:
     """The tensor itself where its rows can be read by vectors, else a copy."""
     return tensor if tensor.stride(3) == 1 and alignment_of(tensor) == BULK_BYTES else aligned_copy(tensor)
-
-
-def readable(grad_out: Tensor) -> Tensor:
-    """An incoming gradient for torch's own operators: dense, and at multiples of 16 bytes."""
-    if has_zero_stride(grad_out) or grad_out.stride(3) != 1 or alignment_of(grad_out) < BULK_BYTES:
-        return grad_out.clone(memory_format=torch.contiguous_format)
-    return grad_out
 
 
 def home_of_bias(bias: Tensor, rows: bool) -> Tensor:

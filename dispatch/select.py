@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from sdpa.dispatch import learning
 from sdpa.dispatch.caches import CACHES, LAST, clear_caches, forget_choices
 from sdpa.dispatch.candidates import (
     Candidate,
@@ -39,7 +38,6 @@ __all__ = [
     "clear_caches",
     "consider",
     "describe",
-    "followers",
     "forget_choices",
     "last_choice",
     "recover",
@@ -65,9 +63,8 @@ def last_choice() -> Choice | None:
 
 
 @lru_cache(maxsize=CACHED_CHOICES)
-def choose(problem: AttentionProblem, text: str, toggles: int, learns: bool = False) -> Choice:
-    """As `select`, under torch's switches `toggles`. With `learns` torch may differentiate its own operator, so that a
-    small forward is chosen together with its backward."""
+def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
+    """As `select`, under torch's switches `toggles`."""
     setting = Setting.decode(text)
     candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
     if not candidates and not setting.forced:
@@ -75,26 +72,14 @@ def choose(problem: AttentionProblem, text: str, toggles: int, learns: bool = Fa
     able = [candidate for candidate in candidates if candidate.able]
     if not able:
         raise NoKernelError(refusal(problem, setting, candidates))
-    rank, told = ranking(able), ""
-    if learns and not setting.priority and len(able) > 1 and learning.is_small(problem):
-        fastest, rank = min(able, key=rank), learning.ranking_together(rank, followers(problem, text, toggles))
-        told = " with its backward" if min(able, key=rank) is not fastest else ""
+    rank = ranking(able)
     best = by_preference(able, setting, rank) if setting.priority else min(able, key=rank)
     if best.kernel.family == "math":
         fell_to_math(best.kernel.name, problem, setting, toggles)
-    return Choice(best.kernel, best.tile, problem, why(problem, best, able, setting, told), text, best.copies)
+    return Choice(best.kernel, best.tile, problem, why(problem, best, able, setting), text, best.copies)
 
 
 CACHES.append(choose.cache_clear)
-
-
-def followers(problem: AttentionProblem, text: str, toggles: int) -> list[Candidate]:
-    """The candidates for the backward of a forward: all that are able and in the first group of `ranking`."""
-    backward = learning.backward_of(problem)
-    setting = Setting.decode(backward_setting(text))
-    able = [c for c in consider(backward) if c.able and allows(setting, toggles, c.kernel)]
-    rank = ranking(able)
-    return [c for c in able if rank(c)[0] == min(rank(other)[0] for other in able)]
 
 
 def by_preference(able: list[Candidate], setting: Setting, rank: Callable[[Candidate], tuple[Any, ...]]) -> Candidate:
@@ -106,7 +91,7 @@ def by_preference(able: list[Candidate], setting: Setting, rank: Callable[[Candi
     return min(able, key=place)
 
 
-def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setting: Setting, told: str = "") -> str:
+def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setting: Setting) -> str:
     if setting.forced:
         reason = "asked for by name"
     elif len(able) == 1:
@@ -114,7 +99,7 @@ def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setti
     elif setting.priority:
         reason = "first in the order given"
     else:
-        reason = f"fastest{told} of {len(able)} able kernels, {best.source}"
+        reason = f"fastest of {len(able)} able kernels, {best.source}"
     return f"{reason}, {copied(problem, best.copies)}" if best.copies else reason
 
 

@@ -58,7 +58,7 @@ Pair = tuple[Tensor, Any]  # the output and the log-sum-exp or None, or the grad
 
 
 class Attention(SingleLevelFunction):
-    """The output, and the log-sum-exp where it is asked for, of a form's tensors.
+    """A tuple of the output and, where it is asked for, the log-sum-exp of a form's tensors.
 
     `call` is a `prepared.Prepared` of an eager call, or the `OperatorCall` of an operator.
     """
@@ -69,7 +69,7 @@ class Attention(SingleLevelFunction):
         ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
         if not call.returns_lse:
-            return out
+            return (out,)
         ctx.set_materialize_grads(False)
         return out, lse
 

@@ -9,16 +9,11 @@ from sdpa.autocast import autocast_dtype, cast, cast_options
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
 from sdpa.dispatch.select import backward_setting, weights_setting
-from sdpa.entry import is_transformed
 from sdpa.inputs import Options, build_inputs
 from sdpa.interop import as_mask, is_nested, pack_jagged
 from sdpa.mask import Mask
-from sdpa.passes import Form
-from sdpa.prepared import Prepared
-from sdpa.problem import AttentionInputs, AttentionProblem, is_empty
+from sdpa.problem import AttentionProblem
 from sdpa.validate import check_flag
-
-LEFT_TO_TORCH = "the call is short, so that torch differentiates its operator: settled in the forward"
 
 
 def explain(
@@ -60,18 +55,7 @@ def explain(
         request = weights_setting(request, problem.device_type)
     if direction == "backward":
         request = backward_setting(request)
-    plain = learns and not return_lse and is_plain(inputs)
-    explanation = explain_problem(problem, request, plain and direction == "forward")
-    if direction == "backward" and plain:
-        forward = Prepared(inputs, True, False, effective(request_text(kernel)))
-        if forward.is_left_to_torch:
-            return explanation.instead(forward.choice.kernel.name, LEFT_TO_TORCH)
-    return explanation
-
-
-def is_plain(inputs: AttentionInputs) -> bool:
-    """Whether torch's own operators can compute all that is asked, so that torch may differentiate one."""
-    return Form(inputs).numbers is not None and not is_transformed() and not is_empty(inputs)
+    return explain_problem(problem, request)
 
 
 def prepare(

@@ -14,7 +14,7 @@ from torch import Tensor
 from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.recovery import recover
-from sdpa.problem import AttentionInputs, Gradients, Results
+from sdpa.problem import AttentionInputs, Gradients, Results, as_batch
 from sdpa.repeated import Repeated, configure
 
 WITH_LSE = frozenset({"lse"})
@@ -79,11 +79,6 @@ class RowsForm(Form):
 
     def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
         return super().inputs((*map(as_batch, tensors[:3]), *tensors[3:]))
-
-
-def as_batch(rows: Tensor) -> Tensor:
-    """(1, H, T, D) of (T, H, D)."""
-    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def as_rows(batch: Tensor) -> Tensor:

@@ -106,14 +106,24 @@ def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     return tuple({id(value): value for value in inputs if isinstance(value, Tensor)}.values())
 
 
+def as_batch(rows: Tensor) -> Tensor:
+    """(1, H, T, D) of packed rows (T, H, D), as which repeated calls are given them; others as they are."""
+    return rows if rows.dim() == 4 else rows.transpose(0, 1).unsqueeze(0)
+
+
 def refill_of(inputs: AttentionInputs) -> Callable[[Sequence[Tensor]], AttentionInputs]:
-    """A function that makes inputs of other tensors, in the order of `read_of`, and of these numbers. It keeps no
-    tensor."""
+    """A function that makes inputs of other tensors, in the order of `read_of`, and of these numbers. It takes packed
+    rows as (T, H, D), too, and keeps no tensor."""
     places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
     fields = [(places.get(id(value)), None if isinstance(value, Tensor) else value) for value in inputs]
 
     def refill(given: Sequence[Tensor]) -> AttentionInputs:
-        return AttentionInputs._make([value if place is None else given[place] for place, value in fields])
+        found = AttentionInputs._make([value if place is None else given[place] for place, value in fields])
+        return (
+            found
+            if found.q.dim() == 4
+            else found._replace(q=as_batch(found.q), k=as_batch(found.k), v=as_batch(found.v))
+        )
 
     return refill
 

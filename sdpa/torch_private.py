@@ -143,9 +143,7 @@ autocast_is_on: Callable[[], bool] = part(
     "torch._C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 )
 
-# The node that is being run, and hooks of saved tensors (activation checkpointing). Absent: torch's own operators are
-# not left to differentiate themselves, and a call under hooks is taken for one without.
-current_node = part("torch._C._current_autograd_node", None)
+# Hooks of saved tensors (activation checkpointing). Absent: a call under hooks is taken for one without.
 saved_tensors_hooks = part("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: None)
 
 # Whether a profiler is on, which wants to see operators and names of compositions. Absent: it sees neither.

@@ -31,17 +31,18 @@ def forwards(name: str = DENSE) -> list[Pass]:
 
 
 def prepared(name: str = DENSE) -> list[Prepared]:
-    """What each of those comes to that learns, or that torch's own operator answers."""
+    """What each of those comes to that learns."""
     return [next(owners_in(run)) for run in runs(name)]
 
 
 def owners_in(run: object) -> Iterator[object]:
-    """What a function is a method of or has in its closure, or torch's own operator stands for."""
+    """What a function is a method of, has in its closure, or is given first."""
     if isinstance(run, (Pass, Prepared, PreparedWeights)):
         yield run
         return
     held = [
-        *(getattr(run, n, None) for n in ("__self__", "prepared")),
+        getattr(run, "__self__", None),
+        *getattr(run, "args", ()),  # of a partial: our node's
         *(cell.cell_contents for cell in getattr(run, "__closure__", None) or ()),
     ]
     for found in held:

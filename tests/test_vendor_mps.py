@@ -63,10 +63,10 @@ def test_the_operator_as_it_is(mask, Hkv, on_cpu):
     """What repeated calls run."""
     inputs = make_inputs(Case(mask=mask, Hkv=Hkv, D=64, Dv=64))
     wanted = mps.forward(inputs, AttentionProblem.of(inputs), None).out
-    operator = mps.native(inputs, False)
+    operator = mps.native(inputs)
     assert operator is not None
     assert torch.equal(Operator(*operator)(*inputs[:3])[0], wanted)
-    assert mps.native(make_inputs(Case(layout="bmhd")), False) is None, "copies are made in the forward"
+    assert mps.native(make_inputs(Case(layout="bmhd"))) is None, "copies are made in the forward"
 
 
 def test_where_it_is_not():

@@ -12,7 +12,16 @@ from torch import Tensor
 from sdpa.kernels.cuda.library import load_error
 from sdpa.layout import empty_as
 from sdpa.packing import unseen_lse
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, read_of, refill_of
+from sdpa.problem import (
+    UNLIMITED,
+    AttentionInputs,
+    AttentionProblem,
+    Results,
+    Tile,
+    as_batch,
+    read_of,
+    refill_of,
+)
 
 # What instances for bands know beside windows.
 BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed", "segments"})
@@ -70,6 +79,7 @@ def banded_again(inputs: AttentionInputs) -> Callable[..., Results]:
     def again(*given: Tensor) -> Results:
         q, k, v, k_lengths, q_lengths, sinks, cu_q, cu_k = pick((*given, None))
         sinks = None if sinks is None else sinks.float().contiguous()
+        q, k, v = as_batch(q), as_batch(k), as_batch(v)
         return Results(*run(q, k, v, *band, k_lengths, q_lengths, sinks, softcap, cu_q, cu_k, *sizes))
 
     return again

@@ -64,7 +64,7 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> tupl
     refill, count = refill_of(inputs), len(read_of(inputs))
 
     def again(*given: Tensor) -> Any:
-        own, others = readable(as_batches(refill(given[:count]))), regrouped(problem, given[count:])
+        own, others = readable(refill(given[:count])), regrouped(problem, given[count:])
         made, found = prepare(own, *others, problem)
         if not all(fits(dispatch, made) for dispatch in dispatches):
             return None
@@ -72,14 +72,6 @@ def record(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> tupl
         return found()
 
     return result, again
-
-
-def as_batches(inputs: AttentionInputs) -> AttentionInputs:
-    """Packed rows, which a repeated call gives as (T, H, D), as (1, H, T, D)."""
-    if inputs.q.dim() == 4:
-        return inputs
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v)
 
 
 def regrouped(problem: AttentionProblem, rest: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -27,9 +27,9 @@ def unavailable() -> str | None:
     return None if torch.backends.cudnn.is_available() else "torch was built without cuDNN"
 
 
-def native(inputs: AttentionInputs, learns: bool) -> Native:
-    """torch's operator without a mask, as torch calls and differentiates it."""
-    options = (None, learns, 0.0, True) if is_causal(inputs) else (None, learns)
+def native(inputs: AttentionInputs) -> Native:
+    """torch's operator without a mask or a log-sum-exp, as torch calls it."""
+    options = (None, False, 0.0, True) if is_causal(inputs) else (None, False)
     return torch._scaled_dot_product_cudnn_attention, options, scale_option(inputs)
 
 

@@ -24,9 +24,9 @@ LSE_MULTIPLE = 32  # rows of the operator's log-sum-exp are padded to this
 unavailable = no_cuda
 
 
-def native(inputs: AttentionInputs, learns: bool) -> Native:
-    """torch's operator without a mask, as torch calls and differentiates it."""
-    options = (None, learns, 0.0, True) if is_causal(inputs) else (None, learns)
+def native(inputs: AttentionInputs) -> Native:
+    """torch's operator without a mask or a log-sum-exp, as torch calls it."""
+    options = (None, False, 0.0, True) if is_causal(inputs) else (None, False)
     return torch._scaled_dot_product_efficient_attention, options, scale_option(inputs)
 
 

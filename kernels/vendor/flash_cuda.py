@@ -22,8 +22,8 @@ def padded(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(q=q, k=k, v=v)
 
 
-def native(inputs: AttentionInputs, learns: bool) -> Native | None:
-    """torch's operator as torch calls and differentiates it; None where head sizes have to be padded."""
+def native(inputs: AttentionInputs) -> Native | None:
+    """torch's operator as torch calls it; None where head sizes have to be padded."""
     if inputs.q.shape[-1] % HEAD_MULTIPLE:
         return None
     options = (0.0, True) if is_causal(inputs) else ()

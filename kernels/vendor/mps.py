@@ -20,7 +20,7 @@ def unavailable() -> str | None:
     return None
 
 
-def native(inputs: AttentionInputs, learns: bool) -> Native | None:
+def native(inputs: AttentionInputs) -> Native | None:
     """torch's operator without a mask, as torch calls it; None where it would be given copies."""
     if any(not tensor.is_contiguous() for tensor in inputs[:3]):
         return None

@@ -56,24 +56,18 @@ if TYPE_CHECKING:
             """What the call returns; None where the ordinary way must be taken."""
 
     class Operator:
-        """One of torch's own operators with fixed options.
-
-        `hooks(False)` tells of hooks of saved tensors, under which it is not called. The node of its output gets the
-        hooks of `watch`, a tensor.
-        """
+        """One of torch's own operators with fixed options."""
 
         def __init__(
             self,
             function: Callable[..., Sequence[Any]],  # its first result is the output
             options: tuple[Any, ...],
             keywords: dict[str, Any],
-            hooks: Callable[[bool], object] | None = None,
-            watch: Tensor | None = None,
             /,
         ) -> None: ...
 
-        def __call__(self, *tensors: Tensor) -> tuple[Tensor] | None:
-            """(output,); None where the ordinary way must be taken."""
+        def __call__(self, *tensors: Tensor) -> tuple[Tensor]:
+            """(output,)."""
 
     class Repeated:
         """One direction of a prepared call. It runs `again` where that is there and returns something, else

@@ -25,17 +25,11 @@ class Launches:
 class Operator:
     """One of torch's own operators, as `repeated.Operator` has it."""
 
-    def __init__(self, function: Any, options: Any, keywords: Any, hooks: Any = None, watch: Any = None) -> None:
+    def __init__(self, function: Any, options: Any, keywords: Any) -> None:
         self.function, self.options, self.keywords = function, options, keywords
-        self.hooks, self.watch = hooks, watch
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if self.hooks is not None and self.hooks(False) is not None:
-            return None
-        out = self.function(*tensors, *self.options, **self.keywords)[0]
-        if self.watch is not None:
-            out.grad_fn._register_hook_dict(self.watch)
-        return (out,)
+        return (self.function(*tensors, *self.options, **self.keywords)[0],)
 
 
 class Repeated:

@@ -1,4 +1,4 @@
-// One of torch's own operators with fixed options, and what shall be told of its node's backward.
+// One of torch's own operators with fixed options.
 
 #include "shared.h"
 
@@ -8,7 +8,7 @@ PyTypeObject* operator_type = nullptr;
 
 namespace {
 
-constexpr int kMembers = 5;
+constexpr int kMembers = 3;
 
 struct Operator {
   PyObject_HEAD union {
@@ -17,41 +17,24 @@ struct Operator {
       PyObject* function;  // of (query, key, value, *options, **keywords); its first result is the output
       PyObject* options;
       PyObject* keywords;
-      PyObject* hooks;  // (false): the hooks of saved tensors, under which the operator is not called; or None
-      PyObject* watch;  // a tensor whose hooks the node of the output gets; None where there is no node
     };
   };
 };
 
 int operator_init(PyObject* object, PyObject* args, PyObject* keywords) {
   auto* self = reinterpret_cast<Operator*>(object);
-  PyObject *function, *options, *named, *hooks = Py_None, *watch = Py_None;
+  PyObject *function, *options, *named;
   if (!without_keywords(keywords) ||
-      !PyArg_ParseTuple(args, "OO!O!|OO", &function, &PyTuple_Type, &options, &PyDict_Type, &named, &hooks, &watch))
+      !PyArg_ParseTuple(args, "OO!O!", &function, &PyTuple_Type, &options, &PyDict_Type, &named))
     return -1;
   if (PyTuple_Size(options) > kMaxTensors) return PyErr_SetString(PyExc_ValueError, "too many options"), -1;
-  PyObject* values[] = {function, options, named, hooks, watch};
+  PyObject* values[] = {function, options, named};
   for (int i = 0; i < kMembers; i++) {
     PyObject* before = self->members[i];
     self->members[i] = Ref::borrowed(values[i]);
     Py_XDECREF(before);
   }
   return 0;
-}
-
-// Whether hooks of saved tensors are on: 1, 0, or -1 with an exception.
-int has_hooks(const Operator* self) {
-  if (self->hooks == Py_None) return 0;
-  Ref found(PyObject_CallFunctionObjArgs(self->hooks, Py_False, nullptr));
-  return found ? found.get() != Py_None : -1;
-}
-
-// The node of the output gets the hooks of `watch`.
-bool hook_node(const Operator* self, PyObject* out) {
-  if (self->watch == Py_None) return true;
-  Ref node(PyObject_GetAttr(out, names.grad_fn));
-  Ref done(node ? PyObject_CallMethodObjArgs(node.get(), names._register_hook_dict, self->watch, nullptr) : nullptr);
-  return static_cast<bool>(done);
 }
 
 PyObject* operator_call(PyObject* object, PyObject* args, PyObject* keywords) {
@@ -95,8 +78,6 @@ PyType_Spec spec = {"sdpa.repeated._native.Operator", sizeof(Operator), 0, Py_TP
 PyObject* run_operator(PyObject* object, PyObject* const* given, Py_ssize_t count) {
   auto* self = reinterpret_cast<Operator*>(object);
   if (self->function == nullptr || count < 0) return PyErr_SetString(PyExc_ValueError, "too many tensors"), nullptr;
-  int hooked = has_hooks(self);
-  if (hooked) return hooked < 0 ? nullptr : Ref::borrowed(Py_None);
   Py_ssize_t beside = PyTuple_Size(self->options);
   Ref args(PyTuple_New(count + beside));
   if (!args) return nullptr;
@@ -107,7 +88,7 @@ PyObject* run_operator(PyObject* object, PyObject* const* given, Py_ssize_t coun
   Ref results(PyObject_Call(function.get(), args.get(), PyDict_Size(self->keywords) ? self->keywords : nullptr));
   Ref out(results ? PySequence_GetItem(results.get(), 0) : nullptr);
   PyObject* alone[] = {out.get()};
-  return out && hook_node(self, out.get()) ? tuple_of(alone, 1) : nullptr;
+  return out ? tuple_of(alone, 1) : nullptr;
 }
 
 PyTypeObject* make_operator_type() { return operator_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec)); }

@@ -55,8 +55,7 @@ class Ref {
 #define SDPA_TENSORS(X) X(data_ptr) X(get_device) X(stride)
 #define SDPA_PARTS(X) SDPA_STATE(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_CALLS(X) SDPA_TENSORS(X)
 // Names that attributes and methods are asked by.
-#define SDPA_NAMES(X) \
-  X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered) X(grad_fn) X(_register_hook_dict)
+#define SDPA_NAMES(X) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered)
 #define SDPA_DECLARE(name) PyObject* name = nullptr;
 struct Parts {
   SDPA_PARTS(SDPA_DECLARE)
