@@ -1,5 +1,7 @@
 // The gradient of a bias: the gradients of the scores, summed along the dimensions in which the bias is broadcast. A
 // threadgroup has a tile of the bias and visits, one after the other, all blocks of scores that the tile is added to.
+// Of a bias that repeats along queries or keys, which has few tiles, each head has a sum of its own (BIAS_PARTS)
+// instead.
 
 // The blocks along one dimension that a threadgroup visits: its own where the bias has that dimension, else all.
 inline Range own_or_all(bool own, int number, int count) {
@@ -7,7 +9,7 @@ inline Range own_or_all(bool own, int number, int count) {
 }
 
 // Writes `value` of the simdgroup's 8 rows and BLOCK_N columns, summed where the bias is broadcast.
-inline void store_tile(thread const float2* sums, threadgroup float* shared, device BIAS_ELEMENT* to, int rows,
+inline void store_tile(thread const float2* sums, threadgroup float* shared, device DBIAS_ELEMENT* to, int rows,
                        int columns, long row_stride, Lane at, uint simd_index) {
   constexpr int kSimdgroups = BLOCK_M / 8;
   const int row = 8 * int(simd_index) + at.row;
@@ -25,11 +27,11 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
     for (int b = 0; b < BLOCK_N / 8; ++b)
       for (int i = 0; i < 2; ++i)
         if (row < rows && 8 * b + at.col + i < columns)
-          to[row * row_stride + 8 * b + at.col + i] = BIAS_ELEMENT(folded[b][i]);
+          to[row * row_stride + 8 * b + at.col + i] = DBIAS_ELEMENT(folded[b][i]);
     return;
   }
   if (BIAS_ROWS) {
-    if (row < rows && at.col == 0) to[row * row_stride] = BIAS_ELEMENT(total);
+    if (row < rows && at.col == 0) to[row * row_stride] = DBIAS_ELEMENT(total);
     return;
   }
   // One row: the sums of the simdgroups, in their order.
@@ -45,13 +47,13 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
       const int column = 8 * b + at.col + i;
       float sum = 0.0f;
       for (int part = 0; part < kSimdgroups; ++part) sum += shared[part * BLOCK_N + column];
-      if (column < columns) to[column] = BIAS_ELEMENT(sum);
+      if (column < columns) to[column] = DBIAS_ELEMENT(sum);
     }
 }
 
 [[max_total_threads_per_threadgroup(THREADS)]] kernel void bias_grad(
     COMMON_BUFFERS, device const float* lse [[buffer(OWN + 0)]], device const float* delta [[buffer(OWN + 1)]],
-    device const ELEMENT* grad_out [[buffer(OWN + 2)]], device BIAS_ELEMENT* dbias [[buffer(OWN + 3)]],
+    device const ELEMENT* grad_out [[buffer(OWN + 2)]], device DBIAS_ELEMENT* dbias [[buffer(OWN + 3)]],
     device const float* inverse [[buffer(OWN + 4)]], uint3 group [[threadgroup_position_in_grid]],
     uint simd_index [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint index [[thread_index_in_threadgroup]]) {
@@ -60,11 +62,14 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
   threadgroup float shared[BLOCK_M / 8 * BLOCK_N];
   const Call call = CALL;
   const int B = int(n[I_B]), H = int(n[I_H]), G = int(n[I_G]), M = int(n[I_M]), N = int(n[I_N]);
-  const int bias_heads = BIAS_HEADS ? H : 1, own_head = int(group.z) % bias_heads,
-            own_batch = int(group.z) / bias_heads;
+  const int column_tiles = BIAS_COLUMNS ? (N + BLOCK_N - 1) / BLOCK_N : 1;
+  const int row_tiles = BIAS_ROWS ? (M + BLOCK_M - 1) / BLOCK_M : 1, bias_heads = BIAS_HEADS ? H : 1;
+  const int tile = int(group.x) + int(n[I_FIRST_BLOCK]);
+  const int column_tile = tile % column_tiles, row_tile = tile / column_tiles % row_tiles;
+  const int entry = tile / column_tiles / row_tiles, own_head = entry % bias_heads, own_batch = entry / bias_heads;
   const Range batches = own_or_all(BIAS_BATCHES, own_batch, B), heads = own_or_all(BIAS_HEADS, own_head, H);
-  const Range row_blocks = own_or_all(BIAS_ROWS, int(group.y), (M + BLOCK_M - 1) / BLOCK_M);
-  const Range key_blocks = own_or_all(BIAS_COLUMNS, int(group.x), (N + BLOCK_N - 1) / BLOCK_N);
+  const Range row_blocks = own_or_all(BIAS_ROWS, row_tile, (M + BLOCK_M - 1) / BLOCK_M);
+  const Range key_blocks = own_or_all(BIAS_COLUMNS, column_tile, (N + BLOCK_N - 1) / BLOCK_N);
   const Lane at = lane_of(lane);
   float2 sums[BLOCK_N / 8];  // [8, BLOCK_N]
   UNROLL
@@ -112,9 +117,8 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
         }
       }
   }
-  device BIAS_ELEMENT* to = dbias + own_batch * n[I_DBIAS] + own_head * n[I_DBIAS + 1] +
-                            (BIAS_ROWS ? int(group.y) * BLOCK_M : 0) * n[I_DBIAS + 2] +
-                            (BIAS_COLUMNS ? int(group.x) * BLOCK_N : 0);
-  const int columns = BIAS_COLUMNS ? N - int(group.x) * BLOCK_N : 1;
-  store_tile(sums, shared, to, M - int(group.y) * BLOCK_M, columns, n[I_DBIAS + 2], at, simd_index);
+  device DBIAS_ELEMENT* to = dbias + own_batch * n[I_DBIAS] + own_head * n[I_DBIAS + 1] +
+                             row_tile * BLOCK_M * n[I_DBIAS + 2] + column_tile * BLOCK_N;
+  const int columns = BIAS_COLUMNS ? N - column_tile * BLOCK_N : 1;
+  store_tile(sums, shared, to, M - row_tile * BLOCK_M, columns, n[I_DBIAS + 2], at, simd_index);
 }

@@ -177,7 +177,7 @@ def backward_tensors(
         grads = [grad.zero_() for grad in grads]
     wanted = "bias_grad" in problem.features
     bias = inputs.bias
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device) if wanted and bias is not None else None
+    dbias = bias_sums(inputs.bias, problem) if wanted and bias is not None else None
     lse = results.lse.contiguous()
     tensors = with_base(inputs, lse) | {
         "out": with_rows(results.out),
@@ -190,7 +190,22 @@ def backward_tensors(
         "dbias": dbias,
     }
     dq, dk, dv = grads
-    return tensors, lambda: Gradients(dq, dk, dv, dbias, sinks_gradient(inputs.sinks, lse, tensors["delta"]))
+
+    def gradients() -> Gradients:
+        whole = dbias if dbias is None or bias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
+        return Gradients(dq, dk, dv, whole, sinks_gradient(inputs.sinks, lse, tensors["delta"]))
+
+    return tensors, gradients
+
+
+def bias_sums(bias: Tensor, problem: AttentionProblem) -> Tensor:
+    """What the gradient of a bias is written to: its own, or where it repeats along queries or keys, and so has few
+    tiles, the sums of each head, float32."""
+    p = problem
+    rows, columns = bias.shape[2:]
+    if (rows, columns) == (p.M, p.N) or bias.shape[:2] == (p.B, p.H):
+        return torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    return torch.empty((p.B, p.H, rows, columns), dtype=torch.float32, device=bias.device)
 
 
 def may_be_coarse(inputs: AttentionInputs) -> bool:
@@ -237,7 +252,7 @@ def backward_pass(
     out, grad_out, dbias = (tensors[name] for name in ("out", "grad_out", "dbias"))
     assert out is not None and grad_out is not None
     strides: dict[str, int | tuple[int, ...]] = {"OUT": rows_of(out), "GRAD_OUT": rows_of(grad_out)}
-    for name, gradient in zip(("DQ", "DK", "DV"), gradients()[:3], strict=True):
+    for name, gradient in zip(("DQ", "DK", "DV"), (tensors[n] for n in ("dq", "dk", "dv")), strict=True):
         strides[name] = rows_of(gradient)
     if dbias is not None:
         strides["DBIAS"] = dense_of(dbias)[:3]
@@ -252,8 +267,9 @@ def backward_pass(
     if dbias is not None:
         size = chosen("bias_grad", p, p.M, None)
         batches, heads, M, N = dbias.shape
-        blocks = (-(-p.N // size.BLOCK_N) if N > 1 else 1, -(-p.M // size.BLOCK_M) if M > 1 else 1)
-        dispatches += dispatches_of(work, "bias_grad", size, (*blocks, batches * heads), flags)
+        tiles = (-(-p.N // size.BLOCK_N) if N > 1 else 1) * (-(-p.M // size.BLOCK_M) if M > 1 else 1)
+        apart = frozenset({"BIAS_BATCHES", "BIAS_HEADS", "BIAS_PARTS"} if dbias.shape != work.inputs.bias.shape else ())
+        dispatches += dispatches_of(work, "bias_grad", size, (batches * heads * tiles, 1, 1), flags | apart)
     run(dispatches, tensors)
     return gradients(), dispatches
 

@@ -28,7 +28,8 @@ inline Range split_of(Range keys, int split, int splits) {
   const Call call = CALL;
   const int splits = SPLIT_KV ? int(n[I_SPLITS]) : 1, split = int(group.x) % splits;
   const Entry e = entry_of(call, int(group.z));
-  const Rows rows = rows_of(call, e, int(group.y), int(group.x) / splits, int(8 * simd_index), lane);
+  const Rows rows =
+      rows_of(call, e, int(group.y), int(group.x) / splits + int(n[I_FIRST_BLOCK]), int(8 * simd_index), lane);
   if (rows.count <= 0) return;
 
   const QueryRows q_rows = query_rows(call, rows, I_Q);

@@ -95,7 +95,7 @@ def dispatches_of(
     threads = ROWS_OF_COMBINE * SIMDGROUP if name in BY_ROW else threads_of(config)
     x, y, z = grid
     splits = integers.get("SPLITS", 1) if name == "forward" else 1
-    step = x // splits if name in (*BY_ROW, "bias_grad", "weights") else blocks_at_once(work.problem, x // splits)
+    step = x // splits if name in (*BY_ROW, "weights") else blocks_at_once(work.problem, x // splits)
     found = []
     for first in range(0, x // splits, step):
         part = min(step, x // splits - first) * splits

@@ -20,7 +20,7 @@ inline Rows rows_of(thread const Call& call, thread const Entry& e, int group_he
   r.first_head = GROUPED ? group_head * G : group_head;
   r.queries = e.rows;
   r.end = GROUPED ? G * e.rows : e.rows;
-  r.first = (block + int(call.n[I_FIRST_BLOCK])) * BLOCK_M;
+  r.first = block * BLOCK_M;
   r.count = min(BLOCK_M, r.end - r.first);
   r.number = r.first + simdgroup_row + r.at.row;
   const int inside = min(r.number, max(r.end, 1) - 1);

@@ -116,6 +116,7 @@ FLAGS = (
     "BIAS_HEADS",
     "BIAS_ROWS",
     "BIAS_COLUMNS",
+    "BIAS_PARTS",
     "ALIBI",
     "SOFTCAP",
     "SINKS",
@@ -146,6 +147,7 @@ def definitions(config: Config) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         "ELEMENT": element,
         "BIAS_ELEMENT": ELEMENTS[config.bias or config.dtype],
+        "DBIAS_ELEMENT": "float" if "BIAS_PARTS" in config.flags else ELEMENTS[config.bias or config.dtype],
         "SINK_ELEMENT": ELEMENTS[config.sinks or config.dtype],
         "OUT_ELEMENT": "float" if "SPLIT_KV" in config.flags else element,
         "HEAD_D": config.D,

@@ -9,6 +9,8 @@ UNREAD = "both are 0, and nothing reads them without segments"
 MORE = "visits blocks that the mask hides anyway: more work, the same sums"
 EMPTY = "one more block, which has no rows: zeros are added"
 TESTED = "tests the mask of a block that needs no test: more work, the same scores"
+DENSE = "packed rows and pages have no learned bias, and of dense tensors both are the batch entry's"
+OUTSIDE = "one fragment more, whose columns lie behind the last one that is written"
 SHARES = "splits of other sizes, which together still cover every key once"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -69,17 +71,45 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "bias_grad",
         (
-            "one less: `- 1` -> `` in: const Range row_blocks = own_or_all(BIAS_ROWS, int(group.y), (M + "
+            "one less: `- 1` -> `` in: const Range row_blocks = own_or_all(BIAS_ROWS, row_tile, (M + "
             "BLOCK_M - 1) / BLOCK_M);"
         ),
     ): EMPTY,
     (
         "bias_grad",
         (
-            "one less: `- 1` -> `` in: const Range key_blocks = own_or_all(BIAS_COLUMNS, int(group.x), (N + "
+            "one less: `- 1` -> `` in: const Range key_blocks = own_or_all(BIAS_COLUMNS, column_tile, (N + "
             "BLOCK_N - 1) / BLOCK_N);"
         ),
     ): EMPTY,
+    (
+        "bias_grad",
+        (
+            "swap: `first_query(` -> `first_key(` in: load_tile<BLOCK_M, HEAD_D, LD_D>(left_tile, call.q + "
+            "first_query(call, e, I_Q) + head * n[I_Q + 1],"
+        ),
+    ): DENSE,
+    (
+        "bias_grad",
+        (
+            "swap: `first_key(` -> `first_query(` in: load_tile<BLOCK_N, HEAD_D, LD_D>(right_tile, call.k + "
+            "first_key(call, e, I_K) + head / G * n[I_K + 1],"
+        ),
+    ): DENSE,
+    (
+        "bias_grad",
+        (
+            "swap: `first_query(` -> `first_key(` in: grad_out + first_query(call, e, I_GRAD_OUT) + head * "
+            "n[I_GRAD_OUT + 1],"
+        ),
+    ): DENSE,
+    (
+        "bias_grad",
+        (
+            "swap: `first_key(` -> `first_query(` in: load_tile<BLOCK_N, HEAD_DV, LD_DV>(right_tile, call.v "
+            "+ first_key(call, e, I_V) + head / G * n[I_V + 1],"
+        ),
+    ): DENSE,
     (
         "bias_grad",
         "bound: `<=` -> `<` in: if (rows.count <= 0) continue;",
@@ -114,6 +144,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "forward",
         "bound: `<=` -> `<` in: if (rows.count <= 0) return;",
     ): NONE,
+    (
+        "primitives",
+        "bound: `<` -> `<=` in: for (int d = 0; d < WIDE; ++d)",
+    ): OUTSIDE,
     (
         "row_base",
         "bound: `<=` -> `<` in: if (rows.count <= 0) return;",

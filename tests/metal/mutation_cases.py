@@ -14,7 +14,7 @@ from metal import emulator
 from sdpa import Mask
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
-from sdpa.kernels.metal import flash, source
+from sdpa.kernels.metal import flash, launch, source
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.reference import attention as reference
 from sdpa.testing import (
@@ -99,6 +99,16 @@ def tiled(M: int, N: int, run: Callable[[], list[Comparison]]) -> Callable[[], l
             return run()
 
     return run_tiled
+
+
+def in_parts(run: Callable[[], list[Comparison]]) -> Callable[[], list[Comparison]]:
+    """Each kernel in several dispatches."""
+
+    def run_in_parts():
+        with patch.object(launch, "MOST_FLOPS", 1e4):
+            return run()
+
+    return run_in_parts
 
 
 def apart(mask: Mask | None = None, **options) -> Callable[[], AttentionInputs]:
@@ -349,6 +359,19 @@ CASES = [
         for M, N in ((16, 32), (32, 16))
     ),
     *(
+        Checked(
+            f"bias of a column in tiles of {M} x {N}",
+            ("bias_grad",),
+            tiled(M, N, given(lambda: biased(apart()(), 2, 1, 41, 1), True)),
+        )
+        for M, N in ((8, 32), (32, 8))
+    ),
+    Checked(
+        "bias of whole tiles",
+        ("bias_grad",),
+        tiled(16, 32, dense(B=2, H=2, Hkv=1, M=32, N=64, D=8, Dv=8, mask="bias", requires_bias_grad=True)),
+    ),
+    *(
         Checked(f"coarse rows{name}", ("row_base", "weights", *BACKWARD, "bias_grad"), partial(of_coarse_rows, *given_))
         for name, given_ in (
             ("", ()),
@@ -372,6 +395,9 @@ CASES = [
         )
         for M, N in ((16, 32), (32, 8))
     ),
+    Checked("in parts", ("row_base", *BACKWARD, "bias_grad"), in_parts(dense(**SIZES, **EVERYTHING))),
+    Checked("no head", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=0, Dv=8)),
+    Checked("no head of values", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=8, Dv=0)),
     Checked("split, uneven", ("forward",), given(uneven)),
     Checked("few keys of lengths", BACKWARD, dense(B=3, H=2, Hkv=2, M=50, N=13, D=16, Dv=8, mask="both_lengths")),
     Checked("few keys", BACKWARD, dense(B=1, H=2, Hkv=2, M=50, N=13, D=16, Dv=8, mask="causal")),

@@ -146,6 +146,38 @@ def test_long_calls_are_several_dispatches(monkeypatch):
     clear_caches()
 
 
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (1, 1, 1, 90), (1, 4, 100, 1), (2, 1, 1, 90), (1, 1, 100, 90)], ids=str
+)
+def test_the_gradient_of_a_bias_that_repeats_is_the_work_of_many(shape, monkeypatch):
+    """As many threadgroups as there are heads at least, in parts where the work is long."""
+    grids, make = [], launch.dispatches_of
+
+    def noted(work, name, *rest, **named):
+        found = make(work, name, *rest, **named)
+        grids.extend([dispatch.grid for dispatch in found] if name == "bias_grad" else [])
+        return found
+
+    monkeypatch.setattr(flash, "dispatches_of", noted)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
+    tensors = [*(t.requires_grad_() for t in qkv(M=100, N=90)), draw(*shape).requires_grad_()]
+
+    def attend(*given):
+        return sdpa.scaled_dot_product_attention(*given, kernel=NAME)
+
+    wanted = gradients(
+        lambda *given: F.scaled_dot_product_attention(*given[:3], given[3].expand(2, 4, 100, 90)), tensors
+    )
+    for most in (1e12, 1e5):
+        monkeypatch.setattr(launch, "MOST_FLOPS", most)
+        clear_caches()
+        grids.clear()
+        close(gradients(attend, tensors), wanted)
+        assert sum(x * y * z for x, y, z in grids) >= 8
+        assert (len(grids) > 1) == (most < 1e12)
+    clear_caches()
+
+
 def test_modules_train(served):
     torch.manual_seed(0)
     ours, theirs = (
