@@ -9,8 +9,10 @@ UNREAD = "both are 0, and nothing reads them without segments"
 MORE = "visits blocks that the mask hides anyway: more work, the same sums"
 EMPTY = "one more block, which has no rows: zeros are added"
 TESTED = "tests the mask of a block that needs no test: more work, the same scores"
-DENSE = "packed rows and pages have no learned bias, and of dense tensors both are the batch entry's"
+DENSE = "neither packed rows nor pages come here, and of dense tensors both are the batch entry's"
 OUTSIDE = "one fragment more, whose columns lie behind the last one that is written"
+AGAIN = "the maximum and the sum of rows are computed again that need it not: the same numbers"
+EITHER = "a log-sum-exp of exactly that number may be taken for coarse or not"
 SHARES = "splits of other sizes, which together still cover every key once"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -145,6 +147,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "bound: `<=` -> `<` in: if (rows.count <= 0) return;",
     ): NONE,
     (
+        "mask",
+        "one less: `- 1` -> `` in: last = min(last, e.q_length - 1);",
+    ): MORE,
+    (
         "primitives",
         "bound: `<` -> `<=` in: for (int d = 0; d < WIDE; ++d)",
     ): OUTSIDE,
@@ -152,4 +158,54 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "row_base",
         "bound: `<=` -> `<` in: if (rows.count <= 0) return;",
     ): NONE,
+    (
+        "row_base",
+        ("bound: `>` -> `>=` in: return found > 0;"),
+    ): AGAIN,
+    (
+        "row_base",
+        ("bound: `>` -> `>=` in: const bool coarse = fabs(given) > kCoarse && fabs(given) != INFINITY;"),
+    ): EITHER,
+    (
+        "row_base",
+        ("and: `&&` -> `||` in: const bool coarse = fabs(given) > kCoarse && fabs(given) != INFINITY;"),
+    ): AGAIN,
+    (
+        "row_base",
+        ("bound: `<` -> `<=` in: for (int begin = keys.begin; begin < keys.end; begin += BLOCK_N) {"),
+    ): EMPTY,
+    (
+        "weights",
+        ("bound: `<=` -> `<` in: if (begin >= seen.end || begin + keys <= seen.begin) continue;"),
+    ): MORE,
+    (
+        "weights",
+        ("bound: `>=` -> `>` in: if (begin >= seen.end || begin + keys <= seen.begin) continue;"),
+    ): MORE,
+    (
+        "weights",
+        ("or: `||` -> `&&` in: if (begin >= seen.end || begin + keys <= seen.begin) continue;"),
+    ): MORE,
+    (
+        "weights",
+        ("smaller: `min(` -> `max(` in: const int count = min(keys, seen.end - begin);"),
+    ): MORE,
+    (
+        "weights",
+        (
+            "swap: `first_query(` -> `first_key(` in: load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + "
+            "first_query(call, e, I_Q) + head * n[I_Q + 1],"
+        ),
+    ): DENSE,
+    (
+        "weights",
+        (
+            "swap: `first_key(` -> `first_query(` in: load_tile<BLOCK_N, HEAD_D, LD_D>(k_tile, call.k + "
+            "first_key(call, e, I_K) + head / G * n[I_K + 1],"
+        ),
+    ): DENSE,
+    (
+        "weights",
+        ("bound: `<` -> `<=` in: for (int b = 0; b < BLOCK_N / 8; ++b) #2"),
+    ): OUTSIDE,
 }

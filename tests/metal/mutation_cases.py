@@ -129,10 +129,10 @@ def columns(rows: int, *widths: int) -> torch.Tensor:
     return torch.cat([torch.full((rows, width), i) for i, width in enumerate(widths)], 1)
 
 
-def uneven() -> AttentionInputs:
+def uneven(factor: float = 1.0) -> AttentionInputs:
     """Rows whose largest scores are further apart than float32 has exponents, over keys in several parts."""
     draw = Draw(Case(), 12)
-    q = draw.normal(1, 2, 3, 16) * torch.tensor([1e-2, 50.0, 1.0]).view(3, 1)
+    q = draw.normal(1, 2, 3, 16) * factor * torch.tensor([1e-2, 50.0, 1.0]).view(3, 1)
     return build_inputs(q, draw.normal(1, 1, 800, 16), draw.normal(1, 1, 800, 16), Options(enable_gqa=True))
 
 
@@ -179,7 +179,8 @@ def hidden_of_heads() -> AttentionInputs:
 
 def weights(mask: str, average: bool, **options) -> Callable[[], list[Comparison]]:
     def run():
-        inputs = make_inputs(Case(H=4, Hkv=2, mask=mask, D=16, Dv=16, dropout_p=0.2, softcap=2.0, **options))
+        case = {"H": 4, "Hkv": 2, "mask": mask, "D": 16, "Dv": 16, "dropout_p": 0.2, "softcap": 2.0} | options
+        inputs = make_inputs(Case(**case))
         problem = AttentionProblem.of(inputs, "weights", frozenset({"averaged"} if average else ()))
         got = flash.weights(inputs, lse_of(reference(inputs)).float(), problem)
         return [compare_weights(got, inputs, average)]
@@ -249,10 +250,28 @@ def coarse(mask: Mask | None = None, **options) -> AttentionInputs:
     return inputs._replace(bias=bias)
 
 
+def hidden_rows() -> AttentionInputs:
+    """Queries 3 to 20 have a bias of -1e9 for every key. Beside it float32 has no room for a score, so these are 0."""
+    draw = Draw(Case(), 14)
+    bias = draw.normal(1, 1, 40, 50)
+    bias[:, :, 3:21] = -1e9
+    q, k, v = torch.zeros(2, 4, 40, 24), draw.normal(2, 2, 50, 24), draw.normal(2, 2, 50, 8)
+    return build_inputs(q, k, v, Options(bias, enable_gqa=True))
+
+
+def packed_far_from_keys() -> AttentionInputs:
+    """ALiBi of documents with fewer keys than queries: most rows have no key near, and a log-sum-exp below -1024."""
+    slopes = torch.tensor([2000.0, 3000.0, 0.5, 1500.0])
+    return packed(4, 2, (5, 8, 40), (11, 3, 6), Mask(alibi=slopes))
+
+
 def of_coarse_rows(mask: Mask | None = None, **options) -> list[Comparison]:
+    return of_rows(coarse(mask, **options))
+
+
+def of_rows(inputs: AttentionInputs) -> list[Comparison]:
     """Forward, backward and weights. The budget of sdpa.testing grows with scores: here it is what float32 rounds a
     score of 5000 by, some times."""
-    inputs = coarse(mask, **options)
     draw, learn = Draw(Case(), 12), inputs.sinks is not None
     grad_out = draw.normal(*inputs.q.shape[:3], inputs.v.shape[3])
     wanted, grads = differentiate(inputs, grad_out, torch.float64)
@@ -339,6 +358,10 @@ CASES = [
         for average in (False, True)
     ),
     *(
+        Checked(f"weights in tiles of {M} x {N}", ("weights",), tiled(M, N, weights("window", False, D=24, M=37, N=70)))
+        for M, N in ((16, 32), (32, 8))
+    ),
+    *(
         Checked(f"window {a}, {b}", BACKWARD, given(edges(70, Mask(window=(a, b)))))
         for a, b in ((30, 32), (31, 31), (32, 30), (33, 29))
     ),
@@ -348,6 +371,7 @@ CASES = [
     ),
     Checked("lengths", BACKWARD, given(edges(70, Mask(lengths=NEAR + 32, query_lengths=NEAR), 3))),
     Checked("prefix and window", BACKWARD, given(edges(70, Mask(window=(31, 0), prefix=NEAR), 3))),
+    Checked("long prefix", BACKWARD, given(edges(140, Mask(causal=True, prefix=torch.tensor([100]))))),
     Checked("packed", BACKWARD, given(lambda: packed(4, 2, (5, 0, 33, 40), (5, 0, 33, 40), Mask(causal=True)))),
     Checked("packed, few", BACKWARD, given(lambda: packed(4, 2, (5, 0, 3, 9), (5, 0, 3, 9)))),
     Checked("packed apart", BACKWARD, given(lambda: packed(4, 2, (5, 8, 40), (11, 37, 6)))),
@@ -384,6 +408,8 @@ CASES = [
         ("row_base", *BACKWARD),
         partial(of_coarse_rows, sinks=torch.tensor([-3000.0, -3001.0, -2999.0, -3002.0])),
     ),
+    Checked("rows that a bias hides", ("row_base", "weights", *BACKWARD, "bias_grad"), lambda: of_rows(hidden_rows())),
+    Checked("packed far from keys", ("row_base", *BACKWARD), given(packed_far_from_keys)),
     Checked("coarse rows in tiles", ("row_base", *BACKWARD), tiled(16, 8, of_coarse_rows)),
     Checked("coarse rows in wide tiles", ("row_base", *BACKWARD), tiled(8, 32, of_coarse_rows)),
     Checked("bias apart", ("bias_grad",), given(lambda: biased(apart(Mask(window=(9, 4)))(), 2, 4, 41, 53), True)),
@@ -399,6 +425,7 @@ CASES = [
     Checked("no head", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=0, Dv=8)),
     Checked("no head of values", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=8, Dv=0)),
     Checked("split, uneven", ("forward",), given(uneven)),
+    Checked("split of zeros", ("forward",), given(lambda: uneven(0.0))),
     Checked("few keys of lengths", BACKWARD, dense(B=3, H=2, Hkv=2, M=50, N=13, D=16, Dv=8, mask="both_lengths")),
     Checked("few keys", BACKWARD, dense(B=1, H=2, Hkv=2, M=50, N=13, D=16, Dv=8, mask="causal")),
     Checked("pages", ("forward",), lambda: pages(3)),
