@@ -401,6 +401,7 @@ CASES = [
             ("", ()),
             (" of lengths", (Mask(causal=True, lengths=torch.tensor([50, 31])),)),
             (" of a window", (Mask(window=(9, 4), align="bottom_right"),)),
+            (" of keys before", (Mask(window=(9, 60), align="bottom_right"),)),
         )
     ),
     Checked(
