@@ -401,15 +401,20 @@ def test_no_reference_is_lost_or_kept(name):
     for _ in range(3):
         call()
     watched = [*tensors, torch.float32, entry.DENSE, entry.CALLS.recent]
-    gc.collect()
-    before, objects = [sys.getrefcount(o) for o in watched], len(gc.get_objects())
-    nothing = sys.getrefcount(None)  # which never changes from Python 3.12 on
-    for _ in range(500):
-        call()
-    gc.collect()
-    assert [sys.getrefcount(o) for o in watched] == before
-    assert abs(sys.getrefcount(None) - nothing) < 400
-    assert abs(len(gc.get_objects()) - objects) < 100
+
+    def counts():
+        gc.collect()  # the count of None never changes from Python 3.12 on
+        return [sys.getrefcount(o) for o in watched], sys.getrefcount(None), len(gc.get_objects())
+
+    for attempt in range(3):  # what other tests left behind may end meanwhile, but not every time
+        before, nothing, objects = counts()
+        for _ in range(500):
+            call()
+        after, none_now, objects_now = counts()
+        assert after == before
+        if abs(none_now - nothing) < 400 and abs(objects_now - objects) < 100:
+            break
+        assert attempt < 2, (none_now - nothing, objects_now - objects)
 
 
 WITHOUT = """
