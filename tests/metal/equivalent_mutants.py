@@ -208,4 +208,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "weights",
         ("bound: `<` -> `<=` in: for (int b = 0; b < BLOCK_N / 8; ++b) #2"),
     ): OUTSIDE,
+    (
+        "rows",
+        "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1;",
+    ): MORE,
+    (
+        "rows",
+        "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1; #2",
+    ): MORE,
 }

@@ -188,6 +188,15 @@ def weights(mask: str, average: bool, **options) -> Callable[[], list[Comparison
     return run
 
 
+def weights_of_keys_before() -> list[Comparison]:
+    """A window that cuts the keys before its queries alone."""
+    draw = Draw(Case(), 5)
+    mask = Mask(window=(9, 400), align="bottom_right")
+    inputs = build_inputs(*(draw.normal(1, 2, rows, 16) for rows in (37, 70, 70)), Options(mask))
+    got = flash.weights(inputs, lse_of(reference(inputs)).float(), AttentionProblem.of(inputs, "weights", frozenset()))
+    return [compare_weights(got, inputs, False)]
+
+
 def packed(H: int, Hkv: int, queries: tuple[int, ...], keys: tuple[int, ...], mask=None) -> AttentionInputs:
     """Documents in a row, with rows of none behind them."""
     draw = Draw(Case(), 4)
@@ -358,9 +367,15 @@ CASES = [
         for average in (False, True)
     ),
     *(
-        Checked(f"weights in tiles of {M} x {N}", ("weights",), tiled(M, N, weights("window", False, D=24, M=37, N=70)))
+        Checked(f"weights of {mask} in tiles of {M} x {N}", ("weights",), tiled(M, N, weights(mask, False, **sizes)))
         for M, N in ((16, 32), (32, 8))
+        for mask, sizes in (
+            ("window", {"D": 24, "M": 37, "N": 70}),
+            ("causal", {"M": 70, "N": 70}),
+            ("both_lengths", {"M": 70, "N": 70}),
+        )
     ),
+    Checked("weights of keys before", ("weights",), tiled(16, 32, weights_of_keys_before)),
     *(
         Checked(f"window {a}, {b}", BACKWARD, given(edges(70, Mask(window=(a, b)))))
         for a, b in ((30, 32), (31, 31), (32, 30), (33, 29))
