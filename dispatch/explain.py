@@ -3,7 +3,7 @@ time."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sdpa.dispatch.candidates import Candidate, allows, consider, consider_elsewhere, ranking, toggles_for
@@ -11,7 +11,7 @@ from sdpa.dispatch.context import Setting
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.placing import told as copied
 from sdpa.dispatch.refusal import NoKernelError, describe, reason_of
-from sdpa.dispatch.select import by_preference, choose
+from sdpa.dispatch.select import by_preference, choose, why
 from sdpa.problem import AttentionProblem
 
 STATUSES = ("chosen", "able", "refused", "disabled")
@@ -90,7 +90,10 @@ def explain_elsewhere(problem: AttentionProblem, setting: str, which: str) -> Ex
         rank = ranking(able)
         best = by_preference(able, asked, rank) if asked.priority else min(able, key=rank)
         source = best.source if best.measured else f"{best.source} from public figures"
-        chosen, reason = best.kernel.name, f"fastest of {len(able)} able kernels, {source} for {device}"
+        best = replace(best, source=f"{source} for {device}")
+        chosen, reason = best.kernel.name, why(problem, best, able, asked)
+        if best.source not in reason:
+            reason = f"{reason}; {best.source}"
     else:
         chosen, reason = None, f"no kernel is able and allowed on {device}"
     rows = tuple(row_of(c, problem, chosen, setting, toggles) for c in candidates)

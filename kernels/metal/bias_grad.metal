@@ -1,7 +1,12 @@
 // The gradient of a bias: the gradients of the scores, summed along the dimensions in which the bias is broadcast. A
 // threadgroup has a tile of the bias and visits, one after the other, all blocks of scores that the tile is added to.
-// Of a bias that repeats along queries or keys, which has few tiles, each head has a sum of its own (BIAS_PARTS)
-// instead.
+// Of a bias that repeats along queries or keys, which has few tiles, each head has a sum of its own instead.
+
+#if BIAS_PARTS
+#define DBIAS_ELEMENT float
+#else
+#define DBIAS_ELEMENT BIAS_ELEMENT
+#endif
 
 // The blocks along one dimension that a threadgroup visits: its own where the bias has that dimension, else all.
 inline Range own_or_all(bool own, int number, int count) {

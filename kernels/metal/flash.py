@@ -177,7 +177,7 @@ def backward_tensors(
         grads = [grad.zero_() for grad in grads]
     wanted = "bias_grad" in problem.features
     bias = inputs.bias
-    dbias = bias_sums(inputs.bias, problem) if wanted and bias is not None else None
+    dbias = bias_sums(bias, problem) if wanted and bias is not None else None
     lse = results.lse.contiguous()
     tensors = with_base(inputs, lse) | {
         "out": with_rows(results.out),

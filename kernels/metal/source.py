@@ -147,7 +147,6 @@ def definitions(config: Config) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         "ELEMENT": element,
         "BIAS_ELEMENT": ELEMENTS[config.bias or config.dtype],
-        "DBIAS_ELEMENT": "float" if "BIAS_PARTS" in config.flags else ELEMENTS[config.bias or config.dtype],
         "SINK_ELEMENT": ELEMENTS[config.sinks or config.dtype],
         "OUT_ELEMENT": "float" if "SPLIT_KV" in config.flags else element,
         "HEAD_D": config.D,
@@ -187,8 +186,9 @@ def shared_buffers(flags: frozenset[str]) -> list[str]:
 
 @cache
 def flags_read(kernel: str) -> frozenset[str]:
-    """The flags that a kernel's text reads, or by which it has a buffer. For others it need not be compiled again."""
-    words = set(re.findall(r"[A-Z_]+", " ".join(map(read, (*SHARED, kernel)))))
+    """The flags that a kernel's code reads, or by which it has a buffer. For others it need not be compiled again."""
+    code = re.sub(r"//.*", "", "\n".join(map(read, (*SHARED, kernel))))
+    words = set(re.findall(r"[A-Z_]+", code))
     return frozenset(words.intersection(FLAGS))
 
 

@@ -11,7 +11,7 @@ import sdpa.nn
 from helpers import int32
 from sdpa import Mask
 from sdpa.dispatch.select import clear_caches
-from sdpa.kernels.metal import flash, launch
+from sdpa.kernels.metal import flash, launch, source
 
 NAME = "metal_flash"
 
@@ -176,6 +176,24 @@ def test_the_gradient_of_a_bias_that_repeats_is_the_work_of_many(shape, monkeypa
         assert sum(x * y * z for x, y, z in grids) >= 8
         assert (len(grids) > 1) == (most < 1e12)
     clear_caches()
+
+
+def test_flags_are_those_of_the_code():
+    """A flag that a comment alone names changes nothing that is compiled."""
+    assert "BIAS_PARTS" in source.flags_read("bias_grad")
+    assert "BIAS_PARTS" not in source.flags_read("backward_q")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_of_a_half_bias_are_float32(dtype):
+    tensors = [*(t.requires_grad_() for t in qkv(M=40, N=30)), draw(1, 1, 1, 30, dtype=dtype).requires_grad_()]
+    tensors = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    found = gradients(lambda *given: sdpa.scaled_dot_product_attention(*given, kernel=NAME), tensors)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    wanted = gradients(lambda *given: F.scaled_dot_product_attention(*given[:3], given[3].expand(2, 4, 40, 30)), exact)
+    for f, w in zip(found, wanted, strict=True):
+        assert f.dtype == dtype
+        torch.testing.assert_close(f.double(), w, rtol=0.05, atol=0.05)
 
 
 def test_modules_train(served):
