@@ -216,4 +216,12 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "rows",
         "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1; #2",
     ): MORE,
+    (
+        "rows",
+        "swap: `.low` -> `.high` in: none.low = none.high = 0;",
+    ): UNREAD,
+    (
+        "rows",
+        "swap: `.high` -> `.low` in: none.low = none.high = 0;",
+    ): UNREAD,
 }

@@ -11,7 +11,9 @@ import sdpa.nn
 from helpers import int32
 from sdpa import Mask
 from sdpa.dispatch.select import clear_caches
+from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.metal import flash, launch, source
+from sdpa.problem import AttentionProblem
 
 NAME = "metal_flash"
 
@@ -186,8 +188,10 @@ def test_flags_are_those_of_the_code():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_of_a_half_bias_are_float32(dtype):
-    tensors = [*(t.requires_grad_() for t in qkv(M=40, N=30)), draw(1, 1, 1, 30, dtype=dtype).requires_grad_()]
-    tensors = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    tensors = [t.to(dtype).requires_grad_() for t in (*qkv(M=40, N=30), draw(1, 1, 1, 30))]
+    problem = AttentionProblem.of(build_inputs(*tensors[:3], Options(tensors[3])), "backward")
+    assert flash.bias_sums(tensors[3], problem).dtype == torch.float32
+    assert flash.bias_sums(draw(1, 1, 40, 30, dtype=dtype), problem).dtype == dtype
     found = gradients(lambda *given: sdpa.scaled_dot_product_attention(*given, kernel=NAME), tensors)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     wanted = gradients(lambda *given: F.scaled_dot_product_attention(*given[:3], given[3].expand(2, 4, 40, 30)), exact)
