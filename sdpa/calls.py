@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -138,13 +139,31 @@ class Calls:
 
 
 def check_of(tensors: Sequence[Tensor]) -> Check | None:
-    """A guard that recognises tensors like these. None where torch has no guards, or where a tensor is given twice,
-    which guards refuse."""
-    if TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+    """What recognises tensors like these; None where torch has no guards.
+
+    Guards refuse a tensor that is given twice, as in self-attention without projections. There a guard sees each tensor
+    once, and the same places have to hold the same tensor.
+    """
+    if TensorGuards is None:
         return None
-    sizes, strides = ([list(f(t)) for t in tensors] for f in (Tensor.size, Tensor.stride))
-    check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check if check(*tensors) else None
+    firsts = first_places(tensors)
+    once = [t for place, t in enumerate(tensors) if firsts[place] == place]
+    sizes, strides = ([list(f(t)) for t in once] for f in (Tensor.size, Tensor.stride))
+    check: Check = TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if not check(*once):
+        return None
+    return check if len(once) == len(tensors) else partial(check_once, check, firsts)
+
+
+def check_once(check: Check, firsts: tuple[int, ...], *tensors: Tensor) -> bool:
+    """Whether `check`, which sees each tensor once, recognises tensors that are the same in the same places."""
+    return len(tensors) == len(firsts) and first_places(tensors) == firsts and check(*dict.fromkeys(tensors))
+
+
+def first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the first place that holds it."""
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(id(t), place) for place, t in enumerate(tensors)])
 
 
 def key_of(state: Hashable, tensors: Sequence[Tensor], facts: Facts) -> Key | None:
@@ -155,9 +174,7 @@ def key_of(state: Hashable, tensors: Sequence[Tensor], facts: Facts) -> Key | No
         return None
     if any(form[-1] not in PLAIN_TYPES for form in forms):
         return None
-    first: dict[int, int] = {}
-    twice = tuple([first.setdefault(id(t), place) for place, t in enumerate(tensors)])
-    return (state, facts, twice, *forms)
+    return (state, facts, first_places(tensors), *forms)
 
 
 CALLS = Calls()

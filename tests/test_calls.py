@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from itertools import permutations
+from operator import itemgetter
 
 import pytest
 import torch
@@ -216,6 +217,8 @@ COUNTED = {
     "bool mask": (20, lambda: dense_call(torch.ones(12, 12, dtype=torch.bool))),
     "kernel": (20, lambda: dense_call(kernel="cpu_flash")),
     "Parameters": (20, lambda: dense_call(make=lambda: [torch.nn.Parameter(t) for t in qkv()])),
+    "one tensor": (20, lambda: dense_call(make=lambda: itemgetter(0, 0, 0)(qkv()))),
+    "keys as values": (20, lambda: dense_call(make=lambda: itemgetter(0, 1, 1)(qkv()))),
     "varlen": (20, lambda: varlen_call(True)),
     "varlen, other keys": (20, lambda: varlen_call(False)),
     "paged": (20, paged_call),

@@ -59,10 +59,10 @@ def record(
     inputs, *learning = tensors
     results = (backward if learning else forward)(*tensors, problem, tile)
     names = [name for name in OPTIONS if isinstance(getattr(inputs, name), Tensor)]
-    if len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
+    if not learning and BUILT:
+        return results, _forward_again(inputs, problem, tile, results)
+    if not learning or len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
         return results, _refilling(tensors, problem, tile)
-    if not learning:
-        return results, _forward_again(inputs, problem, tile, results) if BUILT else _refilling(tensors, problem, tile)
     if _is_plain(problem, inputs, tile, learning[1]):
         return results, _dense_backward_again(inputs)
     band, numbers = inputs[FIRST_NUMBER:FIRST_OPTION], _options(inputs, tile)
@@ -99,13 +99,15 @@ class _RecordedForward(Launches):
 
 def _forward_again(
     inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None, results: Results
-) -> _RecordedForward:
+) -> Callable[..., Any]:
     needs_lse, options = "lse" in problem.features, _options(inputs, tile)
     run, forget = functions()
     address: Any = _operator("record_forward")(*inputs[:FIRST_OPTION], **options, out=results.out, lse=needs_lse)
     made = (results.out, results.lse) if needs_lse and results.lse is not None else (results.out,)
+    numbers = {id(tensor): number for number, tensor in enumerate(read_of(inputs))}
+    places = [numbers[id(value)] for value in inputs if isinstance(value, Tensor)]
     recording = Recording(
-        given=len(read_of(inputs)),
+        given=len(places),
         device=-1,
         forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made),
         empty=empty_strided_cpu,
@@ -116,7 +118,10 @@ def _forward_again(
         check_memory=lambda tensors: all(map(has_memory, tensors)),
         unaligned=False,
     )
-    return _RecordedForward(recording, address, forget)
+    recorded = _RecordedForward(recording, address, forget)
+    if len(numbers) == len(places):
+        return recorded
+    return lambda *given: recorded(*[given[number] for number in places]) if len(given) == len(numbers) else None
 
 
 def _dense_backward_again(inputs: AttentionInputs) -> Callable[..., tuple[Tensor | None, ...]]:
