@@ -209,6 +209,30 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         ("bound: `<` -> `<=` in: for (int b = 0; b < BLOCK_N / 8; ++b) #2"),
     ): OUTSIDE,
     (
+        "mask",
+        "bound: `>` -> `>=` in: if (PREFIX && e.prefix > 0) begin = 0;",
+    ): MORE,
+    (
+        "mask",
+        "and: `&&` -> `||` in: if (PREFIX && e.prefix > 0) begin = 0;",
+    ): MORE,
+    (
+        "mask",
+        "smaller: `min(` -> `max(` in: last = min(last, e.q_length - 1);",
+    ): MORE,
+    (
+        "mask",
+        "one less: `- 1` -> `` in: last = min(last, e.k_length - 1);",
+    ): MORE,
+    (
+        "mask",
+        "smaller: `min(` -> `max(` in: last = min(last, e.k_length - 1);",
+    ): MORE,
+    (
+        "mask",
+        "bound: `<` -> `<=` in: if (PREFIX && first < e.prefix) return range_of(begin, end);",
+    ): MORE,
+    (
         "rows",
         "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1;",
     ): MORE,

@@ -15,6 +15,7 @@ from sdpa import Mask
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.metal import flash, launch, source
+from sdpa.philox import WORD, philox
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.reference import attention as reference
 from sdpa.testing import (
@@ -147,6 +148,22 @@ def documents() -> AttentionInputs:
     queries = torch.cat([columns(1, 32, 40, 18), columns(1, 8, 12, 70)])
     keys = torch.cat([columns(1, 30, 70, 10), columns(1, 5, 17, 88)])
     return build_inputs(q, k, v, Options(Mask(segments=(queries, keys)), enable_gqa=True))
+
+
+def last_row_apart() -> AttentionInputs:
+    """A document of the last query alone, whose keys fill blocks of their own."""
+    draw = Draw(Case(), 7)
+    q, k, v = draw.normal(1, 2, 32, 16), draw.normal(1, 2, 128, 16), draw.normal(1, 2, 128, 16)
+    return build_inputs(q, k, v, Options(Mask(segments=(columns(1, 31, 1), columns(1, 64, 64)))))
+
+
+def drawn_probability() -> AttentionInputs:
+    """A probability of dropout that is exactly a random number of one of the pairs, which is then kept."""
+    inputs = make_inputs(Case(**SIZES, dropout_p=0.4))
+    assert inputs.rng is not None
+    (key, counter), zero = inputs.rng.unbind(), torch.zeros((), dtype=torch.int64)
+    words = torch.stack(philox((zero, zero, zero, counter & WORD), (key & WORD, key >> 32 & WORD)))
+    return inputs._replace(dropout_p=int(words.median()) / 2**32)
 
 
 def behind_lengths() -> list[Comparison]:
@@ -309,6 +326,7 @@ def edges(N: int, mask: Mask, B: int = 1) -> Callable[[], AttentionInputs]:
 
 
 NEAR = torch.tensor([31, 32, 33])
+SLOPES = torch.tensor([0.1, 0.2, 0.4, 0.8])
 SIZES = {"B": 2, "H": 4, "Hkv": 2, "M": 37, "N": 53, "D": 16, "Dv": 40}
 ODD = {"B": 2, "H": 2, "Hkv": 2, "M": 41, "N": 35, "D": 19, "Dv": 11, "layout": "bmhd"}
 EVERYTHING = {"mask": "bias_causal", "sinks": True, "softcap": 2.0, "dropout_p": 0.3, "requires_bias_grad": True}
@@ -354,6 +372,9 @@ CASES = [
     Checked("heads' masks", BACKWARD, dense(**ODD, mask="allowed_heads")),
     Checked("sinks", BACKWARD, dense(**SIZES, sinks=True, mask="both_lengths")),
     Checked("dropout", BACKWARD, dense(**SIZES, dropout_p=0.4)),
+    Checked("drawn probability", BACKWARD, given(drawn_probability)),
+    Checked("window of late keys", BACKWARD, dense(**{**SIZES, "M": 93, "N": 40}, mask="window_bottom_right")),
+    Checked("alibi, late", BACKWARD, given(apart(Mask(causal=True, align="bottom_right", alibi=SLOPES)))),
     Checked("log-sum-exp", BACKWARD, of_lse),
     *(
         Checked(f"bias of {shape}", (*BACKWARD, "bias_grad"), given(bias_of(*shape), True))
@@ -391,6 +412,7 @@ CASES = [
     Checked("packed, few", BACKWARD, given(lambda: packed(4, 2, (5, 0, 3, 9), (5, 0, 3, 9)))),
     Checked("packed apart", BACKWARD, given(lambda: packed(4, 2, (5, 8, 40), (11, 37, 6)))),
     Checked("documents", BACKWARD, given(documents)),
+    Checked("last row apart", BACKWARD, given(last_row_apart)),
     Checked("hidden of heads", BACKWARD, given(hidden_of_heads)),
     Checked("behind lengths", BACKWARD, behind_lengths),
     *(
