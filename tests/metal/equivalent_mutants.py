@@ -233,6 +233,14 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "bound: `<` -> `<=` in: if (PREFIX && first < e.prefix) return range_of(begin, end);",
     ): MORE,
     (
+        "mask",
+        "and: `&&` -> `||` in: if (PREFIX && first < e.prefix) return range_of(begin, end);",
+    ): MORE,
+    (
+        "mask",
+        "swap: `RIGHT` -> `LEFT` in: if (RIGHT) begin = max(0, first - e.shift - int(call.n[I_RIGHT]));",
+    ): MORE,
+    (
         "rows",
         "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1;",
     ): MORE,
