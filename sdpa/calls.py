@@ -147,7 +147,7 @@ def check_of(tensors: Sequence[Tensor]) -> Check | None:
     if TensorGuards is None:
         return None
     firsts = first_places(tensors)
-    once = [t for place, t in enumerate(tensors) if firsts[place] == place]
+    once = [tensors[place] for place in dict.fromkeys(firsts)]
     sizes, strides = ([list(f(t)) for t in once] for f in (Tensor.size, Tensor.stride))
     check: Check = TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if not check(*once):
@@ -157,7 +157,7 @@ def check_of(tensors: Sequence[Tensor]) -> Check | None:
 
 def check_once(check: Check, firsts: tuple[int, ...], *tensors: Tensor) -> bool:
     """Whether `check`, which sees each tensor once, recognises tensors that are the same in the same places."""
-    return len(tensors) == len(firsts) and first_places(tensors) == firsts and check(*dict.fromkeys(tensors))
+    return first_places(tensors) == firsts and check(*[tensors[place] for place in dict.fromkeys(firsts)])
 
 
 def first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
