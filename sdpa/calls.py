@@ -160,7 +160,7 @@ def check_once(check: Check, firsts: tuple[int, ...], *tensors: Tensor) -> bool:
     return first_places(tensors) == firsts and check(*[tensors[place] for place in dict.fromkeys(firsts)])
 
 
-def first_places(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+def first_places(tensors: Sequence[object]) -> tuple[int, ...]:
     """For each tensor the first place that holds it."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(t), place) for place, t in enumerate(tensors)])

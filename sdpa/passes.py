@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sdpa.calls import first_places
 from sdpa.dispatch.caches import LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.recovery import recover
@@ -37,9 +38,8 @@ class Form:
         self.alike = inputs.cu_k is not None and inputs.cu_k is inputs.cu_q  # then it is given once
         given = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
         self.places = tuple(place for place in given if not (self.alike and place == CU_K))
-        first = {id(inputs[place]): number for number, place in reversed(list(enumerate(self.places)))}
-        # The number of the first of fields that hold the same tensor; recorded launches are given each tensor once.
-        self.firsts = tuple(sorted(first.values()))
+        # Recorded launches are given each tensor once: the numbers of the places that hold one for the first time.
+        self.firsts = tuple(dict.fromkeys(first_places([inputs[place] for place in self.places])))
         self.template: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
