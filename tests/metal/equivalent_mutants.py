@@ -7,6 +7,7 @@ NONE = "a threadgroup without rows visits nothing and writes nothing, with one c
 UNSEEN = "the key of a row that is not written; the mask compares it with the keys before anything is read for it"
 UNREAD = "both are 0, and nothing reads them without segments"
 MORE = "visits blocks that the mask hides anyway: more work, the same sums"
+UNSET = "the lowest id is not set; the emulator fills what is not set with a negative number, and so visits more blocks"
 EMPTY = "one more block, which has no rows: zeros are added"
 TESTED = "tests the mask of a block that needs no test: more work, the same scores"
 DENSE = "neither packed rows nor pages come here, and of dense tensors both are the batch entry's"
@@ -252,6 +253,38 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "rows",
         "swap: `.low` -> `.high` in: none.low = none.high = 0;",
     ): UNREAD,
+    (
+        "mask",
+        "bound: `>` -> `>=` in: if (last >= e.q_length || begin + count > e.k_length) return true;",
+    ): TESTED,
+    (
+        "mask",
+        "bound: `<` -> `<=` in: if (LEFT && begin < last + e.shift - int(call.n[I_LEFT])) return true;",
+    ): TESTED,
+    (
+        "mask",
+        "and: `&&` -> `||` in: if (LEFT && begin < last + e.shift - int(call.n[I_LEFT])) return true;",
+    ): TESTED,
+    (
+        "mask",
+        "bound: `>` -> `>=` in: return RIGHT && begin + count - 1 > first + e.shift + int(call.n[I_RIGHT]);",
+    ): TESTED,
+    (
+        "mask",
+        "and: `&&` -> `||` in: return RIGHT && begin + count - 1 > first + e.shift + int(call.n[I_RIGHT]);",
+    ): TESTED,
+    (
+        "mask",
+        "one less: `- 1` -> `` in: return RIGHT && begin + count - 1 > first + e.shift + int(call.n[I_RIGHT]);",
+    ): TESTED,
+    (
+        "mask",
+        "swap: `.low` -> `.high` in: ids.low = simd_min(id);",
+    ): UNSET,
+    (
+        "mask",
+        "or: `||` -> `&&` in: if (queries.high < keys.low || keys.high < queries.low) return true;",
+    ): MORE,
     (
         "rows",
         "swap: `.high` -> `.low` in: none.low = none.high = 0;",

@@ -194,6 +194,15 @@ def hidden_of_heads() -> AttentionInputs:
     return build_inputs(q, k, v, Options(Mask(allowed=torch.arange(110) < ends), enable_gqa=True))
 
 
+def sparse_memory(rows: int) -> AttentionInputs:
+    """A dense mask whose neighbours are two elements apart in memory; of one row, it hides whole blocks of early keys."""
+    draw = Draw(Case(), 11)
+    q, k, v = draw.normal(2, 2, 40, 16), draw.normal(2, 2, 110, 16), draw.normal(2, 2, 110, 16)
+    seen = torch.arange(220) >= 120 if rows == 1 else draw.normal(220) < 0.5
+    allowed = (seen & (draw.normal(2, 1, rows, 220) < 0.5))[..., ::2]
+    return build_inputs(q, k, v, Options(Mask(allowed=allowed)))
+
+
 def weights(mask: str, average: bool, **options) -> Callable[[], list[Comparison]]:
     def run():
         case = {"H": 4, "Hkv": 2, "mask": mask, "D": 16, "Dv": 16, "dropout_p": 0.2, "softcap": 2.0} | options
@@ -370,6 +379,10 @@ CASES = [
     ),
     Checked("shared segments", BACKWARD, dense(**{**SIZES, "M": 61, "N": 61}, mask="segments_causal")),
     Checked("heads' masks", BACKWARD, dense(**ODD, mask="allowed_heads")),
+    *(
+        Checked(f"mask of every second element, {rows}", BACKWARD, given(partial(sparse_memory, rows)))
+        for rows in (40, 1)
+    ),
     Checked("sinks", BACKWARD, dense(**SIZES, sinks=True, mask="both_lengths")),
     Checked("dropout", BACKWARD, dense(**SIZES, dropout_p=0.4)),
     Checked("drawn probability", BACKWARD, given(drawn_probability)),

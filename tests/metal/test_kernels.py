@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from metal import emulator
-from metal.mutation_cases import of_lse
+from metal.mutation_cases import of_lse, sparse_memory
 
 from sdpa import Mask
 from sdpa.inputs import Options, build_inputs
@@ -115,6 +115,13 @@ def test_bounds_at_the_ends_of_tiles(name):
     draw = Draw(Case(), 9)
     q, k, v = draw.normal(3, 1, 96, 16), draw.normal(3, 1, N, 16), draw.normal(3, 1, N, 16)
     holds(check_inputs("metal_flash", build_inputs(q, k, v, Options(mask)), draw.normal(3, 1, 96, 16)), name)
+
+
+@pytest.mark.parametrize("rows", [40, 1])
+def test_a_mask_whose_neighbours_are_apart_in_memory(rows):
+    inputs = sparse_memory(rows)
+    assert inputs.allowed is not None and inputs.allowed.stride(3) == 2
+    holds(check_inputs("metal_flash", inputs, torch.ones_like(inputs.q), True), "allowed")
 
 
 DECODE = {
