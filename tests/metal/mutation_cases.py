@@ -195,7 +195,7 @@ def hidden_of_heads() -> AttentionInputs:
 
 
 def sparse_memory(rows: int) -> AttentionInputs:
-    """A dense mask whose neighbours are two elements apart in memory; of one row, it hides whole blocks of early keys."""
+    """A dense mask whose neighbours are two elements apart in memory; one row hides whole blocks of early keys."""
     draw = Draw(Case(), 11)
     q, k, v = draw.normal(2, 2, 40, 16), draw.normal(2, 2, 110, 16), draw.normal(2, 2, 110, 16)
     seen = torch.arange(220) >= 120 if rows == 1 else draw.normal(220) < 0.5
