@@ -56,7 +56,6 @@ from sdpa.validate import Options, check_flag
 band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
 NO_FIELDS = tuple(map(type, fields_of(Mask())))
-NUMBERS = (NoneType, float)
 is_nested_tensor = attrgetter("is_nested")  # has no strides, for which a guard ends the process
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -125,7 +124,7 @@ def unrecognised(
     if (
         function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
-        or type(dropout_p) is not float or type(scale) not in NUMBERS or type(softcap) not in NUMBERS
+        or not all(number is None or is_number(number) for number in (scale, softcap)) or not is_number(dropout_p)
     ):
         # fmt: on
         return ordinary(request)
@@ -148,6 +147,11 @@ def unrecognised(
     if state is None:
         return ordinary(request)
     return look_up(request, parts, state, facts)
+
+
+def is_number(given: object) -> bool:
+    """A number that is equal to another one, and hashed like it, if they mean the same; a bool is none."""
+    return isinstance(given, float) or type(given) is int
 
 
 def facts_of(tensors: Sequence[Tensor]) -> Facts:

@@ -94,7 +94,7 @@ class Mask:
         if isinstance(other, Tensor):
             other = of_dense(other, "Mask & tensor")
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise TypeError(f"A Mask is combined with a Mask or a dense tensor by &, got {kind_of(other)}")
         from sdpa.mask_algebra import combine
 
         return combine(self, other)

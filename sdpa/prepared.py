@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from sdpa.repeated import Operator
 from sdpa.torch_private import deterministic
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
-MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of the incoming gradient
+MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of what comes back and arrives
 
 
 class Prepared:
@@ -70,10 +71,12 @@ class Prepared:
     ) -> Sequence[Tensor | None]:
         """The gradients of q, k, v, bias and sinks, None where there is none. `results` are (out, lse), `upstream`
         their gradients."""
-        out, grad_out = results[0], upstream[0]
+        grad_out = upstream[0]
         given = (*tensors, *results, grad_out) if upstream[1] is None else (*tensors, *results, *upstream)
-        address = (grad_out.data_ptr() | out.data_ptr()) & ADDRESS_BITS if out.is_cuda else 0
-        state = torch_toggles(), deterministic(), upstream[1] is None, bias_grad, address, grad_out.stride()
+        address = reduce(or_, [t.data_ptr() for t in given]) & ADDRESS_BITS if grad_out.is_cuda else 0
+        # What hooks of saved tensors return may lie in another way than what was saved.
+        strides = tuple([t.stride() for t in given])
+        state = torch_toggles(), deterministic(), upstream[1] is None, bias_grad, address, strides
         found = self.backwards.get(state)
         if found is None:
             if len(self.backwards) >= MAX_BACKWARDS:

@@ -6,9 +6,11 @@ pytest finds it by `pythonpath` in pyproject.toml; fixtures are in conftest.py.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import torch
 import yaml
+from torch.autograd.graph import saved_tensors_hooks
 
 from sdpa.bench.contest import Entry, Row
 from sdpa.bench.suites import SUITES
@@ -166,3 +168,33 @@ def operands(own=False, H=4, Hkv=4, D=6, Dv=5, dtype=WIDE):
     cu_k, T, longest = (CU_Q, T_Q, MAX_Q) if own else (CU_K, T_K, MAX_K)
     q, k, v = draw(T_Q, H, D), draw(T, Hkv, D, seed=1), draw(T, Hkv, Dv, seed=2)
     return [t.to(dtype).requires_grad_() for t in (q, k, v)], (CU_Q, cu_k, MAX_Q, longest)
+
+
+def elsewhere(tensor):
+    """The same numbers at an odd address."""
+    return (
+        torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape).copy_(tensor)
+    )
+
+
+# What hooks of saved tensors may do to where a tensor lies: name -> function.
+MOVES = {
+    "clone": torch.clone,
+    "packed": lambda t: t.contiguous().clone(),
+    "odd address": elsewhere,
+    "apart": lambda t: torch.nn.functional.pad(t, (0, 8))[..., : t.shape[-1]],
+    "every second": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "turned": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t.clone(),
+}
+
+
+def hooked_gradients(attend, move, packed, grad_out):
+    """Gradients of packed (B, rows, 3, H, D), without hooks, with hooks that move what is saved, without."""
+    found = []
+    for hook in (None, None, MOVES[move], MOVES[move], None, None):
+        leaf = packed.clone().requires_grad_()
+        with nullcontext() if hook is None else saved_tensors_hooks(lambda t: t, hook):
+            out = attend(*(t.transpose(1, 2) for t in leaf.unbind(2)))
+        out.backward(grad_out)
+        found.append(leaf.grad)
+    return found

@@ -9,6 +9,7 @@ import weakref
 from itertools import permutations
 from operator import itemgetter
 
+import numpy as np
 import pytest
 import torch
 from remembered import Other, remembered
@@ -212,6 +213,7 @@ COUNTED = {
     "training": (16, learned_call),
     "dropout": (20, lambda: dense_call(dropout_p=0.5)),
     "softcap": (20, lambda: dense_call(softcap=2.0)),
+    "numbers that are no floats": (20, lambda: dense_call(dropout_p=0, scale=1, softcap=np.float64(2.0))),
     "sinks": (20, lambda: dense_call(sinks=torch.randn(4))),
     "return_lse": (20, lambda: dense_call(return_lse=True)),
     "bool mask": (20, lambda: dense_call(torch.ones(12, 12, dtype=torch.bool))),

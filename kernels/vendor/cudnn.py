@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sdpa.kernels.vendor.common import (
     Native,
-    dense,
     expanded_mask,
     is_causal,
     lse_for_backward,
@@ -44,12 +43,13 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
 def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
 ) -> Gradients:
+    out = gapless(results.out)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        in_order_of(results.out, upstream.out),
+        in_order_of(out, upstream.out),
         inputs.q,
         inputs.k,
         inputs.v,
-        dense(results.out),
+        out,
         lse_for_backward(inputs, results.lse).unsqueeze(-1),
         *no_rng(inputs.q),
         expanded_mask(inputs),
@@ -62,6 +62,12 @@ def backward(
         scale=inputs.scale,
     )
     return Gradients(*gradients)
+
+
+def gapless(out: Tensor) -> Tensor:
+    """`out` without gaps in memory, as the forward makes it; what hooks of saved tensors return may have some, and then
+    no gradient could be in the same order."""
+    return out if out.is_contiguous() or out.transpose(1, 2).is_contiguous() else out.contiguous()
 
 
 def in_order_of(out: Tensor, grad_out: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sdpa.kernels.vendor.common import float_mask, is_causal
+from sdpa.kernels.vendor.common import dense, float_mask, is_causal
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -34,6 +34,12 @@ def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
 ) -> Gradients:
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        upstream.out, inputs.q, inputs.k, inputs.v, results.out, results.lse, 0.0, is_causal(inputs), scale=inputs.scale
+        dense(upstream.out),
+        *inputs[:3],
+        dense(results.out),
+        results.lse,
+        0.0,
+        is_causal(inputs),
+        scale=inputs.scale,
     )
     return Gradients(*grads)

@@ -15,11 +15,13 @@ struct Call {
 
 enum Fact { kAutocast, kAlignment, kPrecision, kFacts };  // of `calls.Facts`, in their order
 
-bool is_number(PyObject* object) { return object == Py_None || PyFloat_CheckExact(object); }
+// A number that is equal to another one, and hashed like it, if they mean the same; a bool is none.
+bool is_number(PyObject* object) { return PyFloat_Check(object) || PyLong_CheckExact(object); }
+bool is_number_or_none(PyObject* object) { return object == Py_None || is_number(object); }
 
 bool is_usual(const Call& call) {
   return PyBool_Check(call.is_causal) && PyBool_Check(call.enable_gqa) && PyBool_Check(call.returns_lse) &&
-         PyFloat_CheckExact(call.dropout_p) && is_number(call.scale) && is_number(call.softcap);
+         is_number(call.dropout_p) && is_number_or_none(call.scale) && is_number_or_none(call.softcap);
 }
 
 // Whether a mode or forward mode stands between the call and its kernel; -1 with an exception. The guards see

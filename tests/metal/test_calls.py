@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import sdpa
 import sdpa.nn
-from helpers import int32
+from helpers import MOVES, hooked_gradients, int32
 from sdpa import Mask
 from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
@@ -91,6 +91,14 @@ def test_gradients_that_repeat():
     tensors = qkv(learn=True)
     ours, theirs = (f(*tensors).sum() for f in (by_name, F.scaled_dot_product_attention))
     close(torch.autograd.grad(ours, tensors), torch.autograd.grad(theirs, tensors))
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_gradients_of_saved_tensors_that_moved(move):
+    packed, grad_out = draw(2, 17, 3, 2, 16), draw(2, 2, 17, 16, seed=1)
+    (wanted, *_) = hooked_gradients(F.scaled_dot_product_attention, "clone", packed, grad_out)
+    for found in hooked_gradients(by_name, move, packed, grad_out):
+        close([found], [wanted])
 
 
 def by_name(*tensors, **options):
