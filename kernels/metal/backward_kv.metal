@@ -44,8 +44,9 @@ inline void weights_and_gradients(thread const Call& call, thread const Entry& e
   threadgroup ELEMENT q_tile[BLOCK_M * LD_D];
   threadgroup ELEMENT grad_tile[BLOCK_M * LD_DV];
   const Call call = CALL;
-  const Entry e = entry_of(call, int(group.z));
-  const int G = int(n[I_G]), kv_head = int(group.y), first = (int(group.x) + int(n[I_FIRST_BLOCK])) * BLOCK_N;
+  const Place spot = place_of(call, group);
+  const Entry e = entry_of(call, spot.z);
+  const int G = int(n[I_G]), kv_head = spot.y, first = spot.x * BLOCK_N;
   const int count = min(BLOCK_N, e.keys - first), seen = min(count, e.k_length - first);
   if (count <= 0) return;
 

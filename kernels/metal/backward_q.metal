@@ -29,8 +29,9 @@ kernel void row_delta(COMMON_BUFFERS, device const ELEMENT* out [[buffer(OWN + 0
   threadgroup ELEMENT grad_tile[BLOCK_M * LD_DV];
   threadgroup ELEMENT kv_tile[BLOCK_N * LD_LARGER];  // values, then keys
   const Call call = CALL;
-  const Entry e = entry_of(call, int(group.z));
-  const Rows rows = rows_of(call, e, int(group.y), int(group.x) + int(n[I_FIRST_BLOCK]), int(8 * simd_index), lane);
+  const Place spot = place_of(call, group);
+  const Entry e = entry_of(call, spot.z);
+  const Rows rows = rows_of(call, e, spot.y, spot.x, int(8 * simd_index), lane);
   if (rows.count <= 0) return;
 
   load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + first_query(call, e, I_Q) + rows.head * n[I_Q + 1],

@@ -69,7 +69,7 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
   const int B = int(n[I_B]), H = int(n[I_H]), G = int(n[I_G]), M = int(n[I_M]), N = int(n[I_N]);
   const int column_tiles = BIAS_COLUMNS ? (N + BLOCK_N - 1) / BLOCK_N : 1;
   const int row_tiles = BIAS_ROWS ? (M + BLOCK_M - 1) / BLOCK_M : 1, bias_heads = BIAS_HEADS ? H : 1;
-  const int tile = int(group.x) + int(n[I_FIRST_BLOCK]);
+  const int tile = place_of(call, group).x;
   const int column_tile = tile % column_tiles, row_tile = tile / column_tiles % row_tiles;
   const int entry = tile / column_tiles / row_tiles, own_head = entry % bias_heads, own_batch = entry / bias_heads;
   const Range batches = own_or_all(BIAS_BATCHES, own_batch, B), heads = own_or_all(BIAS_HEADS, own_head, H);

@@ -26,10 +26,10 @@ inline Range split_of(Range keys, int split, int splits) {
   threadgroup ELEMENT q_tile[BLOCK_M * LD_D];
   threadgroup ELEMENT kv_tile[KV_ELEMENTS];  // keys as [D, BLOCK_N], then values [BLOCK_N, Dv]
   const Call call = CALL;
-  const int splits = SPLIT_KV ? int(n[I_SPLITS]) : 1, split = int(group.x) % splits;
-  const Entry e = entry_of(call, int(group.z));
-  const Rows rows =
-      rows_of(call, e, int(group.y), int(group.x) / splits + int(n[I_FIRST_BLOCK]), int(8 * simd_index), lane);
+  const Place spot = place_of(call, group);
+  const int splits = SPLIT_KV ? int(n[I_SPLITS]) : 1, split = spot.x % splits;
+  const Entry e = entry_of(call, spot.z);
+  const Rows rows = rows_of(call, e, spot.y, spot.x / splits, int(8 * simd_index), lane);
   if (rows.count <= 0) return;
 
   const QueryRows q_rows = query_rows(call, rows, I_Q);

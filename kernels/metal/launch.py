@@ -87,23 +87,19 @@ class Work(NamedTuple):
 def dispatches_of(
     work: Work, name: str, tiles: Tiles, grid: Grid, flags: frozenset[str] = frozenset(), **integers: int
 ) -> list[Dispatch]:
-    """The dispatches of one kernel: several, along the grid's x, where it computes for long."""
+    """The dispatches of one kernel: several where it computes for long, of some entries, else heads, else blocks."""
     file = {"combine": "forward", "row_delta": "backward_q"}.get(name, name)
     config = config_of(file, work.inputs, tiles, flags, work.beside)
     function = getattr(library_of(config), name)
     names = (*shared_buffers(config.flags), *OWN[name])
     threads = ROWS_OF_COMBINE * SIMDGROUP if name in BY_ROW else threads_of(config)
-    x, y, z = grid
-    splits = integers.get("SPLITS", 1) if name == "forward" else 1
-    step = x // splits if name in (*BY_ROW, "weights") else blocks_at_once(work.problem, x // splits)
+    splits = integers.get("SPLITS", 1) if name == "forward" else 1  # of a block, which stay together
+    parts = [((0, 0, 0), grid)] if name in (*BY_ROW, "weights") else parts_of(grid, splits, work.problem.flops())
     found = []
-    for first in range(0, x // splits, step):
-        part = min(step, x // splits - first) * splits
-        numbers = integers_of(work.inputs, work.problem, **work.strides, **integers, FIRST_BLOCK=first)
+    for first, part in parts:
+        numbers = integers_of(work.inputs, work.problem, **work.strides, **integers, FIRST=first)
         given = (numbers, floats_of(work.inputs))
-        found.append(
-            Dispatch(function, names, len(OWN[name]), given, (part, y, z), threads, config.vector, step < x // splits)
-        )
+        found.append(Dispatch(function, names, len(OWN[name]), given, part, threads, config.vector, len(parts) > 1))
     return found
 
 
@@ -111,9 +107,20 @@ def threads_of(config: Config) -> int:
     return config.rows // FRAGMENT * SIMDGROUP
 
 
-def blocks_at_once(problem: AttentionProblem, blocks: int) -> int:
-    """How many of a grid's blocks one dispatch may compute."""
-    return max(1, min(blocks, int(blocks * MOST_FLOPS / max(1.0, problem.flops()))))
+def parts_of(grid: Grid, unit: int, flops: float) -> list[tuple[Grid, Grid]]:
+    """(first, size) of parts of a grid that share its work, none with more than MOST_FLOPS: whole planes of x and y,
+    else whole lines of x, else multiples of `unit` threadgroups, one of them at least."""
+    x, y, z = grid
+    most = int(x * y * z * MOST_FLOPS / max(1.0, flops))  # threadgroups
+    step_x = max(unit, min(x, most // unit * unit))
+    step_y = max(1, min(y, most // max(1, x)))
+    step_z = max(1, min(z, most // max(1, x * y)))
+    return [
+        ((i, j, k), (min(step_x, x - i), min(step_y, y - j), min(step_z, z - k)))
+        for k in range(0, z, step_z)
+        for j in range(0, y, step_y)
+        for i in range(0, x, step_x)
+    ]
 
 
 def run(dispatches: Sequence[Dispatch], tensors: Tensors) -> None:

@@ -99,6 +99,19 @@ struct Call {
   constant float* x;  // floats, at the places X_...
 };
 
+// Where a threadgroup stands among all of its call. A long call has several dispatches, each with a part of them.
+struct Place {
+  int x, y, z;
+};
+
+inline Place place_of(thread const Call& call, uint3 group) {
+  Place place;
+  place.x = int(group.x) + int(call.n[I_FIRST]);
+  place.y = int(group.y) + int(call.n[I_FIRST + 1]);
+  place.z = int(group.z) + int(call.n[I_FIRST + 2]);
+  return place;
+}
+
 // Rows of q, out and their gradients: consecutive queries of a head, or with GROUPED of all heads of a group.
 struct QueryRows {
   long head, query;  // strides

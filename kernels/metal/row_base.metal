@@ -26,8 +26,9 @@ inline bool is_any(bool coarse, threadgroup int* shared, uint simd_index, uint l
   threadgroup ELEMENT k_tile[BLOCK_N * LD_D];
   threadgroup int shared[BLOCK_M / 8];
   const Call call = CALL;
-  const Entry e = entry_of(call, int(group.z));
-  const Rows rows = rows_of(call, e, int(group.y), int(group.x) + int(n[I_FIRST_BLOCK]), int(8 * simd_index), lane);
+  const Place spot = place_of(call, group);
+  const Entry e = entry_of(call, spot.z);
+  const Rows rows = rows_of(call, e, spot.y, spot.x, int(8 * simd_index), lane);
   if (rows.count <= 0) return;
 
   const long place = (PACKED ? 0 : e.batch) * n[I_LSE] + rows.head * n[I_LSE + 1] + e.q_first + rows.query;

@@ -50,7 +50,7 @@ INTEGERS = {
     "LEFT": 1,
     "RIGHT": 1,
     "DROPOUT": 1,  # weights whose random word is below it are dropped
-    "FIRST_BLOCK": 1,  # of this dispatch
+    "FIRST": 3,  # threadgroup of this dispatch among those of the whole call, by x, y and z
     "SPLITS": 1,
     "ROWS": 1,  # in memory, of a head
     "PAGE_SIZE": 1,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,15 +148,39 @@ def test_pages(served, M):
         close([got[b]], [wanted[0].transpose(0, 1)])
 
 
-def test_long_calls_are_several_dispatches(monkeypatch):
+# Operations of (2,4,100,90,16) forward: 4.6e6. Parts are single blocks of rows, some of them, heads, batch entries.
+@pytest.mark.parametrize("most", [1.0, 2e5, 1.2e6, 3e6])
+@pytest.mark.parametrize("sizes", [{"M": 100, "N": 90}, {"M": 3, "N": 2000, "Hkv": 2}], ids=["many", "split"])
+def test_long_calls_are_several_dispatches(most, sizes, monkeypatch):
     waits = []
-    monkeypatch.setattr(launch, "MOST_FLOPS", 1e5)
+    monkeypatch.setattr(launch, "MOST_FLOPS", most)
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(1))
     clear_caches()
-    tensors = [t.requires_grad_() for t in qkv(M=100, N=90)]
-    close(gradients(by_name, tensors), gradients(F.scaled_dot_product_attention, tensors))
+    tensors = [t.requires_grad_() for t in qkv(**sizes)]
+    ours, theirs = (partial(f, enable_gqa=True) for f in (by_name, F.scaled_dot_product_attention))
+    for _ in range(3):
+        close(gradients(ours, tensors), gradients(theirs, tensors))
     assert len(waits) >= 3  # between the parts of a forward and of two kernels of the backward
     clear_caches()
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 1), (7, 1, 1), (6, 5, 4), (12, 3, 1), (2, 8, 16), (0, 2, 3)], ids=str)
+def test_parts_of_a_grid(grid, monkeypatch):
+    """Every threadgroup is in one part, no part computes for longer than it may, and parts are few."""
+    monkeypatch.setattr(launch, "MOST_FLOPS", 100)
+    count = grid[0] * grid[1] * grid[2]
+    for unit in (1, 2) if grid[0] % 2 == 0 else (1,):
+        for flops in (1, 99, 101, 350, 1000, 5000, 10**6):
+            parts = launch.parts_of(grid, unit, flops)
+            seen = [
+                tuple(f + o for f, o in zip(first, other, strict=True))
+                for first, size in parts
+                for other in product(*map(range, size))
+            ]
+            assert sorted(seen) == sorted(product(*map(range, grid)))
+            for first, (x, y, z) in parts:
+                assert first[0] % unit == 0 and (x * y * z <= unit or x * y * z * flops <= 100 * count)
+            assert len(parts) <= max(1.0, 4 * flops / 100)
 
 
 @pytest.mark.parametrize(
