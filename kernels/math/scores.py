@@ -38,6 +38,16 @@ def per_group(x: Tensor, y: Tensor) -> Tensor:
     return (grouped @ y).reshape(*x.shape[:3], y.shape[-1])
 
 
+def scaled_scores_less(q: Tensor, k: Tensor, scale: float, base: Tensor) -> Tensor:
+    """[B, H, M, N] q k^T scale - base, of base [B, H, M, 1], in one pass over the result."""
+    B, H, M, D = q.shape
+    Hkv, N = k.shape[1:3]
+    heads, rows = B * Hkv, H // Hkv * M
+    keys = k.reshape(heads, N, D).mT
+    found = torch.baddbmm(-base.reshape(heads, rows, 1), q.reshape(heads, rows, D), keys, alpha=scale)
+    return found.reshape(B, H, M, N)
+
+
 def over_group(per_head: Tensor, inputs: AttentionInputs) -> Tensor:
     """(B, H, N, .) summed over the heads of each group to (B, Hkv, N, .)."""
     B, H = per_head.shape[:2]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sdpa import dense, philox
-from sdpa.kernels.math.scores import finite, over_group, per_group, quarantine, scores_of
+from sdpa.kernels.math.scores import finite, over_group, per_group, quarantine, scaled_scores_less, scores_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 from sdpa.torch_private import without_autocast
 
@@ -98,11 +98,16 @@ def weight_terms(inputs: AttentionInputs, lse: Tensor, streams: Tensor | None = 
     k_bad = None
     if dense.structured(inputs) is not None:
         k, k_bad = quarantine(k)
-    scores, slope = scores_of(inputs, q, k, k_bad)
-    probabilities = torch.exp(scores - finite(lse).unsqueeze(-1))  # in place is nothing for a graph
+    base, slope = finite(lse).unsqueeze(-1), None
+    if k_bad is None and not inputs.softcap and dense.additive(inputs) is None and dense.visible(inputs) is None:
+        differences = scaled_scores_less(q, k, inputs.scale, base)
+    else:
+        scores, slope = scores_of(inputs, q, k, k_bad)
+        differences = scores - base
+    probabilities = torch.exp(differences)  # in place is nothing for a graph
     keep = None
     if inputs.rng is not None:
-        kept = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(scores.shape), streams)
+        kept = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(probabilities.shape), streams)
         keep = kept.to(lse.dtype) / (1 - inputs.dropout_p)
     return WeightTerms(probabilities, keep, slope, q, k)
 
