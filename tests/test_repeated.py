@@ -355,7 +355,19 @@ def test_what_is_not_plain_is_not_recognised():
         return repeated.recognise(entry.DENSE, tensors, options, returns_lse, None, None)
 
     assert torch.is_tensor(ask())
-    for place, value in ((1, 0), (2, 1), (3, 1), (4, None), (5, 2), (0, "mask")):
+    assert torch.is_tensor(ask(options=(None, 0, *options[2:])))  # the same number
+    for place, value in (
+        (1, False),
+        (1, 1),
+        (1, "0"),
+        (2, 1),
+        (3, 1),
+        (3, True),
+        (4, None),
+        (5, 2),
+        (5, True),
+        (0, "mask"),
+    ):
         assert ask(options=(*options[:place], value, *options[place + 1 :])) is NotImplemented
     assert ask(returns_lse=0) is NotImplemented
     assert ask(tensors=(q, q, None)) is NotImplemented
