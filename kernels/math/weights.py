@@ -99,7 +99,8 @@ def weight_terms(inputs: AttentionInputs, lse: Tensor, streams: Tensor | None = 
     if dense.structured(inputs) is not None:
         k, k_bad = quarantine(k)
     base, slope = finite(lse).unsqueeze(-1), None
-    if k_bad is None and not inputs.softcap and dense.additive(inputs) is None and dense.visible(inputs) is None:
+    unmasked = k_bad is None and inputs.bias is None and inputs.allowed is None and inputs.alibi is None
+    if unmasked and not inputs.softcap:
         differences = scaled_scores_less(q, k, inputs.scale, base)
     else:
         scores, slope = scores_of(inputs, q, k, k_bad)
