@@ -50,7 +50,7 @@ def backward(
         inputs.k,
         inputs.v,
         out,
-        lse_for_backward(inputs, results.lse).unsqueeze(-1),
+        lse_for_backward(inputs, results.lse).contiguous().unsqueeze(-1),  # hooks may return one with gaps
         *no_rng(inputs.q),
         expanded_mask(inputs),
         None,

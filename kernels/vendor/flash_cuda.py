@@ -50,7 +50,7 @@ def backward(
         wide.k,
         wide.v,
         out,
-        results.lse,
+        results.lse.contiguous(),  # hooks of saved tensors may return one with gaps; the operator does not ask
         None,
         None,
         inputs.q.shape[2],
