@@ -38,6 +38,7 @@ from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.torch_private import (
     SingleLevelFunction,
     TransformType,
+    autocast_off,
     below_autograd,
     dispatch_modes,
     enable_single_level_autograd_function,
@@ -160,12 +161,13 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        function, primals, _ = recompute(ctx)
-        pull_back = torch.func.vjp(function, *primals)[1]
-        pulled = iter(pull_back(tuple(grads)))
-        grad_out, grad_lse, *inputs = (next(pulled) if p else None for p in presence(ctx))
+        function, primals, inputs = recompute(ctx)
+        with autocast_off(inputs[0].device.type):
+            pull_back = torch.func.vjp(function, *primals)[1]
+            pulled = iter(pull_back(tuple(grads)))
+        grad_out, grad_lse, *found = (next(pulled) if p else None for p in presence(ctx))
         placed: list[Tensor | None] = [None] * (FIELDS + 2)
-        for position, grad in zip(DIFFERENTIABLE, inputs, strict=True):
+        for position, grad in zip(DIFFERENTIABLE, found, strict=True):
             placed[position] = grad
         return (grad_out, grad_lse, None, None, *placed)  # out and lse are functions of the rest
 
@@ -175,7 +177,8 @@ class AttentionBackward(torch.autograd.Function):
         chosen = [tangents[0], tangents[1], *(tangents[4 + i] for i in DIFFERENTIABLE)]
         chosen = [t for t, present in zip(chosen, presence(ctx), strict=True) if present]
         moved = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(primals, chosen, strict=True))
-        *moved, bias, sinks = directional(function, primals, moved)
+        with autocast_off(inputs[0].device.type):
+            *moved, bias, sinks = directional(function, primals, moved)
         # A tangent has to lie in memory as its primal does.
         return (*(like_layout(t, source) for t, source in zip(moved, inputs[:3], strict=True)), bias, sinks)
 
@@ -213,7 +216,10 @@ class Weights(torch.autograd.Function):
         *tensors, lse = ctx.saved_tensors
         present = iter(tensors)
         inputs = [next(present) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-        grads = weights_gradients(AttentionInputs(*inputs), lse, grad, ctx.average, bool(ctx.needs_input_grad[BIAS]))
+        with autocast_off(grad.device.type):
+            grads = weights_gradients(
+                AttentionInputs(*inputs), lse, grad, ctx.average, bool(ctx.needs_input_grad[BIAS])
+            )
         placed: list[Tensor | None] = [None] * FIELDS
         for position, gradient in zip(DIFFERENTIABLE, (grads.q, grads.k, None, grads.bias, None), strict=True):
             if ctx.needs_input_grad[position]:

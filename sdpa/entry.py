@@ -26,11 +26,11 @@ from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
 from sdpa.inputs import drops, with_dropout
-from sdpa.interop import as_mask, is_nested, nested_attention
+from sdpa.interop import is_nested, nested_attention
 from sdpa.kernels.math.weights import composite_weights
 from sdpa.kinds import DENSE, Call, Kind, cast_call, dropped, steps, without_weights
 from sdpa.layout import has_memory
-from sdpa.mask import Mask
+from sdpa.mask import Mask, as_mask
 from sdpa.operators import call_forward, call_weights
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
 from sdpa.problem import AttentionInputs, Results, is_empty
@@ -38,6 +38,7 @@ from sdpa.repeated import configure, recognise
 from sdpa.sequences import results_of, served_form
 from sdpa.torch_private import (
     autocast_is_on,
+    autocast_off,
     cudnn_enabled,
     deterministic,
     dispatch_modes,
@@ -339,7 +340,7 @@ def ordinary(request: Request) -> Any:
     dtype = autocast_dtype(call.query)
     if dtype is not None:
         q, k, v, options, places = cast_call(call, dtype)
-        with torch.autocast(q.device.type, enabled=False) if is_dynamo_compiling() else without_autocast():
+        with autocast_off(q.device.type):
             return answer(kind, (q, k, v), options, returns_lse, kernel, places)
     setting = request_text(kernel)
     if kind is DENSE and is_nested(*call[:3]):

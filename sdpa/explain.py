@@ -10,8 +10,8 @@ from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, explain_problem
 from sdpa.dispatch.select import backward_setting, weights_setting
 from sdpa.inputs import Options, build_inputs
-from sdpa.interop import as_mask, is_nested, pack_jagged
-from sdpa.mask import Mask
+from sdpa.interop import is_nested, pack_jagged
+from sdpa.mask import Mask, as_mask
 from sdpa.problem import AttentionProblem
 from sdpa.validate import check_flag
 

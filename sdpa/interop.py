@@ -1,8 +1,7 @@
-"""What surrounds a plain call in torch: CausalBias and nested tensors."""
+"""What surrounds a plain call in torch: nested tensors."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,6 @@ from torch import Tensor
 from sdpa import nested
 from sdpa.mask import Mask
 from sdpa.validate import Options
-
-
-def as_mask(attn_mask: Any) -> Any:
-    """torch.nn.attention.bias.CausalBias as a Mask; anything else as it is."""
-    module = sys.modules.get("torch.nn.attention.bias")
-    if module is None or not isinstance(attn_mask, module.CausalBias):
-        return attn_mask
-    upper_left = attn_mask.variant == module.CausalVariant.UPPER_LEFT
-    return Mask(causal=True, align="top_left" if upper_left else "bottom_right")
 
 
 def is_nested(query: object, key: object, value: object) -> bool:

@@ -89,6 +89,8 @@ class Mask:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Tensor) and value.is_floating_point()):
                 raise TypeError(f"Mask.{name} must be a floating point tensor, got {kind_of(value)}")
+            if isinstance(as_mask(value), Mask):  # its numbers are memory that nobody filled
+                raise TypeError(f"Mask.{name} must be numbers, got {type_name(value)}; combine it with a Mask by &")
 
     def __and__(self, other: Mask | Tensor) -> Mask:
         if isinstance(other, Tensor):
@@ -208,8 +210,20 @@ def is_symbolic(mask: Mask) -> bool:
     return fx is not None and any(isinstance(getattr(mask, field.name), fx.Proxy) for field in fields(mask))
 
 
+def as_mask(attn_mask: Any) -> Any:
+    """torch.nn.attention.bias.CausalBias as a Mask; anything else as it is."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(attn_mask, module.CausalBias):
+        return attn_mask
+    upper_left = attn_mask.variant == module.CausalVariant.UPPER_LEFT
+    return Mask(causal=True, align="top_left" if upper_left else "bottom_right")
+
+
 def of_dense(tensor: Tensor, function: str) -> Mask:
-    """A bool tensor as `allowed`, a float tensor as `bias`."""
+    """A bool tensor as `allowed`, a float tensor as `bias`, torch's CausalBias as what it stands for."""
+    mask = as_mask(tensor)
+    if isinstance(mask, Mask):
+        return mask
     if tensor.dtype == torch.bool:
         return Mask(allowed=tensor)
     if not tensor.is_floating_point():

@@ -32,14 +32,15 @@ configure(last=LAST)
 class Form:
     """Which fields of AttentionInputs are tensors, and the values of the other fields."""
 
-    __slots__ = ("alike", "firsts", "numbers", "places", "template")
+    __slots__ = ("alike", "firsts", "numbers", "places", "same", "template")
 
     def __init__(self, inputs: AttentionInputs) -> None:
         self.alike = inputs.cu_k is not None and inputs.cu_k is inputs.cu_q  # then it is given once
         given = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
         self.places = tuple(place for place in given if not (self.alike and place == CU_K))
+        self.same = first_places([inputs[place] for place in self.places])
         # Recorded launches are given each tensor once: the numbers of the places that hold one for the first time.
-        self.firsts = tuple(dict.fromkeys(first_places([inputs[place] for place in self.places])))
+        self.firsts = tuple(dict.fromkeys(self.same))
         self.template: list[Any] = [None if isinstance(value, Tensor) else value for value in inputs]
         plain = self.places == PLAIN and inputs[END_NUMBERS:] == PLAIN_REST
         self.numbers = inputs[FIRST_NUMBER:END_NUMBERS] if plain else None
@@ -113,13 +114,17 @@ class Pass(Repeated):
     def first(self, tensors: Sequence[Tensor]) -> Results | Gradients | Tensor:
         """Run the kernel and record its launches; for later calls whose tensors the recorded launches do not fit, run
         it again."""
-        nouns, choice = self.nouns(tensors), self.choice
-        record = None if self.is_passing else choice.record
+        form, choice = self.form, self.choice
+        count = len(form.places)
+        # What hooks of saved tensors return for one tensor may be several, and for several one.
+        given = [tensors[number] for number in form.same]
+        nouns = self.nouns((*given, *tensors[count:]))
+        record = None if self.is_passing or first_places(given) != form.same else choice.record
         if record is None:
             return choice.call(*nouns)
         results, again = record(nouns, choice.problem, choice.tile)
         if again is not None:
-            self.again = again if len(self.form.firsts) == len(self.form.places) else self.once(again)
+            self.again = again if len(form.firsts) == count else self.once(again)
         return results
 
     def once(self, again: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -138,6 +139,15 @@ def forward_level() -> int:
 # Guards of the dispatcher's state. Needed: operators would call themselves again, or be given another dtype.
 below_autograd = needed("torch._C._AutoDispatchBelowAutograd")
 without_autocast = needed("torch._C._DisableAutocast")
+
+
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
+    """A block without autocast, also where torch.compile traces it."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.autocast(device_type, enabled=False)
+    return without_autocast()
+
+
 # Whether autocast is on for any device. Absent: those of the devices that kernels run on are asked.
 autocast_is_on: Callable[[], bool] = part(
     "torch._C._is_any_autocast_enabled", lambda: torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

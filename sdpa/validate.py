@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from typing import NamedTuple
 
 import torch
@@ -274,7 +275,7 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and 0 <= softcap < math.inf):
+    if softcap is not None and not (number and 0 <= softcap <= sys.float_info.max):
         raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {shown(softcap)}")
 
 

@@ -161,6 +161,7 @@ OWN_TEXTS = {
     "scale_text": (lambda: (qkv(), {"scale": "big"}), TypeError, r"scale must be a number.*got str"),
     "softcap": (lambda: (qkv(), {"softcap": -1.0}), RuntimeError, r"softcap must be.*got -1.0"),
     "softcap_inf": (lambda: (qkv(), {"softcap": math.inf}), RuntimeError, r"softcap must be.*finite.*got inf"),
+    "softcap_huge": (lambda: (qkv(), {"softcap": 10**400}), RuntimeError, r"softcap must be.*finite.*got 1000"),
     "softcap_text": (lambda: (qkv(), {"softcap": "no"}), RuntimeError, r"softcap must be.*'no'"),
     "sinks_shape": (lambda: (qkv(), {"sinks": t(4)}), RuntimeError, r"sinks to have shape \(3,\), but got \(4,\)"),
     "sinks_dtype": (lambda: (qkv(), {"sinks": t(3, dtype=torch.float64)}), RuntimeError, r"sinks.*got torch.float64"),

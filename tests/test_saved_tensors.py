@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from helpers import MOVES, hooked_gradients
+from helpers import MOVES, draw, hooked_gradients, integers
+from sdpa import Mask
 from sdpa import scaled_dot_product_attention as attend
+from sdpa.calls import CALLS
+from sdpa.nn.weights import attention_with_weights
+from sdpa.validate import Options
 
 GPU_KERNELS = ("cuda_flash", "triton_hopper", "triton_flash", "triton_efficient")
 GPU_KERNELS += ("vendor_flash", "vendor_cudnn", "vendor_efficient")
@@ -30,6 +37,86 @@ def right_under_hooks(kernel, move, dtype, device, tolerance):
 @pytest.mark.parametrize("move", MOVES)
 def test_gradients_of_saved_tensors_that_moved(kernel, move):
     right_under_hooks(kernel, move, torch.float32, "cpu", 1e-5)
+
+
+# Which of query, key, value and bias are one tensor.
+SHARED = ("xxx", "qxx", "xxv", "xkx", "xxxx")
+NO_BIAS_GRAD = ("cuda_flash", "vendor_cpu_flash", "vendor_flash", "vendor_cudnn")
+
+
+def shared_by(*kernels):
+    """Tensors and kernels, without a gradient of the bias for kernels that have none."""
+    return [(letters, k) for letters in SHARED for k in kernels if len(letters) == 3 or k not in NO_BIAS_GRAD]
+
+
+def gradients_of_shared(letters, kernel, dtype, device, hook=None):
+    """Gradients of the distinct tensors that `letters` names, float64 ones without a kernel of ours."""
+    made = {x: draw(2, 3, 16, 16, dtype=torch.float32, seed=ord(x)).to(device, dtype).requires_grad_() for x in letters}
+    tensors = [made[letter] for letter in letters]
+    with nullcontext() if hook is None else saved_tensors_hooks(lambda t: t, hook):
+        out = F.scaled_dot_product_attention(*tensors) if kernel == "torch" else attend(*tensors, kernel=kernel)
+    return torch.autograd.grad(out.square().sum(), list(made.values()))
+
+
+def right_where_one_tensor_has_several_places(letters, kernel, dtype, device, tolerance):
+    wanted = gradients_of_shared(letters, "torch", torch.float64, device)
+    one = {}  # what a hook returns for tensors of equal numbers
+    hooks = (torch.clone, torch.clone, None, lambda t: one.setdefault((t.shape, t.sum().item()), t), None)
+    for step, hook in enumerate(hooks):
+        for found, right in zip(gradients_of_shared(letters, kernel, dtype, device, hook), wanted, strict=True):
+            assert (found.double() - right).norm() <= tolerance * right.norm(), f"step {step}"
+
+
+@pytest.mark.parametrize("letters,kernel", shared_by(None, "cpu_flash", "vendor_cpu_flash", "math"))
+def test_one_tensor_in_several_places_that_comes_back_as_several(letters, kernel):
+    CALLS.clear()
+    right_where_one_tensor_has_several_places(letters, kernel, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.parametrize("letters", SHARED)
+def test_checkpoints_of_one_tensor_in_several_places(letters):
+    CALLS.clear()
+    made = {letter: draw(2, 3, 16, 16, dtype=torch.float32, seed=ord(letter)).requires_grad_() for letter in letters}
+    attend_shared = partial(attend, *(made[letter] for letter in letters))
+    right = torch.autograd.grad(attend_shared(kernel="math").sum(), list(made.values()))
+    for _ in range(3):
+        out = checkpoint(attend_shared, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), list(made.values())), right)
+
+
+@pytest.mark.parametrize("hook", [torch.clone, lambda t: t], ids=["clone", "none"])
+def test_ids_that_come_back_as_two_tensors(hook):
+    """Ids of one tensor for queries and keys, which are replaced by int32 ones."""
+    CALLS.clear()
+    mask = Mask(segments=integers(*[0] * 5 + [1] * 7, dtype=torch.int64))
+    q, k, v = (draw(1, 2, 12, 8, dtype=torch.float32, seed=n).requires_grad_() for n in range(3))
+    right = torch.autograd.grad(attend(q, k, v, mask, kernel="math").sum(), (q, k, v))
+    for _ in range(3):
+        with saved_tensors_hooks(hook, lambda t: t):
+            out = attend(q, k, v, mask)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), right)
+
+
+def test_autocast_does_not_reach_backwards():
+    """Derivatives that are compositions of torch's operations keep the dtype of their tensors."""
+    q, k, v, upstream = (draw(2, 3, 17, 16, dtype=torch.float32, seed=n).requires_grad_() for n in range(4))
+    weights_of = partial(attention_with_weights, options=Options(), average=False)
+    with_autocast = []
+    for on in (False, True):
+        out = attend(q, k, v)
+        first = torch.autograd.grad(out, (q, k, v), upstream, create_graph=True)
+        weights = weights_of(q, k, v)[1]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            second = torch.autograd.grad([t.square().sum() for t in first], (q, k, v, upstream))
+            by_weights = torch.autograd.grad(weights.square().sum(), (q, k))
+        with_autocast.append((*second, *by_weights))
+    torch.testing.assert_close(*with_autocast, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("letters,kernel", shared_by(None, *GPU_KERNELS))
+def test_one_tensor_in_several_places_on_a_gpu(letters, kernel):
+    right_where_one_tensor_has_several_places(letters, kernel, torch.float16, "cuda", 2e-2)
 
 
 @pytest.mark.gpu

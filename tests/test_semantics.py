@@ -127,7 +127,11 @@ def test_mask_aligned_to_the_bottom_right(M, N, matches_torch):
 def test_causal_bias_of_torch(variant, M, N):
     bias = getattr(torch_bias, variant)(M, N)
     align = "top_left" if variant == "causal_upper_left" else "bottom_right"
-    assert torch.equal(attention(*qkv(M=M, N=N), bias), attention(*qkv(M=M, N=N), Mask(causal=True, align=align)))
+    wanted = attention(*qkv(M=M, N=N), Mask(causal=True, align=align))
+    for mask in (bias, Mask() & bias, bias & Mask()):
+        assert torch.equal(attention(*qkv(M=M, N=N), mask), wanted)
+    with pytest.raises(TypeError, match=r"Mask.bias must be numbers, got CausalBias; combine it with a Mask by &"):
+        Mask(bias=bias)
 
 
 MASKS = {
