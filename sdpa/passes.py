@@ -119,8 +119,8 @@ class Pass(Repeated):
         # What hooks of saved tensors return for one tensor may be several, and for several one.
         given = [tensors[number] for number in form.same]
         nouns = self.nouns((*given, *tensors[count:]))
-        record = None if self.is_passing or first_places(given) != form.same else choice.record
-        if record is None:
+        record = None if self.is_passing else choice.record
+        if record is None or first_places(given) != form.same:
             return choice.call(*nouns)
         results, again = record(nouns, choice.problem, choice.tile)
         if again is not None:

@@ -116,7 +116,7 @@ def test_autocast_does_not_reach_backwards():
 @pytest.mark.gpu
 @pytest.mark.parametrize("letters,kernel", shared_by(None, *GPU_KERNELS))
 def test_one_tensor_in_several_places_on_a_gpu(letters, kernel):
-    right_where_one_tensor_has_several_places(letters, kernel, torch.float16, "cuda", 2e-2)
+    right_where_one_tensor_has_several_places(letters, kernel, torch.float16, "cuda", 5e-3)
 
 
 @pytest.mark.gpu

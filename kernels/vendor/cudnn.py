@@ -15,7 +15,6 @@ from sdpa.kernels.vendor.common import (
     scale_option,
     settle,
 )
-from sdpa.layout import is_dense
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -68,7 +67,7 @@ def backward(
 def gapless(out: Tensor) -> Tensor:
     """`out` without gaps in memory, as the forward makes it; what hooks of saved tensors return may have some, and then
     no gradient could be in the same order."""
-    return out if is_dense(out) else out.contiguous()
+    return out if out.is_contiguous() or out.transpose(1, 2).is_contiguous() else out.contiguous()
 
 
 def in_order_of(out: Tensor, grad_out: Tensor) -> Tensor:
