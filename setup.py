@@ -65,7 +65,7 @@ MAC_LINK_FLAGS = "-ltorch_cpu -Wl,-rpath,@loader_path/../../../torch/lib -undefi
 MAC_PYTHON_LINK_FLAGS = "-undefined dynamic_lookup"
 SYSTEMS = ("linux", "darwin")
 
-INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # of instances.def: a line, its head sizes
+INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # a line of a list, its head sizes
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
 # What ptxas reports of every kernel; of a shipped one all of these are 0.
 IN_MEMORY = re.compile(r"(\d+) bytes (stack frame|spill stores|spill loads)")
@@ -209,7 +209,7 @@ def cutlass() -> Path | None:
 
 
 def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
-    """The lines of ninja for the CUDA library: a source is written for each head size in instances.def."""
+    """The lines of ninja for the CUDA library: a source is written for each head size in a list of instances."""
     home, folder, made = cuda_home(compiler), Path(CUDA_LIBRARY).parent, Path(OBJECTS, "cuda")
     (ROOT / made).mkdir(parents=True, exist_ok=True)
     write_if_new(ROOT / made / "stub.cpp", STUB)
@@ -233,12 +233,13 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
     ]
     objects = [f"{made}/{source.stem}.o" for source in sorted((ROOT / folder).glob("*.cpp"))]
     lines += [f"build {name}: compile_bindings {folder}/{Path(name).stem}.cpp" for name in objects]
-    by_head_size: dict[str, list[str]] = {}  # reading CuTe's headers takes half of the time
-    for line, *sizes in INSTANCE.findall((ROOT / folder / "instances.def").read_text()):
-        by_head_size.setdefault("_".join(dict.fromkeys(sizes)), []).append(line)
-    for sizes, instances in by_head_size.items():
-        source = made / f"flash_{sizes}.cu"
-        write_if_new(ROOT / source, "\n".join(['#include "instance.cuh"', *instances, ""]))
+    by_head_size: dict[tuple[str, str], list[str]] = {}  # reading CuTe's headers takes half of the time
+    for prefix in ("", "backward_"):
+        for line, *sizes in INSTANCE.findall((ROOT / folder / f"{prefix}instances.def").read_text()):
+            by_head_size.setdefault((prefix, "_".join(dict.fromkeys(sizes))), []).append(line)
+    for (prefix, sizes), instances in by_head_size.items():
+        source = made / f"flash_{prefix}{sizes}.cu"
+        write_if_new(ROOT / source, "\n".join([f'#include "{prefix}instance.cuh"', *instances, ""]))
         objects.append(f"{source.with_suffix('.o')}")
         lines.append(f"build {objects[-1]}: compile_cuda {source}")
     named = " ".join(objects)

@@ -12,6 +12,7 @@ from sdpa.dispatch.rules import (
     bias_in_query_dtype,
     causal_forward,
     causal_only,
+    cuda_backward,
     cudnn_head_size,
     dense_mask_without_lse,
     efficient_alignment,
@@ -85,14 +86,16 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=HALF,
         features=frozenset(
             {"band", "bottom_right", "k_lengths", "q_lengths", "segments", "sinks", "softcap", "packed", "gqa", "lse"}
+            | {"backward", "lse_grad"}
         ),
         summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap",
-        directions=("forward",),
         max_head_size=256,
         efficiency=0.75,
         overhead=22e-6,
+        backward_overhead=40e-6,
         alignment=16,
-        rules=(packed_or_segments, eighths, positive_strides, hopper_only),
+        aligned=ROWS | {"out", "grad_out"},
+        rules=(cuda_backward, packed_or_segments, eighths, positive_strides, hopper_only),
     ),
     Kernel(
         name="triton_hopper",

@@ -20,6 +20,7 @@ MPS_FEW_QUERIES = 8
 MPS_FEW_HEAD_SIZES = (64, 96, 128, 256)
 MPS_HEAD_SIZES = (32, 64, 72, 80, 96, 128, 256)
 MPS_MAX_ELEMENTS = 2**31  # it counts in int32
+CUDA_BACKWARD_HEAD_SIZE = 128
 HALF_ALIGNMENT = 8
 FLOAT_ALIGNMENT = 4
 
@@ -158,6 +159,20 @@ def hopper_only(problem: AttentionProblem) -> str | None:
     if got == NO_DEVICE or (got == HOPPER and torch.version.hip is None):
         return None
     return f"is made for compute capability 9.0, got {got[0]}.{got[1]}"
+
+
+def cuda_backward(problem: AttentionProblem) -> str | None:
+    """What the CUDA kernel's backward lacks, beside its forward."""
+    if problem.direction != "backward":
+        return None
+    if problem.deterministic:
+        return "adds gradients in an order that varies, and torch.use_deterministic_algorithms(True) is set"
+    if "segments" in problem.features:
+        return "has no backward of segments"
+    sizes = (problem.D, problem.Dv)
+    if max(sizes) > CUDA_BACKWARD_HEAD_SIZE:
+        return f"has a backward of head sizes up to {CUDA_BACKWARD_HEAD_SIZE}, got D = {sizes[0]}, Dv = {sizes[1]}"
+    return None
 
 
 def eighths(problem: AttentionProblem) -> str | None:

@@ -103,13 +103,21 @@ def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setti
     return f"{reason}, {copied(problem, best.copies)}" if best.copies else reason
 
 
-def backward_setting(text: str) -> str:
-    """The setting of a backward. It is free where all kernels named in `text` lack a backward."""
+def backward_setting(text: str, problem: AttentionProblem) -> str:
+    """The setting of a backward. It is free where `text` names kernels that lack this backward, though one of them has
+    the forward."""
     setting = Setting.decode(text)
-    named = [by_name().get(name) for name in setting.allowed]
-    if named and all(kernel is not None and "backward" not in kernel.directions for kernel in named):
-        return Setting(toggles=setting.toggles).encode()
-    return text
+    named = [kernel for name in setting.allowed if (kernel := by_name().get(name)) is not None]
+    if not named or len(named) < len(setting.allowed):  # families are no kernels' names
+        return text
+
+    def some_is_able(asked: AttentionProblem) -> bool:
+        return any(candidate_of(kernel, asked, None).able for kernel in named)
+
+    of_backwards = {"backward", "lse_grad", "bias_grad"}
+    forward = problem._replace(direction="forward", features=problem.features - of_backwards | {"lse"})
+    free = not some_is_able(problem) and some_is_able(forward)
+    return Setting(toggles=setting.toggles).encode() if free else text
 
 
 @lru_cache(maxsize=1024)

@@ -24,6 +24,8 @@ using torch::stable::Tensor;
 
 // The share of the L2 cache for keys and values. The rest is for queries and outputs that pass through.
 constexpr double kKeysCacheShare = 0.4;
+// The share for what a backward reads and adds to of its queries.
+constexpr double kRowsCacheShare = 0.6;
 
 struct Device {
   int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
@@ -85,6 +87,14 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
                     "cuda_flash cannot read addresses that are no multiples of 16 bytes");
 }
 
+void set_sizes(FlashParams& p, const Tensor& q, const Tensor& k, const Tensor& v) {
+  if (!p.cu_q) p.B = q.size(0), p.M = q.size(2), p.N = k.size(2);
+  p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(3), p.Dv = v.size(3);
+  p.query_rows = q.size(2), p.key_rows = k.size(2);
+  p.shift = p.bottom_right ? p.N - p.M : 0;
+  p.device = q.get_device();
+}
+
 // Memory for what find_spans finds out about the ids of segments. The parts come in the order of their alignment, the
 // strictest first.
 Tensor allocate_workspace(SegmentParams& p, const Instance& instance) {
@@ -108,7 +118,7 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
   const int64_t H = q.size(1), D = q.size(3), Dv = v.size(3), Hkv = k.size(1);
-  if (!p.cu_q) p.B = q.size(0), p.M = q.size(2), p.N = k.size(2);
+  set_sizes(p, q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const Device& device = device_of(q.get_device());
   int32_t dtype;
@@ -118,10 +128,7 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
       new_tensor({q.size(0), H, q.size(2)}, {H * q.size(2), q.size(2), 1}, aoti_torch_dtype_float32(), q.get_device());
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
   p.lse = static_cast<float*>(lse.data_ptr());
-  p.H = H, p.Hkv = Hkv, p.D = D, p.Dv = Dv;
-  p.query_rows = q.size(2), p.key_rows = k.size(2);
-  p.shift = p.bottom_right ? p.N - p.M : 0;
-  p.device = q.get_device(), p.sm_count = device.sm_count;
+  p.sm_count = device.sm_count;
   STD_TORCH_CHECK((int64_t{p.M} / kWarpgroupRows + 1) * p.B * H < INT32_MAX - p.sm_count, "cuda_flash: ", p.B,
                   " sequences of up to ", p.M, " queries in ", H, " heads are more blocks than it counts");
   const double resident_heads =
@@ -163,12 +170,11 @@ const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t co
 // A side of a band as kernels want it. A negative side has no limit.
 int side_of(int64_t given) { return given < 0 ? kUnlimited : static_cast<int>(std::min<int64_t>(given, kUnlimited)); }
 
-std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, double scale, int64_t left, int64_t right,
-                                              bool bottom_right, std::optional<Tensor> k_lengths,
-                                              std::optional<Tensor> q_lengths, std::optional<Tensor> sinks,
-                                              double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k,
-                                              int64_t max_q, int64_t max_k) {
-  SegmentParams p;
+// The options of a band and of lengths, or of packed sequences.
+void set_options(FlashParams& p, const Tensor& q, const Tensor& k, double scale, int64_t left, int64_t right,
+                 bool bottom_right, const std::optional<Tensor>& k_lengths, const std::optional<Tensor>& q_lengths,
+                 double softcap, const std::optional<Tensor>& cu_q, const std::optional<Tensor>& cu_k, int64_t max_q,
+                 int64_t max_k) {
   p.scale = static_cast<float>(scale);
   p.left = side_of(left), p.right = side_of(right);
   p.bottom_right = bottom_right;
@@ -185,6 +191,15 @@ std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, doub
   }
   p.k_lengths = numbers_of<int32_t>("k_lengths", k_lengths, entries, q);
   p.q_lengths = numbers_of<int32_t>("q_lengths", q_lengths, entries, q);
+}
+
+std::tuple<Tensor, Tensor> flash_forward_band(Tensor q, Tensor k, Tensor v, double scale, int64_t left, int64_t right,
+                                              bool bottom_right, std::optional<Tensor> k_lengths,
+                                              std::optional<Tensor> q_lengths, std::optional<Tensor> sinks,
+                                              double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k,
+                                              int64_t max_q, int64_t max_k) {
+  SegmentParams p;
+  set_options(p, q, k, scale, left, right, bottom_right, k_lengths, q_lengths, softcap, cu_q, cu_k, max_q, max_k);
   p.sinks = numbers_of<float>("sinks", sinks, q.size(1), q);
   // Lengths of keys alone need no band: MaskKind::kNone, too, lets the last block of keys end where the keys end.
   const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
@@ -220,6 +235,94 @@ std::tuple<Tensor, Tensor> flash_forward_segments(Tensor q, Tensor k, Tensor v, 
   return launch_flash(q, k, v, MaskKind::kSegments, p);
 }
 
+void check_like(const char* name, const Tensor& t, const Tensor& q, int64_t rows, int64_t columns) {
+  STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == rows &&
+                      t.size(3) == columns && t.scalar_type() == q.scalar_type() && t.get_device() == q.get_device() &&
+                      t.stride(3) == 1 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
+                  "cuda_flash: expected ", name,
+                  " of the dtype, device and sizes of the output, in rows that begin at ", "multiples of 16 bytes");
+}
+
+const float* lse_of(const char* name, const Tensor& t, const Tensor& q) {
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == q.size(2) &&
+                      t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.get_device() == q.get_device(),
+                  "cuda_flash: expected ", name, " as (B, H, M) contiguous float32 numbers on the device of q");
+  return static_cast<const float*>(t.data_ptr());
+}
+
+// What the backward kernels keep: base2 and delta of every row, and the sums of grad_q.
+Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance) {
+  const int64_t block = instance.BLOCK_M;
+  const int64_t blocks = p.cu_q ? p.query_rows / block + p.B : (p.M + block - 1) / block;
+  const int64_t heads = p.cu_q ? p.H : int64_t{p.B} * p.H, rows = heads * blocks * block;
+  STD_TORCH_CHECK(heads * blocks < INT32_MAX / 8 && blocks * block < INT32_MAX, "cuda_flash: ", heads * blocks,
+                  " blocks of queries are more than the backward counts");
+  p.padded_rows = static_cast<int>(blocks * block);
+  const Tensor workspace = new_tensor({rows * (2 + instance.D)}, {1}, aoti_torch_dtype_float32(), p.device);
+  p.base2 = static_cast<float*>(workspace.data_ptr());
+  p.delta = p.base2 + rows;
+  p.grad_q_acc = p.delta + rows;
+  return workspace;
+}
+
+// The gradients of q, k and v, and with `delta_wanted` the delta of each row, of which the gradient of sinks is made.
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,
+                                                          Tensor lse, std::optional<Tensor> grad_lse, double scale,
+                                                          int64_t left, int64_t right, bool bottom_right,
+                                                          std::optional<Tensor> k_lengths,
+                                                          std::optional<Tensor> q_lengths, double softcap,
+                                                          std::optional<Tensor> cu_q, std::optional<Tensor> cu_k,
+                                                          int64_t max_q, int64_t max_k, bool delta_wanted) {
+  check_tensors(q, k, v);
+  const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
+  STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
+  check_like("out", out, q, q.size(2), v.size(3));
+  check_like("grad_out", grad_out, q, q.size(2), v.size(3));
+  BackwardParams p;
+  p.lse = const_cast<float*>(lse_of("lse", lse, q));
+  p.grad_lse = grad_lse.has_value() ? lse_of("grad_lse", *grad_lse, q) : nullptr;
+  set_options(p, q, k, scale, left, right, bottom_right, k_lengths, q_lengths, softcap, cu_q, cu_k, max_q, max_k);
+  set_sizes(p, q, k, v);
+  const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
+  const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f;
+  const bool causal = p.left == kUnlimited && p.right == 0;
+  const MaskKind mask = plain && unlimited ? MaskKind::kNone : plain && causal ? MaskKind::kCausal : MaskKind::kBand;
+  const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
+  STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  p.sm_count = device_of(p.device).sm_count;
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  const Tensor grad_q = new_like(q, p.D, dtype), grad_k = new_like(k, p.D, dtype), grad_v = new_like(v, p.Dv, dtype);
+  const std::vector<int64_t> rows{q.size(0), q.size(1), q.size(2)}, none{0};
+  const Tensor delta =
+      new_tensor(delta_wanted ? rows : none,
+                 delta_wanted ? std::vector<int64_t>{rows[1] * rows[2], rows[2], 1} : std::vector<int64_t>{1},
+                 aoti_torch_dtype_float32(), p.device);
+  const Tensor workspace = allocate_workspace(p, *instance);
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
+  p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
+  p.group = p.H / p.Hkv;
+  p.scale_log2 = p.scale * 1.44269504f;
+  // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
+  const double bytes = double(p.group) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
+  p.section = static_cast<int>(std::clamp<int64_t>(
+      static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes), 1, int64_t{p.B} * p.Hkv));
+  void* stream;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
+  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * p.Hkv;
+  STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
+  if (tiles > p.sm_count) p.counter = take_counter(p.device, stream);
+  if (delta_wanted) {
+    p.delta_rows = static_cast<float*>(delta.data_ptr());
+    if (p.cu_q) cudaMemsetAsync(p.delta_rows, 0, delta.numel() * sizeof(float), static_cast<cudaStream_t>(stream));
+  }
+  const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " in the backward for B = ", p.B,
+                  ", H = ", p.H, ", M = ", p.M, ", N = ", p.N, ", D = ", p.D, ", Dv = ", p.Dv);
+  return {grad_q, grad_k, grad_v, delta};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
@@ -233,12 +336,18 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "flash_forward_segments(Tensor q, Tensor k, Tensor v, float scale, int left, int right, bool bottom_right, "
       "Tensor q_segments, Tensor k_segments, Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks, float softcap) -> "
       "(Tensor, Tensor)");
+  library.def(
+      "flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? grad_lse, float "
+      "scale, int left, int right, bool bottom_right, Tensor? k_lengths, Tensor? q_lengths, float softcap, Tensor? "
+      "cu_q, "
+      "Tensor? cu_k, int max_q, int max_k, bool delta_wanted) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {
   library.impl("flash_forward", TORCH_BOX(&flash_forward));
   library.impl("flash_forward_band", TORCH_BOX(&flash_forward_band));
   library.impl("flash_forward_segments", TORCH_BOX(&flash_forward_segments));
+  library.impl("flash_backward", TORCH_BOX(&flash_backward));
 }
 
 }  // namespace sdpa_cuda

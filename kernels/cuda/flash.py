@@ -1,4 +1,4 @@
-"""The kernel `cuda_flash`: flash attention forward for Hopper, in the native library (sm90/flash.cuh)."""
+"""The kernel `cuda_flash`: flash attention for Hopper, in the native library (sm90/flash.cuh, flash_backward.cuh)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from sdpa.problem import (
     UNLIMITED,
     AttentionInputs,
     AttentionProblem,
+    Gradients,
     Results,
     Tile,
     as_batch,
     read_of,
     refill_of,
 )
+from sdpa.sinks import sinks_grad
 
 # What instances for bands know beside windows.
 BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed", "segments"})
@@ -50,12 +52,33 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
     return Results(*operators()[0](*inputs[:4], problem.causal, problem.bottom_right))
 
 
+def backward(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None = None
+) -> Gradients:
+    if is_empty(inputs, problem):
+        return empty_gradients(inputs)
+    given = (upstream.out, *inputs[:3], results.out, results.lse.contiguous())
+    grad_lse = None if upstream.lse is None else upstream.lse.contiguous()
+    lengths, packed = (inputs.k_lengths, inputs.q_lengths), (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
+    has_sinks = inputs.sinks is not None
+    dq, dk, dv, delta = operators()[3](*given, grad_lse, *inputs[3:7], *lengths, inputs.softcap, *packed, has_sinks)
+    return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, given[-1], delta) if has_sinks else None)
+
+
+def empty_gradients(inputs: AttentionInputs) -> Gradients:
+    """Zeros, where there are no queries or no keys."""
+    made = (empty_as(t, t.shape[3]).zero_() for t in inputs[:3])
+    return Gradients(*made, None, None if inputs.sinks is None else torch.zeros_like(inputs.sinks))
+
+
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
-) -> tuple[Results, Callable[..., Results | None] | None]:
-    """Like `forward`, and what does it again for tensors of the same form (`read_of`): plain calls past all questions,
-    others by the forward itself."""
-    (inputs,) = tensors
+) -> tuple[Results | Gradients, Callable[..., Results | Gradients | None] | None]:
+    """Like `forward` or `backward`, and what does it again for tensors of the same form (`read_of`, and what follows it
+    in a backward): plain calls past all questions, others by the function itself."""
+    inputs, *learning = tensors
+    if learning:
+        return backward(*tensors, problem, tile), backward_again(inputs, problem)
     results = forward(inputs, problem, tile)
     if is_empty(inputs, problem):
         return results, None
@@ -83,6 +106,36 @@ def banded_again(inputs: AttentionInputs) -> Callable[..., Results]:
         return Results(*run(q, k, v, *band, k_lengths, q_lengths, sinks, softcap, cu_q, cu_k, *sizes))
 
     return again
+
+
+def backward_again(inputs: AttentionInputs, problem: AttentionProblem) -> Callable[..., Gradients | None] | None:
+    """What runs a backward again, given what it reads and then out, lse and the gradients of these."""
+    if is_empty(inputs, problem):
+        return None
+    refill, count = refill_of(inputs), len(read_of(inputs))
+    if count == 3 and is_plain(inputs):
+        run, options = operators()[3], (*inputs[3:7], None, None, 0.0, None, None, 0, 0, False)
+
+        def again(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *upstream: Tensor) -> Gradients:
+            grad_out, grad_lse = (*upstream, None)[:2]
+            if not lse.is_contiguous() or (grad_lse is not None and not grad_lse.is_contiguous()):
+                return backward(refill((q, k, v)), Results(out, lse), Results(grad_out, grad_lse), problem)
+            dq, dk, dv, _ = run(grad_out, q, k, v, out, lse, grad_lse, *options)
+            return Gradients(dq, dk, dv, None, None)
+
+        return again
+
+    def banded(*given: Tensor) -> Gradients:
+        out, lse, grad_out, *grad_lse = given[count:]
+        upstream = Results(grad_out, grad_lse[0] if grad_lse else None)
+        return backward(refill(given[:count]), Results(out, lse), upstream, problem)
+
+    return banded
+
+
+def is_plain(inputs: AttentionInputs) -> bool:
+    """Whether q, k and v are all that a backward reads of the inputs, beside the numbers of a band."""
+    return inputs.softcap == 0.0 and inputs.cu_q is None
 
 
 def heads_are_rows(q: Tensor, problem: AttentionProblem) -> bool:
@@ -119,12 +172,17 @@ def in_rows(ids: Tensor) -> Tensor:
 
 
 @cache
-def operators() -> tuple[Callable[..., tuple[Tensor, Tensor]], ...]:
-    """The bare operators, without a band, with one and with segments: a third of the cost of calling them through their
-    packets."""
+def operators() -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
+    """The bare operators: forwards without a band, with one and with segments, and the backward. They cost a third of
+    calling them through their packets."""
     reason = load_error()
     if reason is not None:
         raise RuntimeError(f"cuda_flash is not available: {reason}")
     library = torch.ops.sdpa_cuda
-    packets = (library.flash_forward, library.flash_forward_band, library.flash_forward_segments)
+    packets = (
+        library.flash_forward,
+        library.flash_forward_band,
+        library.flash_forward_segments,
+        library.flash_backward,
+    )
     return tuple(packet.default._op for packet in packets)

@@ -21,6 +21,13 @@ const Instance kInstances[] = {
 #undef INSTANCE
 };
 
+const BackwardInstance kBackwardInstances[] = {
+#define INSTANCE(name, element, D, Dv, mask) \
+  {Element::element, D, Dv, MaskKind::mask, backward_tile_of<D>().BLOCK_M, &launch_##name},
+#include "backward_instances.def"
+#undef INSTANCE
+};
+
 // An estimate in rows of queries: waves of work tiles, times a tile's rows, over the instance's speed. A last wave that
 // is not full counts as a whole one. Where rows further down see more keys, a work tile takes half of the longest one's
 // time in the mean, and those that end last are short; so waves count there in fractions.
@@ -40,6 +47,15 @@ const Instance* find_instance(Element element, MaskKind mask, const FlashParams&
     if (it.element != element || it.mask != mask || p.D > it.D || p.Dv > it.Dv) continue;
     const int more = found ? it.D + it.Dv - (found->D + found->Dv) : -1;
     if (more < 0 || (more == 0 && time_of(it, p) < time_of(*found, p))) found = &it;
+  }
+  return found;
+}
+
+const BackwardInstance* find_backward_instance(Element element, MaskKind mask, const FlashParams& p) {
+  const BackwardInstance* found = nullptr;
+  for (const BackwardInstance& it : kBackwardInstances) {
+    if (it.element != element || it.mask != mask || p.D > it.D || p.Dv > it.Dv) continue;
+    if (!found || it.D + it.Dv < found->D + found->Dv) found = &it;
   }
   return found;
 }

@@ -11,8 +11,9 @@ struct View {
   int64_t batch = 0, head = 0, row = 0;
 };
 
-constexpr int kMaxDevices = 64;      // something is remembered of so many; for some of it a device is a bit of 64
-constexpr int kWarpgroupRows = 64;   // rows of queries of one consumer warpgroup: the M of a WGMMA
+constexpr int kMaxDevices = 64;     // something is remembered of so many; for some of it a device is a bit of 64
+constexpr int kWarpgroupRows = 64;  // rows of queries of one consumer warpgroup: the M of a WGMMA
+constexpr int kBackwardKeys = 2 * kWarpgroupRows;  // keys of a block of the backward
 constexpr int kUnlimited = 1 << 29;  // a side of the band without a limit; the sum of two still fits in an int
 
 struct FlashParams {
@@ -72,6 +73,20 @@ struct SegmentParams : FlashParams {
   int32_t* padded_k_ids = nullptr;  // (B, blocks * BLOCK_N)
 };
 
+// Of a backward. `out` and `lse` are the forward's results; the gradients of q, k and v have the shapes of these.
+// A sequence's rows are padded to whole blocks in what the kernels keep for themselves: of one head, padded_rows rows.
+struct BackwardParams : FlashParams {
+  View grad_out, grad_q, grad_k, grad_v;
+  const float* grad_lse = nullptr;  // as lse; null where no gradient arrives there
+  float* base2 = nullptr;           // (B, H, padded_rows): lse * log2(e); +inf where a row sees no key
+  float* delta = nullptr;           // (B, H, padded_rows): the sum of grad_out * out, less grad_lse
+  float* grad_q_acc = nullptr;      // (B, H, blocks of rows, BLOCK_M * D): sums in the order of a WGMMA's registers
+  float* delta_rows = nullptr;      // delta as lse lies; null where nobody asks for it
+  int padded_rows = 0;
+  int group = 1;           // heads of queries that share one of keys
+  float scale_log2 = 1.f;  // scale * log2(e)
+};
+
 enum class Element { kBFloat16, kFloat16 };
 
 enum class MaskKind { kNone, kCausal, kBand, kSegments };
@@ -91,6 +106,18 @@ struct Instance {
 #include "instances.def"
 #undef INSTANCE
 
+struct BackwardInstance {
+  Element element;
+  int D, Dv;
+  MaskKind mask;
+  int BLOCK_M;                                         // queries of a block, to which the rows of sequences are padded
+  int (*launch)(const BackwardParams&, void* stream);  // returns a cudaError_t
+};
+
+#define INSTANCE(name, element, D, Dv, mask) int launch_##name(const BackwardParams&, void* stream);
+#include "backward_instances.def"
+#undef INSTANCE
+
 // Whether rows further down see more keys.
 inline bool grows(MaskKind mask, const FlashParams& p) {
   return mask == MaskKind::kCausal || (mask == MaskKind::kBand && p.left == kUnlimited && p.right < kUnlimited);
@@ -101,5 +128,8 @@ inline int blocks_of(const FlashParams& p, int BLOCK_M) { return (p.M + BLOCK_M 
 
 // The fastest instance for `p`, or null where no instance's head sizes are large enough.
 const Instance* find_instance(Element element, MaskKind mask, const FlashParams& p);
+
+// The instance for the smallest head sizes that are large enough, or null.
+const BackwardInstance* find_backward_instance(Element element, MaskKind mask, const FlashParams& p);
 
 }  // namespace sdpa_cuda

@@ -13,6 +13,14 @@ struct WorkTile {
   int block, head, batch, kv_head;
 };
 
+// The index after `index`. The thread block that draws the last index sets the counter back: nobody draws after it.
+CUTE_DEVICE int next_index(int index, int32_t* counter, int tiles) {
+  if (!counter) return index + int(gridDim.x);
+  int const drawn = atomicAdd(counter, 1);
+  if (drawn == tiles - 1) *counter = 0;
+  return drawn + int(gridDim.x);
+}
+
 // Work tiles have indices, and are begun in the order of these. A thread block begins with the index blockIdx.x, then
 // draws from a counter.
 //
@@ -44,13 +52,7 @@ struct TileScheduler {
     by_section = section * blocks, by_width = section, by_last_width = heads - last;
   }
 
-  // The index after `index`. The thread block that draws the last index sets the counter back: nobody draws after it.
-  CUTE_DEVICE int next(int index, int32_t* counter) const {
-    if (!counter) return index + int(gridDim.x);
-    int const drawn = atomicAdd(counter, 1);
-    if (drawn == tiles - 1) *counter = 0;
-    return drawn + int(gridDim.x);
-  }
+  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles); }
 
   // Equal blocks of all heads of a section run side by side.
   CUTE_DEVICE WorkTile work_tile(int index) const {
@@ -60,6 +62,38 @@ struct TileScheduler {
     (first == last ? by_last_width : by_width)(place, entry, inside);
     by_head(batch, head, first + entry);
     return {longest_last ? blocks - 1 - place : place, head, batch, by_group.div(head)};
+  }
+};
+
+// A block of keys of one head of keys, and of one batch entry.
+struct KeyTile {
+  int block, kv_head, batch;
+};
+
+// The same for work tiles that are blocks of BLOCK_N keys. Sections are of heads of keys: L2 keeps the rows that their
+// blocks all read and add to. The first keys, which most rows see under a causal mask, come first.
+struct KeyScheduler {
+  int blocks, tiles, section, last, grid;
+  cutlass::FastDivmod by_section, by_width, by_last_width, by_head;
+
+  KeyScheduler(FlashParams const& p, int BLOCK_N) : blocks((p.N + BLOCK_N - 1) / BLOCK_N), by_head(p.Hkv) {
+    int const heads = p.B * p.Hkv;
+    tiles = blocks * heads;
+    grid = std::min(tiles, p.sm_count);
+    section = p.section;
+    last = (heads - 1) / section * section;
+    by_section = section * blocks, by_width = section, by_last_width = heads - last;
+  }
+
+  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles); }
+
+  CUTE_DEVICE KeyTile work_tile(int index) const {
+    int part, inside, block, entry, batch, head;
+    by_section(part, inside, index);
+    int const first = part * section;
+    (first == last ? by_last_width : by_width)(block, entry, inside);
+    by_head(batch, head, first + entry);
+    return {block, head, batch};
   }
 };
 

@@ -37,4 +37,20 @@ constexpr Tile tile_of() {
   return {MASKED ? 64 : 80, 2, false};
 }
 
+// The backward's blocks of rows of queries, and its stages of dS. Without a barrier that says when a stage has been
+// read, four stages are needed: one consumer may write the dS of block i + 1 while the other one still reads that of
+// block i - 2.
+struct BackwardTile {
+  int BLOCK_M, ds_stages;
+};
+
+constexpr int kSharedBytes = 227 * 1024;
+
+// Both gradients of 64 keys take 128 registers of a thread at D = 128, which leaves scores and dP of 64 rows. At D = 64
+// they are of 128 rows, with which four stages of dS would not fit into shared memory.
+template <int D>
+constexpr BackwardTile backward_tile_of() {
+  return D <= 64 ? BackwardTile{128, 3} : BackwardTile{64, 4};
+}
+
 }  // namespace sdpa_cuda

@@ -1,0 +1,134 @@
+// What the backward does for rows of queries before and after its pass over the keys.
+#pragma once
+#include "../key_mask.cuh"
+#include "parts.cuh"
+
+namespace sdpa_cuda {
+
+// The first block of a head's rows among the blocks of all heads, in what the kernels keep for themselves. Each packed
+// sequence begins with a new block.
+template <class C>
+CUTE_DEVICE int first_block_of(BackwardParams const& p, int batch, int head) {
+  int const blocks = p.padded_rows / C::BLOCK_M;
+  if (C::BAND && p.cu_q) return head * blocks + p.cu_q[batch] / C::BLOCK_M + batch;
+  return (batch * p.H + head) * blocks;
+}
+
+// The threads of a block of these kernels, and lanes that share a row of D numbers, eight each.
+constexpr int kRowThreads = 256;
+constexpr int lanes_of(int D) { return D <= 64 ? 8 : D <= 128 ? 16 : 32; }
+
+// Thread blocks for the rows of all heads and batch entries, in one dimension, because the others end at 65535.
+struct RowGrid {
+  int blocks, H;
+  CUTE_DEVICE void decode(int& block, int& head, int& batch) const {
+    block = blockIdx.x % blocks;
+    head = blockIdx.x / blocks % H;
+    batch = blockIdx.x / blocks / H;
+  }
+};
+
+// Before: base2 and delta of each row, and zeros for its sums.
+template <class C>
+__global__ void __launch_bounds__(kRowThreads)
+    prepare_rows(__grid_constant__ BackwardParams const p, __grid_constant__ RowGrid const grid) {
+  using E = typename C::E;
+  constexpr int kLanes = lanes_of(C::DV), kRowsOfBlock = kRowThreads / kLanes;
+  int block, head, batch;
+  grid.decode(block, head, batch);
+  Rows const rows = C::MaskPolicy::queries(p, batch);
+  int const lane = threadIdx.x % kLanes, row = block * kRowsOfBlock + threadIdx.x / kLanes;
+  if (block * kRowsOfBlock >= (rows.count + C::BLOCK_M - 1) / C::BLOCK_M * C::BLOCK_M) return;
+  int64_t const place = int64_t(first_block_of<C>(p, batch, head)) * C::BLOCK_M + row;
+  int64_t const given = (int64_t(rows.batch) * p.H + head) * p.query_rows + rows.first + row;
+  bool const there = row < rows.count && (!C::BAND || !p.q_lengths || row < p.q_lengths[batch]);
+  float const lse = there ? p.lse[given] : -INFINITY;
+  float sum = 0.f;
+  if (lse != -INFINITY && lane * 8 < p.Dv) {  // rows that see nothing may hold anything
+    auto const read = [&](View const& t) {
+      auto const* const first = static_cast<E const*>(t.data) + rows.batch * t.batch + head * t.head;
+      cutlass::Array<E, 8> found;
+      *reinterpret_cast<uint4*>(&found) =
+          __ldg(reinterpret_cast<uint4 const*>(first + int64_t(rows.first + row) * t.row) + lane);
+      return found;
+    };
+    auto const x = read(p.out), y = read(p.grad_out);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += float(x[i]) * float(y[i]);
+  }
+#pragma unroll
+  for (int bit = kLanes / 2; bit; bit /= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+  if (lane == 0) {
+    float const delta = lse == -INFINITY ? 0.f : sum - (p.grad_lse ? p.grad_lse[given] : 0.f);
+    p.base2[place] = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
+    p.delta[place] = delta;
+    if (p.delta_rows && row < rows.count) p.delta_rows[given] = delta;
+  }
+  float4* const sums = reinterpret_cast<float4*>(p.grad_q_acc + place * C::D);
+#pragma unroll
+  for (int i = lane; i < C::D / 4; i += kLanes) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+}
+
+// Writes zeros to the rows of a gradient from `first` on, of one head of packed sequences.
+template <class E>
+CUTE_DEVICE void clear_rows(View const& t, int head, int first, int end, int D) {
+  int const chunks = D / 8;
+  E* const rows = static_cast<E*>(t.data) + head * t.head;
+  for (int64_t i = threadIdx.x; i < int64_t(end - first) * chunks; i += blockDim.x)
+    *reinterpret_cast<uint4*>(rows + (first + i / chunks) * t.row + i % chunks * 8) = make_uint4(0, 0, 0, 0);
+}
+
+// After: the gradient of q from its sums. Behind the last of packed sequences, gradients are 0; thread blocks of one
+// more batch entry write that.
+template <class C>
+__global__ void __launch_bounds__(kRowThreads)
+    finish_rows(__grid_constant__ BackwardParams const p, __grid_constant__ RowGrid const grid) {
+  using E = typename C::E;
+  static_assert(kRowThreads == C::CONSUMERS * kThreads);
+  int block, head, batch;
+  grid.decode(block, head, batch);
+  if (C::BAND && batch == p.B) {
+    if (block > 0) return;
+    clear_rows<E>(p.grad_q, head, p.cu_q[p.B], p.query_rows, p.D);
+    if (head >= p.Hkv) return;
+    clear_rows<E>(p.grad_k, head, p.cu_k[p.B], p.key_rows, p.D);
+    clear_rows<E>(p.grad_v, head, p.cu_k[p.B], p.key_rows, p.Dv);
+    return;
+  }
+  Rows const rows = C::MaskPolicy::queries(p, batch);
+  if (block * C::BLOCK_M >= rows.count) return;
+  int const consumer = threadIdx.x / kThreads, thread = threadIdx.x % kThreads;
+  constexpr int kCount = C::BLOCK_M * C::D / kRowThreads;  // numbers of a thread
+  float4 const* const sums = reinterpret_cast<float4 const*>(
+      p.grad_q_acc + (int64_t(first_block_of<C>(p, batch, head)) + block) * C::BLOCK_M * C::D +
+      (consumer * kWarps + thread / 32) * 32 * kCount + thread % 32 * 4);
+  uint32_t words[kCount / 2];
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    float4 const x = __ldcs(sums + j * 32);
+    cutlass::NumericArrayConverter<E, float, 4> cast;
+    cutlass::Array<float, 4> from{x.x * p.scale, x.y * p.scale, x.z * p.scale, x.w * p.scale};
+    *reinterpret_cast<cutlass::Array<E, 4>*>(words + 2 * j) = cast(from);
+  }
+  int const row = block * C::BLOCK_M + (C::SPLIT_D ? 0 : consumer * kRows) + thread / 32 * 16 + thread % 32 / 4;
+  int const column = C::SPLIT_D ? consumer * C::DQ_COLUMNS : 0;
+  E* const target = static_cast<E*>(p.grad_q.data) + rows.batch * p.grad_q.batch + head * p.grad_q.head +
+                    int64_t(rows.first) * p.grad_q.row + column;
+  store_rows<C::DQ_COLUMNS>(words, target, p.grad_q.row, row, rows.count, p.D - column, thread % 4);
+}
+
+template <class C>
+void launch_prepare_rows(BackwardParams const& p, cudaStream_t stream) {
+  constexpr int kRowsOfBlock = kRowThreads / lanes_of(C::DV);
+  int const rows = (p.M + C::BLOCK_M - 1) / C::BLOCK_M * C::BLOCK_M;
+  RowGrid const grid{(rows + kRowsOfBlock - 1) / kRowsOfBlock, p.H};
+  prepare_rows<C><<<grid.blocks * p.H * p.B, kRowThreads, 0, stream>>>(p, grid);
+}
+
+template <class C>
+void launch_finish_rows(BackwardParams const& p, cudaStream_t stream) {
+  RowGrid const grid{(p.M + C::BLOCK_M - 1) / C::BLOCK_M, p.H};
+  finish_rows<C><<<grid.blocks * p.H*(p.B + (p.cu_q ? 1 : 0)), kRowThreads, 0, stream>>>(p, grid);
+}
+
+}  // namespace sdpa_cuda

@@ -1,0 +1,569 @@
+// Flash attention backward for sm_90a: one persistent, warp-specialised pass over blocks of keys, of one producer warp
+// and two consumer warpgroups.
+//
+// A thread block owns BLOCK_N = 128 keys, and visits all blocks of rows of queries that see some of them. Each consumer
+// has 64 keys, whose gradients stay in its registers. Scores and dP are computed transposed, keys by rows, so that the
+// weights and dS are register operands of the gradients of v and k (FlashAttention-3, Shah et al., arXiv 2407.08608).
+// The gradient of q needs the dS of both consumers, and so goes through shared memory: each consumer computes half of
+// it, and adds it to float32 sums in global memory by a bulk reduction of each warp.
+//
+//   scores^T [64 keys, BLOCK_M] = k q^T         weights = exp2(scores * scale - base2)
+//   dP^T     [64 keys, BLOCK_M] = v grad_out^T  dS = weights * (dP - delta)
+//   grad_v   [64 keys, DV] += weights grad_out
+//   grad_k   [64 keys, D]  += dS q
+//   grad_q   [BLOCK_M, D]  += dS^T k            of all 128 keys
+//
+// The schedule of a consumer. Time runs to the right; S, P, V, K and Q are the WGMMAs of scores, dP, grad_v, grad_k and
+// grad_q of a block of rows, and "ds" computes weights and dS, and writes dS to shared memory.
+//
+//   WGMMA    S0 P0             V0 K0 Q-  S1 P1             V1 K1 Q0  S2 P2             V2 K2 Q1  S3 ...
+//   threads         [ ds0   ]          [add]      [ ds1   ]       [add 0]     [ ds2   ]       [add 1]
+//
+// grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
+// a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
+#pragma once
+#include "../params.h"
+#include "../scheduler.cuh"
+#include "backward_rows.cuh"
+#include "parts.cuh"
+#include "tiles.cuh"
+
+namespace sdpa_cuda {
+
+template <class E_, int D_, int DV_, MaskKind MASK_>
+struct BackwardConfig {
+  using E = E_;
+  static constexpr MaskKind MASK = MASK_;
+  static constexpr int D = D_, DV = DV_, CONSUMERS = 2, BLOCK_N = kRows * CONSUMERS;
+  static_assert(BLOCK_N == kBackwardKeys);
+  static constexpr int BLOCK_M = backward_tile_of<D>().BLOCK_M, DS_STAGES = backward_tile_of<D>().ds_stages;
+  static constexpr int STAGES = 2;                 // of q, and of grad_out
+  static constexpr bool DS_EMPTY = DS_STAGES < 4;  // whether a barrier says when a stage of dS has been read
+  static constexpr bool BAND = MASK == MaskKind::kBand;
+  static constexpr bool SPLIT_D =
+      BLOCK_M == kRows;  // a consumer's half of grad_q is one of the columns, or of the rows
+  static constexpr int DQ_COLUMNS = SPLIT_D ? D / 2 : D;
+  using MaskPolicy = KeyMask<MASK, BLOCK_M, BLOCK_N>;
+  static constexpr int THREADS = kThreads * (CONSUMERS + 1);
+  static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // 24 + 2 x 240 = 3 x 168
+
+  template <GMMA::Major MAJOR, int ROWS, int COLUMNS>
+  using SwizzleAtom =
+      decltype(cutlass::gemm::collective::detail::ss_smem_selector<MAJOR, E, Int<ROWS>, Int<COLUMNS>>());
+  template <int ROWS, int COLUMNS, int COUNT>
+  using RowsLayout = decltype(tile_to_shape(SwizzleAtom<GMMA::Major::K, ROWS, COLUMNS>{},
+                                            Shape<Int<ROWS>, Int<COLUMNS>, Int<COUNT>>{}));
+  template <class L, int ROWS, int COLUMNS, int COUNT>
+  using Transposed = decltype(composition(
+      L{}, make_layout(Shape<Int<COLUMNS>, Int<ROWS>, Int<COUNT>>{}, Stride<Int<ROWS>, _1, Int<ROWS * COLUMNS>>{})));
+  using LayoutK = RowsLayout<BLOCK_N, D, 1>;
+  using LayoutKt = Transposed<LayoutK, BLOCK_N, D, 1>;
+  using LayoutV = RowsLayout<BLOCK_N, DV, 1>;
+  using LayoutQ = RowsLayout<BLOCK_M, D, STAGES>;
+  using LayoutQt = Transposed<LayoutQ, BLOCK_M, D, STAGES>;
+  using LayoutDO = RowsLayout<BLOCK_M, DV, STAGES>;
+  using LayoutDOt = Transposed<LayoutDO, BLOCK_M, DV, STAGES>;
+  using LayoutDS = RowsLayout<BLOCK_M, BLOCK_N, DS_STAGES>;
+  using LayoutDSt = Transposed<LayoutDS, BLOCK_M, BLOCK_N, DS_STAGES>;
+
+  using MmaS = decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<BLOCK_M>, Int<D>>>()));
+  using MmaDP = decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<BLOCK_M>, Int<DV>>>()));
+  using MmaDV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<DV>, Int<BLOCK_M>>, GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaDK = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<D>, Int<BLOCK_M>>, GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaDQ =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<DQ_COLUMNS>, Int<BLOCK_N>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
+};
+
+// A work tile as consumers need it. It stays in shared memory, because their registers are full.
+struct WorkTileOfKeys {
+  int index;              // kNoTile after the last one
+  int key0;               // its first key
+  int begin, end, start;  // the blocks of rows that it visits, of each head of the group: from `start` on and around
+  int head_block;         // the first head's first block of rows among the blocks of all heads
+  int N, rows, shift;     // of its mask
+};
+
+template <class C>
+struct BackwardStorage {
+  using E = typename C::E;
+  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutK>> k;
+  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutV>> v;
+  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutQ>> q;
+  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDO>> grad_out;
+  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDS>> ds;
+  alignas(128) float grad_q[C::CONSUMERS * kWarps][C::BLOCK_M * C::D / (C::CONSUMERS * kWarps)];  // of each warp
+  alignas(128) float base2[C::STAGES][C::BLOCK_M];
+  alignas(128) float delta[C::STAGES][C::BLOCK_M];
+  WorkTileOfKeys tile;  // whose keys are in k
+  uint64_t k_full, v_full, kv_empty, ds_full[C::DS_STAGES], ds_empty[C::DS_STAGES];
+  uint64_t q_full[C::STAGES], q_empty[C::STAGES], do_full[C::STAGES], do_empty[C::STAGES];
+
+  CUTE_DEVICE void init_barriers() {
+    constexpr int kArrivals = C::CONSUMERS * kWarps;  // one thread of each warp arrives
+    Full::init(&k_full, 1);
+    Full::init(&v_full, 1);
+    Empty::init(&kv_empty, C::CONSUMERS * kThreads);  // every thread reads the index, and arrives
+    for (int i = 0; i < C::DS_STAGES; ++i) Empty::init(&ds_full[i], kArrivals), Empty::init(&ds_empty[i], kArrivals);
+    for (int i = 0; i < C::STAGES; ++i) {
+      Full::init(&q_full[i], 1), Empty::init(&q_empty[i], kArrivals);
+      Full::init(&do_full[i], 1), Empty::init(&do_empty[i], kArrivals);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+// The producer warp, of which one elected thread runs.
+template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO>
+struct BackwardProducer {
+  using E = typename C::E;
+  TmaQ const& tma_q;
+  TmaK const& tma_k;
+  TmaV const& tma_v;
+  TmaDO const& tma_do;
+  BackwardParams const& p;
+  BackwardStorage<C>& s;
+  PipelineState<C::STAGES> q_state, do_state;
+  PipelineState<1> kv_state;
+
+  // A block of rows of q or grad_out, and the numbers of its rows.
+  template <class Tma, class Source, class Target>
+  CUTE_DEVICE void load(Tma const& tma, Source const& source, Target&& target, float const* numbers, float* numbers_to,
+                        uint64_t& full) {
+    constexpr uint32_t kBytes = decltype(size(target.layout()))::value * sizeof(E),
+                       kNumbers = C::BLOCK_M * sizeof(float);
+    Full::arrive_and_expect_tx(&full, kBytes + kNumbers);
+    copy(tma.with(full, 0, TMA::CacheHintSm90::EVICT_LAST), source, target);
+    SM90_BULK_COPY_G2S::copy(numbers, &full, numbers_to, kNumbers);
+  }
+
+  template <class Tma, class Source, class Target>
+  CUTE_DEVICE void load_keys(Tma const& tma, Source const& source, Target&& target, uint64_t& full) {
+    Full::arrive_and_expect_tx(&full, decltype(size(target.layout()))::value * sizeof(E));
+    copy(tma.with(full, 0, TMA::CacheHintSm90::EVICT_FIRST), source, target);
+  }
+
+  CUTE_DEVICE void run(KeyScheduler const& scheduler) {
+    Tensor mQ = tma_q.get_tma_tensor(make_shape(p.query_rows, p.D, p.H, p.B));
+    Tensor mK = tma_k.get_tma_tensor(make_shape(p.key_rows, p.D, p.Hkv, p.B));
+    Tensor mV = tma_v.get_tma_tensor(make_shape(p.key_rows, p.Dv, p.Hkv, p.B));
+    Tensor mDO = tma_do.get_tma_tensor(make_shape(p.query_rows, p.Dv, p.H, p.B));
+    auto slice_q = tma_q.get_slice(_0{});
+    auto slice_k = tma_k.get_slice(_0{});
+    auto slice_v = tma_v.get_slice(_0{});
+    auto slice_do = tma_do.get_slice(_0{});
+    Tensor sQ = slice_q.partition_D(make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQ{}));
+    Tensor sK = slice_k.partition_D(make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{}));
+    Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
+    Tensor sDO = slice_do.partition_D(make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDO{}));
+    for (int index = blockIdx.x, after; index < scheduler.tiles; index = after) {
+      after = scheduler.next(index, p.counter);  // drawn long before it is needed
+      KeyTile const w = scheduler.work_tile(index);
+      Rows const queries = C::MaskPolicy::queries(p, w.batch), keys = C::MaskPolicy::keys(p, w.batch);
+      if (C::BAND && w.block * C::BLOCK_N >= keys.count) continue;
+      typename C::MaskPolicy const mask(p, w.batch);
+      Blocks const rows = mask.blocks(w.block * C::BLOCK_N);
+      int const count = rows.end - rows.begin, start = C::MaskPolicy::start(rows, w.block);
+      auto const after_row = [&](int m) { return m + 1 == rows.end ? rows.begin : m + 1; };
+      auto const from = make_coord(queries.first, _0{}, _0{});
+      Tensor tQ =
+          slice_q.partition_S(local_tile(domain_offset(from, mQ(_, _, _, queries.batch)),  // [.., blocks, heads]
+                                         Shape<Int<C::BLOCK_M>, Int<C::D>>{}, make_coord(_, _0{})));
+      Tensor tDO = slice_do.partition_S(local_tile(domain_offset(from, mDO(_, _, _, queries.batch)),
+                                                   Shape<Int<C::BLOCK_M>, Int<C::DV>>{}, make_coord(_, _0{})));
+      auto const from_key = make_coord(keys.first, _0{});
+      Tensor tK = slice_k.partition_S(local_tile(domain_offset(from_key, mK(_, _, w.kv_head, keys.batch)),
+                                                 Shape<Int<C::BLOCK_N>, Int<C::D>>{}, make_coord(w.block, _0{})));
+      Tensor tV = slice_v.partition_S(local_tile(domain_offset(from_key, mV(_, _, w.kv_head, keys.batch)),
+                                                 Shape<Int<C::BLOCK_N>, Int<C::DV>>{}, make_coord(w.block, _0{})));
+      int head = w.kv_head * p.group;
+      int const end_head = head + p.group;
+      auto load_q = [&](int m) {
+        int const i = q_state.stage();
+        Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
+        load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i),
+             p.base2 + int64_t(first_block_of<C>(p, w.batch, head) + m) * C::BLOCK_M, s.base2[i], s.q_full[i]);
+        q_state.advance();
+      };
+      auto load_do = [&](int m) {
+        int const i = do_state.stage();
+        Empty::wait(&s.do_empty[i], do_state.phase() ^ 1);
+        load(tma_do, tDO(_, _, _, m, head), sDO(_, _, _, i),
+             p.delta + int64_t(first_block_of<C>(p, w.batch, head) + m) * C::BLOCK_M, s.delta[i], s.do_full[i]);
+        do_state.advance();
+      };
+      bool const any = count > 0;
+      if (any) load_q(start);  // before there is room for the keys
+      Empty::wait(&s.kv_empty, kv_state.phase() ^ 1);
+      publish({index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head), mask.N,
+               mask.rows, mask.shift});
+      load_keys(tma_k, tK, sK(_, _, _, _0{}), s.k_full);
+      if (any) load_do(start);
+      load_keys(tma_v, tV, sV(_, _, _, _0{}), s.v_full);
+      kv_state.advance();
+      for (int done = 1; any && head < end_head; ++head, done = 0) {
+        int m = done ? after_row(start) : start;
+#pragma unroll 1
+        for (; done < count; ++done, m = after_row(m)) {
+          load_q(m);
+          load_do(m);
+        }
+      }
+    }
+    Empty::wait(&s.kv_empty, kv_state.phase() ^ 1);
+    publish({kNoTile});
+    Full::arrive(&s.k_full);
+  }
+
+  // Writes the work tile before the arrival that lets consumers read it. Accesses are volatile, so that the compiler
+  // keeps this order, and reads what it needs again.
+  CUTE_DEVICE void publish(WorkTileOfKeys const& tile) {
+    auto volatile& to = *const_cast<WorkTileOfKeys volatile*>(&s.tile);
+    to.index = tile.index, to.key0 = tile.key0, to.begin = tile.begin, to.end = tile.end, to.start = tile.start;
+    to.head_block = tile.head_block, to.N = tile.N, to.rows = tile.rows, to.shift = tile.shift;
+  }
+};
+
+// Says that the registers of an accumulator hold nothing that is needed. A product that begins with zeros would else
+// keep its old numbers alive, since a WGMMA is written as reading what it writes.
+template <class Acc>
+CUTE_DEVICE void forget(Acc& acc) {
+#pragma unroll
+  for (int i = 0; i < size(acc); ++i) asm volatile("" : "=f"(acc(i)));
+}
+
+// Adds bytes of shared memory to float32 numbers in global memory, later.
+CUTE_DEVICE void add_later(float* target, float const* source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+               "r"(cast_smem_ptr_to_uint(source)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until the numbers that this thread adds later have been read from shared memory.
+CUTE_DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Adds a warp's registers of an accumulator to `sums` by way of `staged`, in the order that finish_rows reads.
+template <class Acc>
+CUTE_DEVICE void stage_and_add(Acc const& acc, float* staged, float* sums) {
+  int const lane = threadIdx.x % 32;
+  if (lane == 0) wait_until_read();  // what was staged before
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < size(acc) / 4; ++j)
+    *reinterpret_cast<float4*>(staged + (j * 32 + lane) * 4) =
+        make_float4(acc(4 * j), acc(4 * j + 1), acc(4 * j + 2), acc(4 * j + 3));
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  if (lane == 0) add_later(sums, staged, 32 * size(acc) * sizeof(float));
+}
+
+// Sets the rows from `first` on of a tile in shared memory to 0. Behind a length lies anything, and behind a packed
+// sequence the next one. A NaN there times a weight of 0 would be NaN. Every consumer writes these zeros for itself.
+template <int ROWS, class Tile>
+CUTE_DEVICE void clear_from(Tile const& tile, int first) {
+  int const id = opaque(threadIdx.x), thread = id % kThreads;  // not kept in registers for this
+  constexpr int kChunks = decltype(size<1>(tile))::value / 8;  // of 16 bytes, which the swizzle leaves together
+  for (int i = cute::max(0, first) * kChunks + thread; i < ROWS * kChunks; i += kThreads)
+    *reinterpret_cast<uint4*>(const_cast<void*>(static_cast<void const*>(&tile(i / kChunks, i % kChunks * 8)))) =
+        make_uint4(0, 0, 0, 0);
+  cutlass::arch::fence_view_async_shared();
+  cutlass::arch::NamedBarrier::sync(kThreads, id / kThreads);
+}
+
+// Scores become weights. `base2` and `delta` are of the thread's first row; its rows are two of every eight.
+template <class Scores>
+CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, float scale_log2) {
+#pragma unroll
+  for (int j = 0; j < size<1>(scores) / 2; ++j) {
+    float2 const base = *reinterpret_cast<float2 const*>(base2 + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scores(i, 2 * j) = exp2f(scores(i, 2 * j) * scale_log2 - base.x);
+      scores(i, 2 * j + 1) = exp2f(scores(i, 2 * j + 1) * scale_log2 - base.y);
+    }
+  }
+}
+
+// dP becomes dS.
+template <class Scores, class Weights>
+CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* delta) {
+#pragma unroll
+  for (int j = 0; j < size<1>(dp) / 2; ++j) {
+    float2 const d = *reinterpret_cast<float2 const*>(delta + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      dp(i, 2 * j) = weights(i, 2 * j) * (dp(i, 2 * j) - d.x);
+      dp(i, 2 * j + 1) = weights(i, 2 * j + 1) * (dp(i, 2 * j + 1) - d.y);
+    }
+  }
+}
+
+// What `cap` adds to a derivative: dS times 1 - tanh^2, with the tanh found again from the weight. `base2` is the
+// thread's first row's.
+template <class Scores, class Weights>
+CUTE_DEVICE void uncap(Scores& ds, Weights const& weights, float const* base2, BackwardParams const& p) {
+  float const inverse = 1.f / (p.softcap * float(M_LOG2E));
+#pragma unroll
+  for (int j = 0; j < size<1>(ds); ++j) {
+    float const base = base2[j / 2 * 8 + j % 2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const tanh = (log2f(weights(i, j)) + base) * inverse;
+      ds(i, j) = weights(i, j) > 0.f ? ds(i, j) * (1.f - tanh * tanh) : 0.f;
+    }
+  }
+}
+
+// The gradients of a consumer's keys and values, from registers to memory.
+template <class C, class GradK, class GradV>
+CUTE_DEVICE void store_gradients(BackwardParams const& p, KeyTile const& at, GradK& grad_k, GradV const& grad_v,
+                                 int consumer, int thread) {
+  using E = typename C::E;
+  Rows const keys = C::MaskPolicy::keys(p, at.batch);
+  int const key = at.block * C::BLOCK_N + consumer * kRows + thread / 32 * 16 + thread % 32 / 4;  // of a WGMMA's layout
+#pragma unroll
+  for (int i = 0; i < size(grad_k); ++i) grad_k(i) *= p.scale;
+  Tensor rounded_k = make_tensor<E>(grad_k.layout());
+  Tensor rounded_v = make_tensor<E>(grad_v.layout());
+  convert(grad_k, rounded_k);
+  convert(grad_v, rounded_v);
+  auto const head_of = [&](View const& t) {
+    return static_cast<E*>(t.data) + keys.batch * t.batch + at.kv_head * t.head + int64_t(keys.first) * t.row;
+  };
+  store_rows<C::D>(reinterpret_cast<uint32_t const*>(rounded_k.data()), head_of(p.grad_k), p.grad_k.row, key,
+                   keys.count, p.D, thread % 4);
+  store_rows<C::DV>(reinterpret_cast<uint32_t const*>(rounded_v.data()), head_of(p.grad_v), p.grad_v.row, key,
+                    keys.count, p.Dv, thread % 4);
+}
+
+// A consumer warpgroup: all of its work tiles, one after the other.
+template <class C>
+CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s, KeyScheduler const& scheduler,
+                                  int consumer) {
+  using E = typename C::E;
+  using Mask = typename C::MaskPolicy;
+  int const thread = threadIdx.x % kThreads;
+  bool const signals = thread % 32 == 0;
+  typename C::MmaS mma_s;
+  typename C::MmaDP mma_dp;
+  typename C::MmaDV mma_dv;
+  typename C::MmaDK mma_dk;
+  typename C::MmaDQ mma_dq;
+  auto slice_s = mma_s.get_slice(thread);
+  auto slice_dp = mma_dp.get_slice(thread);
+  auto slice_dv = mma_dv.get_slice(thread);
+  auto slice_dk = mma_dk.get_slice(thread);
+  auto slice_dq = mma_dq.get_slice(thread);
+  Tensor sK = make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{});             // [BLOCK_N, D, 1]
+  Tensor sKt = make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutKt{});           // [D, BLOCK_N, 1]
+  Tensor sV = make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{});             // [BLOCK_N, DV, 1]
+  Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQ{});             // [BLOCK_M, D, stages]
+  Tensor sQt = make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQt{});           // [D, BLOCK_M, stages]
+  Tensor sDO = make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDO{});    // [BLOCK_M, DV, stages]
+  Tensor sDOt = make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDOt{});  // [DV, BLOCK_M, stages]
+  Tensor sDS = make_tensor(make_smem_ptr(s.ds.data()), typename C::LayoutDS{});          // [BLOCK_M, BLOCK_N, stages]
+  Tensor sDSt = make_tensor(make_smem_ptr(s.ds.data()), typename C::LayoutDSt{});        // [BLOCK_N, BLOCK_M, stages]
+  auto const own_keys = make_coord(consumer, _0{});
+  Tensor k = slice_s.make_fragment_A(
+      slice_s.partition_A(local_tile(sK(_, _, _0{}), Shape<Int<kRows>, Int<C::D>>{}, own_keys)));  // [64, D]
+  Tensor v = slice_dp.make_fragment_A(
+      slice_dp.partition_A(local_tile(sV(_, _, _0{}), Shape<Int<kRows>, Int<C::DV>>{}, own_keys)));  // [64, DV]
+  Tensor q = slice_s.make_fragment_B(slice_s.partition_B(sQ));
+  Tensor grad_out = slice_dp.make_fragment_B(slice_dp.partition_B(sDO));
+  Tensor q_t = slice_dk.make_fragment_B(slice_dk.partition_B(sQt));
+  Tensor grad_out_t = slice_dv.make_fragment_B(slice_dv.partition_B(sDOt));
+  Tensor ds_rows = slice_dq.make_fragment_A(slice_dq.partition_A(  // [64, BLOCK_N, stages]
+      local_tile(sDS, Shape<Int<kRows>, Int<C::BLOCK_N>>{}, make_coord(C::SPLIT_D ? 0 : consumer, _0{}, _))));
+  Tensor k_t = slice_dq.make_fragment_B(slice_dq.partition_B(  // [DQ_COLUMNS, BLOCK_N]
+      local_tile(sKt(_, _, _0{}), Shape<Int<C::DQ_COLUMNS>, Int<C::BLOCK_N>>{},
+                 make_coord(C::SPLIT_D ? consumer : 0, _0{}))));
+  Tensor scores = partition_fragment_C(mma_s, Shape<Int<kRows>, Int<C::BLOCK_M>>{});      // [64 keys, BLOCK_M]
+  Tensor dp = partition_fragment_C(mma_dp, Shape<Int<kRows>, Int<C::BLOCK_M>>{});         // [64 keys, BLOCK_M]
+  Tensor grad_v = partition_fragment_C(mma_dv, Shape<Int<kRows>, Int<C::DV>>{});          // [64 keys, DV]
+  Tensor grad_k = partition_fragment_C(mma_dk, Shape<Int<kRows>, Int<C::D>>{});           // [64 keys, D]
+  Tensor grad_q = partition_fragment_C(mma_dq, Shape<Int<kRows>, Int<C::DQ_COLUMNS>>{});  // [64, DQ_COLUMNS]
+  Tensor weights = make_tensor<E>(operand_of(scores.layout()));                           // [64 keys, BLOCK_M]
+  Tensor ds = make_tensor<E>(operand_of(dp.layout()));                                    // [64 keys, BLOCK_M]
+  Tensor score_rows = make_tensor(scores.data(), rows_of(scores.layout()));  // [2 keys, rows of this thread]
+  Tensor dp_rows = make_tensor(dp.data(), rows_of(dp.layout()));             // [2 keys, rows of this thread]
+  Tensor all_coords = slice_s.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<C::BLOCK_M>>{}));
+  Tensor coords = make_tensor(all_coords.data(), rows_of(all_coords.layout()));  // of score_rows
+  auto const copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, E>{}, mma_s);
+  auto slice_ds = copy_ds.get_slice(thread);
+  Tensor ds_source = slice_ds.retile_S(make_tensor(ds.data(), dp.layout()));
+  Tensor ds_target = slice_ds.partition_D(
+      local_tile(sDSt, Shape<Int<kRows>, Int<C::BLOCK_M>>{}, make_coord(consumer, _0{}, _)));  // [.., stages]
+
+  constexpr int kSums = C::BLOCK_M * C::D;  // of a block of rows
+  float* const staged = s.grad_q[consumer * kWarps + thread / 32];
+  int const pair = thread % 4 * 2;  // the first of this thread's rows of queries among eight
+  auto const volatile& work = *const_cast<WorkTileOfKeys const volatile*>(&s.tile);
+  // Counts blocks of rows, of all work tiles. It begins with a number at which all barriers are in their first phase.
+  uint32_t step = 24;
+  static_assert(24 % (2 * C::STAGES) == 0 && 24 % (2 * C::DS_STAGES) == 0);
+  for (bool odd = false;; odd = !odd) {  // whether the number of the work tile is odd
+    Full::wait(&s.k_full, odd);
+    if (__shfl_sync(0xffffffff, work.index, 0) == kNoTile) break;
+    int m = work.start, head_block = work.head_block;
+    int target = -1;  // the block of rows whose grad_q is added next; the first one is nobody's
+    auto const after = [&](int m) { return m + 1 == work.end ? work.begin : m + 1; };
+    clear(grad_k);
+    clear(grad_v);
+    // What lies behind lengths, or behind a packed sequence, becomes zeros.
+    auto clear_rows = [&](auto const& tile, int m) {
+      int const first = work.rows - m * C::BLOCK_M;
+      if (C::BAND && first < C::BLOCK_M && (p.cu_q || p.q_lengths)) clear_from<C::BLOCK_M>(tile, first);
+    };
+    auto clear_keys = [&](auto const& tile) {
+      int const first = work.N - work.key0;
+      if (C::BAND && first < C::BLOCK_N && (p.cu_k || p.k_lengths)) clear_from<C::BLOCK_N>(tile, first);
+    };
+    auto issue_scores = [&](uint32_t step, int m) {
+      Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
+      clear_rows(sQ(_, _, step % C::STAGES), m);
+      forget(scores);
+      issue_wgmma<true>(mma_s, k, q(_, _, _, step % C::STAGES), scores);
+    };
+    auto issue_dp = [&](uint32_t step, int m) {
+      Full::wait(&s.do_full[step % C::STAGES], step / C::STAGES & 1);
+      clear_rows(sDO(_, _, step % C::STAGES), m);
+      forget(dp);
+      issue_wgmma<true>(mma_dp, v, grad_out(_, _, _, step % C::STAGES), dp);
+    };
+    // From scores and dP to weights, and to dS in registers and in shared memory.
+    auto make_ds = [&]() __attribute__((always_inline)) {
+      float const* const base2 = s.base2[step % C::STAGES] + pair;
+      float const* const delta = s.delta[step % C::STAGES] + pair;
+      warpgroup_wait<1>();  // scores are done, dP may not be
+      warpgroup_fence_operand(scores);
+      if (C::BAND && p.softcap > 0.f) cap(scores, p);
+      exponentiate(score_rows, base2, p.scale_log2);
+      Mask const mask(p, work.N, work.rows, work.shift);
+      int const row0 = m * C::BLOCK_M, key0 = work.key0 + consumer * kRows;
+      if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
+      warpgroup_wait<0>();  // dP is done
+      warpgroup_fence_operand(dp);
+      differentiate(dp_rows, score_rows, delta);
+      if (C::BAND && p.softcap > 0.f) uncap(dp_rows, score_rows, base2, p);
+      convert(dp, ds);
+      if (C::DS_EMPTY) Empty::wait(&s.ds_empty[step % C::DS_STAGES], step / C::DS_STAGES & 1 ^ 1);
+      copy(copy_ds, ds_source, ds_target(_, _, _, step % C::DS_STAGES));
+      cutlass::arch::fence_view_async_shared();
+      convert(scores, weights);
+      __syncwarp();
+      if (signals) Empty::arrive(&s.ds_full[step % C::DS_STAGES]);
+    };
+    auto begin_grad_q = [&](uint32_t step) {
+      Empty::wait(&s.ds_full[step % C::DS_STAGES], step / C::DS_STAGES & 1);
+      forget(grad_q);
+      issue_wgmma<true>(mma_dq, ds_rows(_, _, _, step % C::DS_STAGES), k_t, grad_q);
+    };
+    auto add_grad_q = [&](uint32_t step) {
+      warpgroup_fence_operand(grad_q);
+      if (target < 0) return;
+      if (C::DS_EMPTY && signals) Empty::arrive(&s.ds_empty[step % C::DS_STAGES]);
+      stage_and_add(grad_q, staged, p.grad_q_acc + int64_t(target) * kSums + (staged - s.grad_q[0]));
+    };
+    // The WGMMAs with weights and dS, beside the next block's scores and dP.
+    auto use_ds = [&](auto more) __attribute__((always_inline)) {
+      issue_wgmma<false>(mma_dv, weights, grad_out_t(_, _, _, step % C::STAGES), grad_v);
+      issue_wgmma<false>(mma_dk, ds, q_t(_, _, _, step % C::STAGES), grad_k);
+      begin_grad_q(step - 1);
+      warpgroup_wait<1>();  // grad_v and grad_k are done, grad_q may not be
+      warpgroup_fence_operand(grad_v);
+      warpgroup_fence_operand(grad_k);
+      if (signals) Empty::arrive(&s.do_empty[step % C::STAGES]), Empty::arrive(&s.q_empty[step % C::STAGES]);
+      if constexpr (more.value) issue_scores(step + 1, after(m));
+      warpgroup_wait<more.value ? 1 : 0>();  // grad_q is done
+      add_grad_q(step - 1);
+      if constexpr (more.value) issue_dp(step + 1, after(m));
+      ++step;
+      target = head_block + m;
+      m = after(m);
+      if (m == work.start) head_block += p.padded_rows / C::BLOCK_M;  // the next head of the group
+    };
+    int const steps = p.group * (work.end - work.begin);
+    if (steps > 0) {
+      uint32_t const last = step + steps - 1;
+      clear_keys(sK(_, _, _0{}));
+      issue_scores(step, m);
+      Full::wait(&s.v_full, odd);
+      clear_keys(sV(_, _, _0{}));
+      issue_dp(step, m);
+      make_ds();
+#pragma unroll 1
+      while (step != last) {
+        use_ds(std::true_type{});
+        make_ds();
+      }
+      use_ds(std::false_type{});
+      begin_grad_q(step - 1);
+      warpgroup_wait<0>();
+      add_grad_q(step - 1);
+    } else {
+      Full::wait(&s.v_full, odd);
+    }
+    // The epilogue: the gradients of keys and values from registers to memory. The work tile is computed again, because
+    // nothing of it stayed in registers.
+    KeyTile const done = scheduler.work_tile(__shfl_sync(0xffffffff, work.index, 0));
+    Empty::arrive(&s.kv_empty);
+    store_gradients<C>(p, done, grad_k, grad_v, consumer, thread);
+  }
+  // The additions have to have been read from shared memory before the thread block ends.
+  if (signals) wait_until_read();
+}
+
+template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO>
+__global__ void __launch_bounds__(C::THREADS, 1)
+    flash_backward(__grid_constant__ TmaQ const tma_q, __grid_constant__ TmaK const tma_k,
+                   __grid_constant__ TmaV const tma_v, __grid_constant__ TmaDO const tma_do,
+                   __grid_constant__ BackwardParams const p, __grid_constant__ KeyScheduler const scheduler) {
+  extern __shared__ __align__(kSwizzleBytes) char aligned_raw[];
+  auto& s = *reinterpret_cast<BackwardStorage<C>*>(aligned_raw);
+  int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kThreads, 0);
+  if (threadIdx.x == 0) {
+    s.init_barriers();
+    prefetch_tma_descriptor(tma_q.get_tma_descriptor());
+    prefetch_tma_descriptor(tma_k.get_tma_descriptor());
+    prefetch_tma_descriptor(tma_v.get_tma_descriptor());
+    prefetch_tma_descriptor(tma_do.get_tma_descriptor());
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<C::PRODUCER_REGISTERS>();
+    if (threadIdx.x / 32 == 0 && elect_one_sync())
+      BackwardProducer<C, TmaQ, TmaK, TmaV, TmaDO>{tma_q, tma_k, tma_v, tma_do, p, s}.run(scheduler);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<C::CONSUMER_REGISTERS>();
+    consume_backward<C>(p, s, scheduler, warpgroup - 1);
+  }
+}
+
+template <class C>
+int launch_backward(BackwardParams const& p, cudaStream_t stream) {
+  using E = typename C::E;
+  int const batch = p.cu_q ? 1 : p.B;  // entries in memory
+  auto tma_q = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.q, p.query_rows, p.D, p.H, batch),
+                             take<0, 2>(typename C::LayoutQ{}), Shape<Int<C::BLOCK_M>, Int<C::D>>{}, _1{});
+  auto tma_k = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.k, p.key_rows, p.D, p.Hkv, batch),
+                             take<0, 2>(typename C::LayoutK{}), Shape<Int<C::BLOCK_N>, Int<C::D>>{}, _1{});
+  auto tma_v = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.v, p.key_rows, p.Dv, p.Hkv, batch),
+                             take<0, 2>(typename C::LayoutV{}), Shape<Int<C::BLOCK_N>, Int<C::DV>>{}, _1{});
+  auto tma_do = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.grad_out, p.query_rows, p.Dv, p.H, batch),
+                              take<0, 2>(typename C::LayoutDO{}), Shape<Int<C::BLOCK_M>, Int<C::DV>>{}, _1{});
+  auto kernel = flash_backward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v), decltype(tma_do)>;
+  constexpr int bytes = sizeof(BackwardStorage<C>);
+  static_assert(bytes <= kSharedBytes);
+  cudaError_t const refused = allow_shared_memory<C>(kernel, bytes, p.device);
+  if (refused != cudaSuccess) return refused;
+  KeyScheduler const scheduler(p, C::BLOCK_N);
+  launch_prepare_rows<C>(p, stream);
+  kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
+  launch_finish_rows<C>(p, stream);
+  return cudaGetLastError();
+}
+
+}  // namespace sdpa_cuda

@@ -1,0 +1,147 @@
+// What the kernels for sm_90a share: barriers, positions in pipelines, layouts of fragments, WGMMA, stores, TMA.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cute/tensor.hpp>  // before other headers of CuTe, which count on it
+// clang-format off
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/atom/copy_atom.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_conversion.h>
+#include <cutlass/numeric_types.h>
+#include <cutlass/gemm/collective/builders/sm90_common.inl>
+// clang-format on
+#include <atomic>
+#include <type_traits>
+
+#include "../params.h"
+
+namespace sdpa_cuda {
+
+using namespace cute;
+
+constexpr int kRows = kWarpgroupRows;
+constexpr int kThreads = 128;        // of a warpgroup
+constexpr int kWarps = 4;            // of a warpgroup
+constexpr int kNoTile = -1;          // the index that ends a persistent thread block
+constexpr int kSwizzleBytes = 1024;  // alignment of a swizzled tile in shared memory
+
+template <Element ELEMENT>
+using ElementOf = std::conditional_t<ELEMENT == Element::kBFloat16, cutlass::bfloat16_t, cutlass::half_t>;
+
+using Full = cutlass::arch::ClusterTransactionBarrier;
+using Empty = cutlass::arch::ClusterBarrier;
+
+// A position in a circular pipeline, in one register.
+template <int STAGES>
+struct PipelineState {
+  static_assert((STAGES & (STAGES - 1)) == 0, "a power of two");
+  uint32_t count = 0;
+  CUTE_DEVICE int stage() const { return count % STAGES; }
+  CUTE_DEVICE uint32_t phase() const { return count / STAGES & 1; }
+  CUTE_DEVICE void advance() { ++count; }
+};
+
+// An accumulator's layout ((2, 2, n), 1, 1) as [2 rows, (2, n) columns].
+template <class L>
+CUTE_DEVICE auto rows_of(L const& l) {
+  return make_layout(make_layout(get<0, 1>(l)), make_layout(get<0, 0>(l), get<0, 2>(l)));
+}
+
+// An accumulator's layout ((2, 2, n), 1, 1) as that of a WGMMA's register operand, ((2, 2, 2), 1, n / 2).
+template <class L>
+CUTE_DEVICE auto operand_of(L const& l) {
+  auto pairs = logical_divide(get<0, 2>(l), Layout<_2>{});
+  return make_layout(make_layout(get<0, 0>(l), get<0, 1>(l), get<0>(pairs)), get<1>(l), get<1>(pairs));
+}
+
+// Issues the WGMMAs of acc += a b, or with ZERO those of acc = a b, and commits them as one batch.
+template <bool ZERO, class Mma, class A, class B, class Acc>
+CUTE_DEVICE void issue_wgmma(Mma& mma, A const& a, B const& b, Acc& acc) {
+  warpgroup_fence_operand(acc);
+  warpgroup_arrive();
+  mma.accumulate_ = ZERO ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = 0; k < size<2>(a); ++k) {
+    cute::gemm(mma, a(_, _, k), b(_, _, k), acc);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+}
+
+template <class Target, class Source>
+CUTE_DEVICE void convert(Source const& source, Target& target) {
+  constexpr int kCount = decltype(size(source))::value;
+  using From = cutlass::Array<float, kCount>;
+  using To = cutlass::Array<typename Target::value_type, kCount>;
+  cutlass::NumericArrayConverter<typename Target::value_type, float, kCount> cast;
+  *reinterpret_cast<To*>(target.data()) = cast(*reinterpret_cast<From const*>(source.data()));
+}
+
+// Scores / scale become softcap * tanh(score / softcap) / scale. Near 0, cancellation loses 1e-7 of the softcap. The
+// catalog does not give this kernel large softcaps for that reason.
+template <class Scores>
+CUTE_DEVICE void cap(Scores& scores, FlashParams const& p) {
+  float const inside = 2.f * float(M_LOG2E) * p.scale / p.softcap, outside = p.softcap / p.scale;
+#pragma unroll
+  for (int i = 0; i < size(scores); ++i)
+    scores(i) = outside - __fdividef(2.f * outside, 1.f + exp2f(scores(i) * inside));
+}
+
+// Writes rows of the output, which a quad of lanes holds in pairs of columns. A transpose among its lanes gives each
+// lane 16 bytes in a row of memory.
+template <int D, class E>
+CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int row, int rows, int columns, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int b = 0; b < D / 32; ++b) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] = words[(4 * b + j) * 2 + i];
+#pragma unroll
+      for (int bit = 1; bit <= 2; bit *= 2) {
+        bool const high = lane & bit;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j & bit) continue;
+          uint32_t const got = __shfl_xor_sync(0xffffffff, high ? x[j] : x[j | bit], bit);
+          x[j] = high ? got : x[j];
+          x[j | bit] = high ? x[j | bit] : got;
+        }
+      }
+      int const column = 32 * b + 8 * lane;
+      if (row + 8 * i < rows && column < columns)
+        *reinterpret_cast<uint4*>(out + (row + 8 * i) * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+// Queries or keys for TMA: (rows, D, heads, batch).
+template <class E>
+auto rows_tensor(View const& t, int rows, int D, int heads, int batch) {
+  return make_tensor(make_gmem_ptr(static_cast<E const*>(t.data)), make_shape(rows, D, heads, batch),
+                     make_stride(t.row, _1{}, t.head, t.batch));
+}
+
+// Values for TMA: (D, rows, heads, batch).
+template <class E>
+auto columns_tensor(View const& t, int rows, int D, int heads, int batch) {
+  return make_tensor(make_gmem_ptr(static_cast<E const*>(t.data)), make_shape(D, rows, heads, batch),
+                     make_stride(_1{}, t.row, t.head, t.batch));
+}
+
+// Lets a kernel have so much shared memory, once on each device. C is the kernel's configuration: a kernel has one.
+template <class C, class Kernel>
+cudaError_t allow_shared_memory(Kernel* kernel, int bytes, int device) {
+  static std::atomic<uint64_t> allowed{0};  // a bit for each device
+  uint64_t const bit = device < kMaxDevices ? uint64_t{1} << device : 0;
+  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  cudaError_t const refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (refused == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
+  return refused;
+}
+
+}  // namespace sdpa_cuda
