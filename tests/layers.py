@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.tuning_tables.",
     ),
     # What masks and packed sequences mean, in torch operations.
-    "formulas": ("sdpa.dense", "sdpa.packing", "sdpa.batching", "sdpa.reference"),
+    "formulas": ("sdpa.dense", "sdpa.packing", "sdpa.batching", "sdpa.reference", "sdpa.sinks"),
     "kernels": ("sdpa.kernels.",),
     "dispatch": ("sdpa.dispatch.",),
     # From a user's arguments to AttentionInputs.

@@ -25,6 +25,11 @@ INSTANCES = re.findall(
     (ROOT / "kernels/cuda/instances.def").read_text(),
     re.M,
 )
+BACKWARD_INSTANCES = re.findall(
+    r"^INSTANCE\((\w+), (\w+), (\d+), (\d+), (\w+)\)$",
+    (ROOT / "kernels/cuda/backward_instances.def").read_text(),
+    re.M,
+)
 
 
 @pytest.fixture
@@ -45,9 +50,9 @@ def sass():
     return {part.split()[0]: part for part in said.split("Function : ")[1:]}
 
 
-def instances_of(names):
-    """Without what looks for segments before an instance begins."""
-    return [name for name in names if "flash_forward" in name]
+def instances_of(names, direction="forward"):
+    """Without what looks for segments before an instance begins, and for rows before and after a backward."""
+    return [name for name in names if f"flash_{direction}" in name]
 
 
 def test_the_list_is_what_the_catalog_promises():
@@ -61,6 +66,15 @@ def test_the_list_is_what_the_catalog_promises():
         assert both == {64, 96, 128, 192, 256} and max(both) == kernel.max_head_size
         others = set() if mask in ("kBand", "kSegments") else {(192, 128)}
         assert pairs - {(size, size) for size in both} == others
+
+
+def test_the_list_of_backwards_is_what_the_rule_promises():
+    from sdpa.dispatch.rules import CUDA_BACKWARD_HEAD_SIZE
+
+    found = {(element, int(size), int(values), mask) for _, element, size, values, mask in BACKWARD_INSTANCES}
+    masks, sizes = ("kNone", "kCausal", "kBand"), (64, CUDA_BACKWARD_HEAD_SIZE)
+    assert found == {(e, size, size, mask) for e in ("kBFloat16", "kFloat16") for size in sizes for mask in masks}
+    assert len({name for name, *_ in BACKWARD_INSTANCES}) == len(BACKWARD_INSTANCES) == len(found)
 
 
 def test_what_ptxas_keeps_in_memory_ends_the_build(setup):
@@ -93,14 +107,16 @@ def test_the_logs_of_what_was_built_have_no_faults(setup):
         pytest.skip("the CUDA library was not built here: no nvcc, or no CUTLASS")
     kernels = [name for log in logs for name in re.findall(r"Compiling entry function '(\w+)'", log.read_text())]
     assert len(instances_of(kernels)) == len(INSTANCES)
+    assert len(instances_of(kernels, "backward")) == len(BACKWARD_INSTANCES)
     assert [setup["faults"](log.read_text()) for log in logs] == [[]] * len(logs)
 
 
 def test_every_instance_multiplies_and_copies_by_hoppers_engines(sass):
-    instances = instances_of(sass)
-    assert len(instances) == len(INSTANCES)
+    instances, backwards = instances_of(sass), instances_of(sass, "backward")
+    assert len(instances) == len(INSTANCES) and len(backwards) == len(BACKWARD_INSTANCES)
     for name, code in sass.items():
-        assert name not in instances or ("HGMMA" in code and "UTMALDG" in code), name
+        assert name not in instances + backwards or ("HGMMA" in code and "UTMALDG" in code), name
+        assert name not in backwards or "UBLKRED" in code, f"{name} adds up grad_q by other means than bulk reductions"
         assert not re.findall(r"\b(?:LDL|STL)\b", code), f"{name} keeps registers in memory"
 
 

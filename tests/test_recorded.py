@@ -13,13 +13,14 @@ from recorded_calls import inputs_of as call_of
 
 from sdpa import repeated
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, read_of
+from sdpa.sinks import sinks_grad
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 
-from sdpa.kernels.triton import backward, decode, flash, hopper, recorded, tiles, triton_private  # noqa: E402
+from sdpa.kernels.triton import decode, flash, hopper, recorded, tiles, triton_private  # noqa: E402
 from sdpa.kernels.triton.launch import Launch  # noqa: E402
 from sdpa.kernels.triton.target import Target, assume  # noqa: E402
 
@@ -414,7 +415,7 @@ def test_the_gradients_of_sinks_and_bias_are_made_again(device, monkeypatch):
     found = again(*given_of(others))
     inputs, results, _ = others
     delta = torch.ones(inputs.q.shape[:3])
-    assert torch.equal(found.sinks, backward.sinks_grad(inputs.sinks, results.lse, delta))
+    assert torch.equal(found.sinks, sinks_grad(inputs.sinks, results.lse, delta))
     parts = again.forms[-1][0][0]
     assert torch.equal(found.bias, torch.full(inputs.bias.shape, parts, dtype=inputs.bias.dtype))
 

@@ -15,6 +15,7 @@ from sdpa.kernels.metal.launch import Dispatch, Tensors, Work, dispatches_of, ru
 from sdpa.kernels.metal.source import FRAGMENT, MOST_ROWS, ROWS_OF_COMBINE, Tiles, fitting
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
+from sdpa.sinks import sinks_grad
 
 FEWEST_KEYS_OF_SPLIT = 128  # fewer are not worth a second pass over their results
 ENOUGH_SIMDGROUPS = 1024  # some for each core of the largest GPU, which has 80
@@ -193,7 +194,9 @@ def backward_tensors(
 
     def gradients() -> Gradients:
         whole = dbias if dbias is None or bias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
-        return Gradients(dq, dk, dv, whole, sinks_gradient(inputs.sinks, lse, tensors["delta"]))
+        sinks, delta = inputs.sinks, tensors["delta"]
+        dsinks = None if sinks is None or delta is None else sinks_grad(sinks, lse, delta)
+        return Gradients(dq, dk, dv, whole, dsinks)
 
     return tensors, gradients
 
@@ -234,14 +237,6 @@ def renormalised(inputs: AttentionInputs) -> frozenset[str]:
 def with_rows(tensor: Tensor) -> Tensor:
     """A tensor whose last stride is 1."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor | None) -> Tensor | None:
-    """-(the sink's probability) * delta, summed over rows (H,); a row without any logit has none."""
-    if sinks is None or delta is None:
-        return None
-    p = torch.exp(sinks.float()[None, :, None] - lse).masked_fill(torch.isneginf(lse), 0.0)
-    return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def backward_pass(

@@ -47,6 +47,7 @@ from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.tiles import Part, passes, queries_tile
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
+from sdpa.sinks import sinks_grad
 
 DELTA_ROWS = 64  # a few rows a warp: the kernel only streams
 DELTA_TILE = Tile(DELTA_ROWS, 0, 4, 1)
@@ -431,9 +432,3 @@ def dq_launches(
     args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.config)
     grid = (given.sizes.blocks * given.sizes.entries,)
     return [*before, Launch(dq_kernel, grid, args, tile)]
-
-
-def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """-sum of P_sink * delta over batch and rows."""
-    weight = torch.exp(sinks.float().view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
-    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

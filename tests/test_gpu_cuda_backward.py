@@ -1,0 +1,280 @@
+"""The CUDA library's backward on a device: every instance, mask and order of memory, streams, poison."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from gpu_cases import real, right
+from test_gpu_cuda import LENGTHS, bands, packed
+
+import sdpa
+from sdpa import Mask
+from sdpa.dispatch.catalog import by_name
+from sdpa.inputs import Options, build_inputs
+from sdpa.problem import Results
+from sdpa.testing import Draw, check_inputs, problem_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_flash_able")]
+
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+CORNERS = {"none": Mask(), "causal": Mask(causal=True), "bottom_right": Mask(causal=True, align="bottom_right")}
+SINKS = (0.5, -40.0, 30.0, -torch.inf)
+
+
+def checked(inputs, about):
+    """Forward, and gradients too: a kernel without a backward would leave them out."""
+    q, v = inputs.q, inputs.v
+    found = check_inputs("cuda_flash", inputs, torch.randn(*q.shape[:3], v.shape[3], device="cuda", dtype=q.dtype))
+    assert any(c.name == "grad_q" for c in found)
+    right(found, about)
+
+
+def passes(inputs, grad_out, grad_lse=None):
+    """The results of the forward, and the gradients."""
+    kernel = by_name()["cuda_flash"].load()
+    results = kernel.forward(inputs, problem_of(inputs, "forward"))
+    return results, kernel.backward(inputs, results, Results(grad_out, grad_lse), problem_of(inputs, "backward"))
+
+
+def same(one, other):
+    """Gradients of k and v have one writer and one order; those of q are sums in the order of arrival."""
+    assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+    spread = (one.q.double() - other.q.double()).norm()
+    assert spread <= 2e-3 * one.q.double().norm(), "more than sums in another order"
+
+
+@pytest.mark.parametrize("D", [8, 64, 72, 96, 128])
+@pytest.mark.parametrize("mask", CORNERS)
+def test_lengths_that_no_tile_divides(mask, D):
+    """Keys that nothing sees, one row more than a block, groups, fewer blocks of keys than multiprocessors and more."""
+    shapes = ((1, 1), (64, 65), (193, 129), (200, 1000), (1000, 200), (513, 513))
+    for (M, N), heads, dtype in itertools.product(shapes, ((2, 1), (6, 2)), (BFLOAT16, FLOAT16)):
+        draw = Draw(real(dtype=dtype), 12)
+        q = draw.normal(3, heads[0], M, D)
+        k, v = draw.normal(3, heads[1], N, D), draw.normal(3, heads[1], N, D)
+        checked(build_inputs(q, k, v, Options(CORNERS[mask], enable_gqa=True)), (mask, D, M, N, heads, dtype))
+
+
+@pytest.mark.parametrize("sizes", [(40, 128), (128, 40), (64, 8), (72, 120)])
+def test_values_of_another_head_size(sizes):
+    D, Dv = sizes
+    for (M, N), mask in itertools.product(
+        ((70, 70), (513, 300), (300, 1025)), (*CORNERS.values(), Mask(window=(90, 3)))
+    ):
+        draw = Draw(real(), 15)
+        q, k, v = draw.normal(2, 4, M, D), draw.normal(2, 2, N, D), draw.normal(2, 2, N, Dv)
+        checked(build_inputs(q, k, v, Options(mask, enable_gqa=True)), (M, N, mask))
+
+
+@pytest.mark.parametrize("D", [40, 64, 128])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_bands_lengths_and_sinks(D, sinks):
+    for (M, N), dtype in itertools.product(((70, 70), (513, 300), (300, 1025)), (BFLOAT16, FLOAT16)):
+        draw = Draw(real(dtype=dtype), 14)
+        q, k, v = draw.normal(3, 4, M, D), draw.normal(3, 2, N, D), draw.normal(3, 2, N, D)
+        for mask in bands(N):
+            extra = torch.tensor(SINKS, device="cuda", dtype=dtype) if sinks else None
+            inputs = build_inputs(q, k, v, Options(mask, enable_gqa=True, sinks=extra))
+            checked(inputs, (mask, D, M, N, dtype))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("softcap", [0.7, 30.0, 1000.0])
+def test_softcap(D, softcap):
+    draw = Draw(real(), 16)
+    q, k, v = draw.normal(2, 4, 300, D) * 4, draw.normal(2, 2, 400, D), draw.normal(2, 2, 400, D)
+    sinks = torch.tensor((0.5, -40.0, 3.0, -torch.inf), device="cuda", dtype=BFLOAT16)
+    for mask, extra in itertools.product((*CORNERS.values(), Mask(window=(90, 3))), (None, sinks)):
+        checked(build_inputs(q, k, v, Options(mask, enable_gqa=True, softcap=softcap, sinks=extra)), (D, softcap, mask))
+
+
+@pytest.mark.parametrize("D", [40, 64, 128])
+def test_packed_sequences(D):
+    """Sequences that tiles cut, fill and leave empty, rows behind all of them, keys of other lengths than queries."""
+    others = [300, 0, 70, 1, 1025, 128, 7, 64]
+    lengths = torch.tensor([400, 1, 9, 0, 300, 5, 128, 1000], device="cuda")
+    masks = (
+        *CORNERS.values(),
+        Mask(window=(37, 5)),
+        Mask(window=(100, 0), align="bottom_right"),
+        Mask(causal=True, align="bottom_right", lengths=lengths, query_lengths=lengths.flip(0)),
+    )
+    for mask, keys, dtype in itertools.product(masks, (LENGTHS, others), (BFLOAT16, FLOAT16)):
+        checked(packed(LENGTHS, keys, D, mask, dtype, behind=130), (D, mask, dtype))
+    sinks = torch.tensor(SINKS, device="cuda", dtype=BFLOAT16)
+    for mask in (Mask(causal=True), masks[-1]):
+        checked(packed(LENGTHS, others, D, mask, behind=3, softcap=2.0, sinks=sinks), (D, mask, "sinks"))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_sequence_does_not_see_its_neighbours(D):
+    """NaN in every other sequence, and behind the last: its gradients are as before."""
+    for mask in (Mask(), Mask(causal=True), Mask(window=(50, 9))):
+        clean = packed(LENGTHS, LENGTHS, D, mask, behind=65)
+        grad_out = torch.randn_like(clean.q)
+        wanted = passes(clean, grad_out)[1]
+        ends = clean.cu_q.tolist()
+        assert not any(grad[:, :, ends[-1] :].any() for grad in wanted[:3])
+        rows = torch.arange(clean.q.shape[2], device="cuda")[:, None]
+        for begin, end in itertools.pairwise(ends):
+            if begin == end:
+                continue
+            away = (rows < begin) | (rows >= end)
+            spoilt = clean._replace(**{name: getattr(clean, name).masked_fill(away, torch.nan) for name in "qkv"})
+            found = passes(spoilt, grad_out.masked_fill(away, torch.nan))[1]
+            same(*(g._replace(**{n: getattr(g, n)[:, :, begin:end] for n in "qkv"}) for g in (wanted, found)))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_nothing_behind_the_lengths(D):
+    """NaN in keys, values, queries and upstream gradients that the mask leaves out: zeros there, all else as before."""
+    N = 700
+    lengths, queries = (torch.tensor(n, device="cuda", dtype=torch.int32) for n in ([700, 450, 1, 0], [50, 700, 0, 65]))
+    q, k, v, grad_out = (torch.randn(4, 2, N, D, device="cuda", dtype=BFLOAT16) for _ in range(4))
+    places = torch.arange(N, device="cuda")
+    hidden_keys, hidden_rows = ((places >= n[:, None])[:, None, :, None] for n in (lengths, queries))
+    for options in ({}, {"causal": True}, {"window": (100, 9)}, {"causal": True, "align": "bottom_right"}):
+        mask = Mask(lengths=lengths, query_lengths=queries, **options)
+        found = []
+        for fill in (0.0, torch.nan):
+            rows = (t.masked_fill(hidden_rows, fill) for t in (q, grad_out))
+            keys = (t.masked_fill(hidden_keys, fill) for t in (k, v))
+            rows, given = next(rows), next(rows)
+            found.append(passes(build_inputs(rows, *keys, Options(mask)), given)[1])
+        same(*found)
+        assert not found[1].q.masked_select(hidden_rows).any()
+        assert not found[1].k.masked_select(hidden_keys).any() and not found[1].v.masked_select(hidden_keys).any()
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("mask", [*CORNERS, "window"])
+def test_the_gradient_of_the_log_sum_exp(mask, D):
+    mask = {**CORNERS, "window": Mask(window=(90, 3))}[mask]
+    q, k, v = (torch.randn(2, 4, 300, D, device="cuda", dtype=BFLOAT16, requires_grad=True) for _ in range(3))
+    up, up_lse = torch.randn_like(q), torch.randn(2, 4, 300, device="cuda")
+
+    def gradients(kernel, *tensors):
+        out, lse = sdpa.scaled_dot_product_attention(*tensors, mask, return_lse=True, kernel=kernel)
+        return torch.autograd.grad((out, lse), tensors, (up.to(out.dtype), up_lse.to(lse.dtype)))
+
+    wanted = gradients("math", *(t.detach().double().requires_grad_() for t in (q, k, v)))
+    for _ in range(3):  # recorded at the second call, and run again at the third
+        for found, exact in zip(gradients("cuda_flash", q, k, v), wanted, strict=True):
+            assert (found.double() - exact).norm() <= 6e-3 * exact.norm()
+
+
+def test_any_strides_the_copy_engine_follows():
+    """Slices of one tensor; gradients lie as their tensors do; upstream gradients of other orders, and expanded."""
+    qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=BFLOAT16)
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    inputs = build_inputs(q, k, v, Options(Mask(causal=True)))
+    checked(inputs, "slices of one tensor")
+    grads = passes(inputs, torch.randn_like(q))[1]
+    assert all(grad.transpose(1, 2).is_contiguous() for grad in grads[:3]), "the queries' order of memory"
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    flat = torch.randn(2, 4, 300, 64, device="cuda", dtype=BFLOAT16)
+    for up in (
+        flat,
+        flat[:1].expand_as(flat),
+        flat[:, :, :1].expand_as(flat),
+        flat[..., :1].expand_as(flat),
+        flat.mT.contiguous().mT,
+    ):
+        found = [
+            torch.autograd.grad(sdpa.scaled_dot_product_attention(*leaves, kernel=kernel), leaves, up)
+            for kernel in ("cuda_flash", "triton_flash")
+        ]
+        for one, other in zip(*found, strict=True):
+            assert (one.double() - other.double()).norm() <= 1e-2 * other.double().norm()
+
+
+def test_nothing_but_its_own_rows_and_keys():
+    """NaN all around the tensors, and huge values beyond the head size."""
+    wide = torch.full((2, 3, 130, 256), torch.nan, device="cuda", dtype=BFLOAT16)
+    q, k, v, up = (wide.clone()[:, :, 1:129, 16:96] for _ in range(4))
+    for t in (q, k, v, up):
+        t.copy_(torch.randn_like(t))
+    inputs = build_inputs(q, k, v, Options())
+    found = check_inputs("cuda_flash", inputs, up)
+    assert any(c.name == "grad_q" for c in found)
+    right(found, "an island")
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "lengths"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_same_at_full_size(D, mask):
+    """Many waves of blocks, heads in several sections: twenty times over poisoned memory, and the last head against
+    float64."""
+    torch.manual_seed(13)
+    lengths = torch.tensor([4096, 2500], device="cuda")
+    q, k, v, up = (torch.randn(2, 2048 // D, 4096, D, device="cuda", dtype=BFLOAT16) for _ in range(4))
+    mask = {**CORNERS, "window": Mask(window=(1000, 0)), "lengths": Mask(causal=True, lengths=lengths)}[mask]
+    inputs = build_inputs(q, k, v, Options(mask))
+    first = passes(inputs, up)[1]
+    for _ in range(20):
+        for t in (q, k, v):
+            torch.empty_like(t).fill_(torch.nan)  # what the gradients and the workspace are written over
+        torch.empty(q.numel() + 2 * q.shape[0] * q.shape[1] * 4096, device="cuda").fill_(torch.nan)
+        same(first, passes(inputs, up)[1])
+    own = mask if mask.lengths is None else Mask(causal=mask.causal, lengths=mask.lengths[-1:])
+    checked(build_inputs(*(t[-1:, -1:] for t in (q, k, v)), Options(own)), (D, mask))
+    alone = passes(build_inputs(*(t[-1:, -1:] for t in (q, k, v)), Options(own)), up[-1:, -1:])[1]
+    same(alone, first._replace(**{name: getattr(first, name)[-1:, -1:] for name in "qkv"}))
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_work_drawn_by_launches_side_by_side(mask):
+    """Eager backwards on two streams and one that was captured, each with more blocks than multiprocessors."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    draws = [[torch.randn(8, 16, 1024, 64, device="cuda", dtype=BFLOAT16) for _ in range(4)] for _ in range(3)]
+
+    def learn(q, k, v, up):
+        return passes(build_inputs(q, k, v, Options(CORNERS[mask])), up)[1]
+
+    wanted = [learn(*tensors) for tensors in draws]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = learn(*draws[2])
+    for _ in range(10):
+        for grad in captured[:3]:
+            grad.fill_(torch.nan)
+        torch.cuda.synchronize()
+        found = []
+        for stream, tensors in zip(streams, draws, strict=False):
+            with torch.cuda.stream(stream):
+                found += [learn(*tensors) for _ in range(4)]
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, grads in enumerate(found):
+            same(grads, wanted[i // 4])
+        same(captured, wanted[2])
+
+
+def test_scores_of_minus_infinity_are_weights_of_zero():
+    """Whole blocks of keys that a row scores -inf: no gradient of theirs, and none that is not a number."""
+    q = torch.rand(2, 2, 128, 128, device="cuda", dtype=BFLOAT16) + 0.5
+    k, v = (torch.randn(2, 2, 700, 128, device="cuda", dtype=BFLOAT16) for _ in range(2))
+    k[:, :, 100:400] = -torch.inf
+    results, grads = passes(build_inputs(q, k, v, Options()), torch.randn_like(q))
+    assert results.out.isfinite().all() and not grads.v[:, :, 100:400].any()
+    assert grads.v.isfinite().all() and not grads.k[:, :, 100:400].any() and grads.k.isfinite().all()
+
+
+def test_what_it_has_no_backward_of_is_a_reason_and_another_kernels_work():
+    kernel = by_name()["cuda_flash"]
+    q = torch.randn(1, 2, 64, 192, device="cuda", dtype=BFLOAT16)
+    backward = problem_of(build_inputs(q, q, q, Options()), "backward")
+    assert any("backward of head sizes up to 128" in reason for reason in kernel.why_not(backward))
+    small = backward._replace(D=64, Dv=64)
+    assert kernel.why_not(small) == []
+    for changes, words in (
+        ({"deterministic": True}, "adds gradients in an order that varies"),
+        ({"features": frozenset({"segments"})}, "has no backward of segments"),
+    ):
+        assert any(words in reason for reason in kernel.why_not(small._replace(**changes)))
+    q.requires_grad_()
+    out = sdpa.scaled_dot_product_attention(q, q, q, kernel="cuda_flash")
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert sdpa.last_choice().kernel.name != "cuda_flash" and grad.isfinite().all()
