@@ -54,7 +54,7 @@ def explain(
     if direction == "weights":
         request = weights_setting(request, problem.device_type)
     if direction == "backward":
-        request = backward_setting(request)
+        request = backward_setting(request, problem)
     return explain_problem(problem, request)
 
 

@@ -174,7 +174,7 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
         asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
         extra = frozenset(name for name, on in asked.items() if on)
         problem = AttentionProblem.of(inputs, "backward", extra, (out, lse, grad_out))
-        run = Pass(Form(inputs), select(problem, backward_setting(setting)))
+        run = Pass(Form(inputs), select(problem, backward_setting(setting, problem)))
         found = CALLS.keep(state, tensors, (run, [empty_as(t, t.shape[3]).stride() for t in inputs[:3]]))
     run, strides = found
     grad_lse = args[BAND_END] if len(args) > BAND_END else None

@@ -97,7 +97,8 @@ class Prepared:
         extra = {"bias_grad": bias_grad, "lse_grad": upstream[1] is not None}
         others = (*results, upstream[0])
         problem = AttentionProblem.of(inputs, "backward", frozenset(n for n, on in extra.items() if on), others)
-        return Pass(self.batch_form, select.choose(problem, select.backward_setting(self.setting), torch_toggles()))
+        setting = select.backward_setting(self.setting, problem)
+        return Pass(self.batch_form, select.choose(problem, setting, torch_toggles()))
 
 
 class PreparedRows(Prepared):

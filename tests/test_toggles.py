@@ -20,6 +20,7 @@ from sdpa.dispatch import tracing
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import Setting, effective
 from sdpa.dispatch.select import backward_setting, weights_setting
+from sdpa.problem import AttentionProblem
 from sdpa.testing import Case, able
 
 attention = sdpa.scaled_dot_product_attention
@@ -590,4 +591,12 @@ def test_settings_with_torchs_switches_travel_as_text():
         assert Setting.decode(setting.encode()) == setting
     with sdpa_kernel("vendor_math"):
         assert effective(";t5") == "vendor_math;t5" and effective("flash;t5") == "flash;t5"
-    assert backward_setting("cuda_flash;ft4") == ";t4" and weights_setting(";t1", "cpu") == ""
+    assert weights_setting(";t1", "cpu") == ""
+
+
+def test_a_kernel_without_this_backward_leaves_it_to_others():
+    """Asked for by name, for a call whose forward it has; a family has a backward, and so has one of two kernels."""
+    backward = AttentionProblem("cpu", torch.float32, 1, 2, 2, 16, 16, 8, 8, direction="backward")
+    assert backward_setting("vendor_math;ft4", backward) == ";t4"
+    for kept in ("math;f", "cpu_flash;f", "vendor_math,cpu_flash", "vendor_cudnn;f", ""):
+        assert backward_setting(kept, backward) == kept

@@ -77,7 +77,7 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
     """The dispatcher's explanation. Where the device is not there, of one of Apple's GPUs an estimate, and of any other
     each kernel's reasons beside that one."""
     if problem.direction == "backward":
-        setting = backward_setting(setting)
+        setting = backward_setting(setting, problem)
     elif problem.direction == "weights":
         setting = weights_setting(setting, problem.device_type)
     if problem.device_type == "mps":
