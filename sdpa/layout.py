@@ -32,6 +32,11 @@ def like_layout(result: Tensor, source: Tensor) -> Tensor:
     return result.contiguous()
 
 
+def with_dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where the numbers of its rows are apart, as an upstream gradient's of a sum."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's numbers fill a piece of memory, each once, in whatever order of dimensions."""
     expected = 1

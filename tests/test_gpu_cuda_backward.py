@@ -221,7 +221,9 @@ def test_the_same_at_full_size(D, mask):
     own = mask if mask.lengths is None else Mask(causal=mask.causal, lengths=mask.lengths[-1:])
     checked(build_inputs(*(t[-1:, -1:] for t in (q, k, v)), Options(own)), (D, mask))
     alone = passes(build_inputs(*(t[-1:, -1:] for t in (q, k, v)), Options(own)), up[-1:, -1:])[1]
-    same(alone, first._replace(**{name: getattr(first, name)[-1:, -1:] for name in "qkv"}))
+    for name in "qkv":  # of a forward in blocks of another size perhaps
+        one, other = getattr(alone, name).double(), getattr(first, name)[-1:, -1:].double()
+        assert (one - other).norm() <= 3e-3 * one.norm(), name
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])
@@ -274,7 +276,12 @@ def test_what_it_has_no_backward_of_is_a_reason_and_another_kernels_work():
         ({"features": frozenset({"segments"})}, "has no backward of segments"),
     ):
         assert any(words in reason for reason in kernel.why_not(small._replace(**changes)))
-    q.requires_grad_()
-    out = sdpa.scaled_dot_product_attention(q, q, q, kernel="cuda_flash")
-    (grad,) = torch.autograd.grad(out.sum(), q)
-    assert sdpa.last_choice().kernel.name != "cuda_flash" and grad.isfinite().all()
+    chosen = sdpa.explain(q, q, q, direction="backward", kernel="cuda_flash").chosen
+    assert chosen is not None and chosen.kernel.name != "cuda_flash"
+    tensors = [q.clone().requires_grad_() for _ in range(3)]
+    found, wanted = (
+        torch.autograd.grad(sdpa.scaled_dot_product_attention(*tensors, kernel=name), tensors, torch.ones_like(q))
+        for name in ("cuda_flash", "triton_flash")
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.double() - other.double()).norm() <= 1e-2 * other.double().norm()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa.kernels.cuda.library import load_error
-from sdpa.layout import empty_as
+from sdpa.layout import empty_as, with_dense_rows
 from sdpa.packing import unseen_lse
 from sdpa.problem import (
     UNLIMITED,
@@ -57,7 +57,8 @@ def backward(
 ) -> Gradients:
     if is_empty(inputs, problem):
         return empty_gradients(inputs)
-    given = (upstream.out, *inputs[:3], results.out, results.lse.contiguous())
+    out, grad_out = with_dense_rows(results.out), with_dense_rows(upstream.out)
+    given = (grad_out, *inputs[:3], out, results.lse.contiguous())
     grad_lse = None if upstream.lse is None else upstream.lse.contiguous()
     lengths, packed = (inputs.k_lengths, inputs.q_lengths), (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
     has_sinks = inputs.sinks is not None
@@ -78,7 +79,7 @@ def record(
     in a backward): plain calls past all questions, others by the function itself."""
     inputs, *learning = tensors
     if learning:
-        return backward(*tensors, problem, tile), backward_again(inputs, problem)
+        return backward(*tensors, problem, tile), backward_again(*tensors, problem)
     results = forward(inputs, problem, tile)
     if is_empty(inputs, problem):
         return results, None
@@ -108,18 +109,19 @@ def banded_again(inputs: AttentionInputs) -> Callable[..., Results]:
     return again
 
 
-def backward_again(inputs: AttentionInputs, problem: AttentionProblem) -> Callable[..., Gradients | None] | None:
-    """What runs a backward again, given what it reads and then out, lse and the gradients of these."""
+def backward_again(
+    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem
+) -> Callable[..., Gradients] | None:
+    """What runs a backward again, given what it reads and then out, lse and the gradients of these, each in the order
+    of memory that it has here."""
     if is_empty(inputs, problem):
         return None
     refill, count = refill_of(inputs), len(read_of(inputs))
-    if count == 3 and is_plain(inputs):
+    if count == 3 and is_plain(inputs, results, upstream):
         run, options = operators()[3], (*inputs[3:7], None, None, 0.0, None, None, 0, 0, False)
 
         def again(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *upstream: Tensor) -> Gradients:
             grad_out, grad_lse = (*upstream, None)[:2]
-            if not lse.is_contiguous() or (grad_lse is not None and not grad_lse.is_contiguous()):
-                return backward(refill((q, k, v)), Results(out, lse), Results(grad_out, grad_lse), problem)
             dq, dk, dv, _ = run(grad_out, q, k, v, out, lse, grad_lse, *options)
             return Gradients(dq, dk, dv, None, None)
 
@@ -133,9 +135,11 @@ def backward_again(inputs: AttentionInputs, problem: AttentionProblem) -> Callab
     return banded
 
 
-def is_plain(inputs: AttentionInputs) -> bool:
-    """Whether q, k and v are all that a backward reads of the inputs, beside the numbers of a band."""
-    return inputs.softcap == 0.0 and inputs.cu_q is None
+def is_plain(inputs: AttentionInputs, results: Results, upstream: Results) -> bool:
+    """Whether a backward reads no more of its inputs than q, k, v and the numbers of a band, and all as it is."""
+    rows = (results.lse, *(() if upstream.lse is None else (upstream.lse,)))
+    dense = results.out.stride(3) == upstream.out.stride(3) == 1 and all(t.is_contiguous() for t in rows)
+    return dense and inputs.softcap == 0.0 and inputs.cu_q is None
 
 
 def heads_are_rows(q: Tensor, problem: AttentionProblem) -> bool:

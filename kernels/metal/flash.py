@@ -13,7 +13,7 @@ from sdpa import packing
 from sdpa.kernels.metal.arguments import VECTOR, dense_of, readable, rows_of
 from sdpa.kernels.metal.launch import Dispatch, Tensors, Work, dispatches_of, run
 from sdpa.kernels.metal.source import FRAGMENT, MOST_ROWS, ROWS_OF_COMBINE, Tiles, fitting
-from sdpa.layout import empty_as
+from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
 from sdpa.sinks import sinks_grad
 
@@ -181,8 +181,8 @@ def backward_tensors(
     dbias = bias_sums(bias, problem) if wanted and bias is not None else None
     lse = results.lse.contiguous()
     tensors = with_base(inputs, lse) | {
-        "out": with_rows(results.out),
-        "grad_out": with_rows(upstream.out),
+        "out": with_dense_rows(results.out),
+        "grad_out": with_dense_rows(upstream.out),
         "grad_lse": lse if upstream.lse is None else upstream.lse.contiguous(),
         "delta": torch.empty_like(lse),
         "dq": grads[0],
@@ -232,11 +232,6 @@ def base_dispatches(work: Work) -> list[Dispatch]:
 
 def renormalised(inputs: AttentionInputs) -> frozenset[str]:
     return frozenset({"RENORMALISED"} if may_be_coarse(inputs) else ())
-
-
-def with_rows(tensor: Tensor) -> Tensor:
-    """A tensor whose last stride is 1."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def backward_pass(

@@ -45,7 +45,7 @@ from sdpa.kernels.triton.primitives import (
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.tiles import Part, passes, queries_tile
-from sdpa.layout import empty_as
+from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 from sdpa.sinks import sinks_grad
 
@@ -301,7 +301,7 @@ def tensors_of(inputs: AttentionInputs, results: Results, upstream: Results) -> 
 def readable_rows(results: Results) -> Results:
     """Results, or their gradients, as kernels read them. The lse of another kernel may be a slice of a padded one."""
     out, lse = results
-    return Results(out if out.stride(3) == 1 else out.contiguous(), None if lse is None else lse.contiguous())
+    return Results(with_dense_rows(out), None if lse is None else lse.contiguous())
 
 
 def backward_pass(

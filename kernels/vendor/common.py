@@ -73,11 +73,6 @@ def rows_without_keys(inputs: AttentionInputs) -> Tensor | None:
     return mask.amax(-1) == -torch.inf
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where the numbers of its rows are apart, as an upstream gradient's of a sum."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
 def lse_for_backward(inputs: AttentionInputs, lse: Tensor) -> Tensor:
     """+inf for dead rows, which only a dense mask makes here: exp(score - lse) is then 0, and so is every gradient."""
     if inputs.bias is None and inputs.allowed is None:

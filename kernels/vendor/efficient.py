@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sdpa.kernels.vendor.common import (
     Native,
-    dense,
     expanded_mask,
     is_causal,
     lse_for_backward,
@@ -16,6 +15,7 @@ from sdpa.kernels.vendor.common import (
     scale_option,
     settle,
 )
+from sdpa.layout import with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -49,7 +49,7 @@ def backward(
 ) -> Gradients:
     wanted = "bias_grad" in problem.features
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
-        dense(upstream.out),
+        with_dense_rows(upstream.out),
         inputs.q,
         inputs.k,
         inputs.v,

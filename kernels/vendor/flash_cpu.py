@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from sdpa.kernels.vendor.common import dense, float_mask, is_causal
+from sdpa.kernels.vendor.common import float_mask, is_causal
+from sdpa.layout import with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -34,9 +35,9 @@ def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None
 ) -> Gradients:
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        dense(upstream.out),
+        with_dense_rows(upstream.out),
         *inputs[:3],
-        dense(results.out),
+        with_dense_rows(results.out),
         results.lse,
         0.0,
         is_causal(inputs),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sdpa.kernels.vendor.common import Native, dense, is_causal, no_cuda, no_rng, scale_option
+from sdpa.kernels.vendor.common import Native, is_causal, no_cuda, no_rng, scale_option
+from sdpa.layout import with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 TILES: tuple[Tile, ...] = ()
@@ -43,7 +44,7 @@ def backward(
 ) -> Gradients:
     D = inputs.q.shape[-1]
     wide = padded(inputs)
-    out, grad_out = (padded(inputs._replace(q=dense(t))).q for t in (results.out, upstream.out))
+    out, grad_out = (padded(inputs._replace(q=with_dense_rows(t))).q for t in (results.out, upstream.out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         grad_out,
         wide.q,
