@@ -104,8 +104,8 @@ def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setti
 
 
 def backward_setting(text: str, problem: AttentionProblem) -> str:
-    """The setting of a backward. It is free where `text` names kernels that lack this backward, though one of them has
-    the forward."""
+    """The setting of a backward. It is free where `text` names kernels without any backward, or without this one though
+    one of them has the forward."""
     setting = Setting.decode(text)
     named = [kernel for name in setting.allowed if (kernel := by_name().get(name)) is not None]
     if not named or len(named) < len(setting.allowed):  # families are no kernels' names
@@ -114,10 +114,12 @@ def backward_setting(text: str, problem: AttentionProblem) -> str:
     def some_is_able(asked: AttentionProblem) -> bool:
         return any(candidate_of(kernel, asked, None).able for kernel in named)
 
-    of_backwards = {"backward", "lse_grad", "bias_grad"}
-    forward = problem._replace(direction="forward", features=problem.features - of_backwards | {"lse"})
-    free = not some_is_able(problem) and some_is_able(forward)
-    return Setting(toggles=setting.toggles).encode() if free else text
+    forward = problem._replace(direction="forward", features=problem.features - {"lse_grad", "bias_grad"} | {"lse"})
+    if all("backward" not in kernel.directions for kernel in named) or (
+        some_is_able(forward) and not some_is_able(problem)
+    ):
+        return Setting(toggles=setting.toggles).encode()
+    return text
 
 
 @lru_cache(maxsize=1024)
