@@ -472,6 +472,12 @@ CASES = [
         )
         for M, N in ((16, 32), (32, 8))
     ),
+    *(
+        Checked(
+            f"weights in parts{' on average' * average}", ("weights",), in_parts(weights("none", average, M=37, N=70))
+        )
+        for average in (False, True)
+    ),
     Checked("in parts", ("row_base", *BACKWARD, "bias_grad"), in_parts(dense(**SIZES, **EVERYTHING))),
     Checked("no head", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=0, Dv=8)),
     Checked("no head of values", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=8, Dv=0)),
