@@ -95,7 +95,8 @@ def dispatches_of(
     names = (*shared_buffers(config.flags), *OWN[name])
     threads = ROWS_OF_COMBINE * SIMDGROUP if name in BY_ROW else threads_of(config)
     splits = integers.get("SPLITS", 1) if name == "forward" else 1  # of a block, which stay together
-    parts = [((0, 0, 0), grid)] if name in BY_ROW else parts_of(grid, splits, most_flops_of_one(name, p, tiles, grid))
+    most = most_flops_of_one(name, p, tiles, grid, "GROUPED" in flags)
+    parts = [((0, 0, 0), grid)] if name in BY_ROW else parts_of(grid, splits, most)
     found = []
     for first, part in parts:
         numbers = integers_of(work.inputs, p, **work.strides, **integers, FIRST=first)
@@ -108,23 +109,33 @@ def threads_of(config: Config) -> int:
     return config.rows // FRAGMENT * SIMDGROUP
 
 
-def most_flops_of_one(name: str, problem: AttentionProblem, tiles: Tiles, grid: Grid) -> float:
+def most_flops_of_one(name: str, problem: AttentionProblem, tiles: Tiles, grid: Grid, grouped: bool = False) -> float:
     """Operations of the threadgroup of a kernel that has the most. One of `weights` or `bias_grad` may lie whole inside
     of the band; one of the others visits what its rows, or keys in `backward_kv`, see, whatever the lengths are."""
-    p, (x, y, z) = problem, grid
-    whole = p.dense_flops() / max(1, x * y * z)
-    if "prefix" in p.features or name in ("weights", "bias_grad"):
+    p = problem._replace(D=-(-problem.D // FRAGMENT) * FRAGMENT, Dv=-(-problem.Dv // FRAGMENT) * FRAGMENT)
+    x, y, z = grid
+    average, rows = p.dense_flops() / max(1, x * y * z), p.G * p.M if grouped else p.M
+    of_rows, of_keys = average * fullest(rows, tiles.BLOCK_M), average * fullest(p.N, tiles.BLOCK_N)
+    if name in ("weights", "bias_grad"):
+        return of_rows * fullest(p.N, tiles.BLOCK_N)
+    by_keys = name == "backward_kv"
+    whole, block, visited, others = (
+        (of_keys, tiles.BLOCK_N, p.M, p.N) if by_keys else (of_rows, p.M if grouped else tiles.BLOCK_M, p.N, p.M)
+    )
+    if "prefix" in p.features:
         return whole
-    block, visited, others = tiles.BLOCK_M, p.N, p.M
-    if name == "backward_kv":
-        block, visited, others = tiles.BLOCK_N, p.M, p.N
     seen = visited
     if UNLIMITED not in (p.left, p.right):
         seen = min(seen, p.left + p.right + block)
-    corner = p.left if p.bottom_right != (name == "backward_kv") else p.right
+    corner = p.left if p.bottom_right != by_keys else p.right
     if corner != UNLIMITED:
         seen = min(seen, others + corner)  # all of them lie so near to the corner that the band starts from
     return whole * seen / max(1, visited)
+
+
+def fullest(count: int, block: int) -> float:
+    """The elements of a full block beside the average of all blocks, of which the last may be part of one."""
+    return -(-count // block) * min(block, count) / max(1, count)
 
 
 def parts_of(grid: Grid, unit: int, flops: float) -> list[tuple[Grid, Grid]]:

@@ -189,22 +189,27 @@ BANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("M,N", [(64, 64), (16, 160), (160, 16), (48, 96)], ids=str)
+@pytest.mark.parametrize("M,N", [(64, 64), (33, 160), (160, 17), (48, 96), (5, 200)], ids=str)
 @pytest.mark.parametrize("left,right,bottom_right", BANDS, ids=str)
 def test_no_threadgroup_has_more_than_the_most(M, N, left, right, bottom_right):
     """Parts of a causal call, whose last rows have twice the average, keep their limit; and it is no wild guess."""
-    q, k = draw(1, 1, M, 8), draw(1, 1, N, 8)
-    problem = AttentionProblem.of(build_inputs(q, k, k, Options()), "forward")
+    q, k = draw(1, 2, M, 8), draw(1, 1, N, 8)
+    problem = AttentionProblem.of(build_inputs(q, k, k, Options(enable_gqa=True)), "forward")
     problem = problem._replace(left=left, right=right, bottom_right=bottom_right)
     row, key = torch.arange(M)[:, None] + (N - M if bottom_right else 0), torch.arange(N)
     seen = ((left == UNLIMITED) | (key >= row - left)) & ((right == UNLIMITED) | (key <= row + right))
-    size = source.Tiles(16, 16, 0)
-    for name, grid, blocks in (
-        ("forward", (M // 16, 1, 1), seen.view(M // 16, 16, N)),
-        ("backward_kv", (N // 16, 1, 1), seen.T.reshape(N // 16, 16, M)),
+    size, pair = source.Tiles(16, 16, 0), 4 * 8
+    own, grouped, keys = seen.split(16), torch.cat([seen, seen]).split(16), seen.T.split(16)
+    all_see = seen.any(0, keepdim=True)
+    for name, count, most in (
+        ("forward", 2 * len(own), max(len(block) * int(block.any(0).sum()) for block in own)),
+        ("grouped", len(grouped), max(len(block) for block in grouped) * int(all_see.sum())),
+        ("backward_kv", len(keys), 2 * max(len(block) * int(block.any(0).sum()) for block in keys)),
+        ("weights", 2 * len(own) * len(keys), min(16, M) * min(16, N)),
     ):
-        most = max(int(block.any(0).sum()) for block in blocks) * 16 * 4 * 8
-        assert most <= launch.most_flops_of_one(name, problem, size, grid) <= 2 * most
+        kernel = {"grouped": "forward"}.get(name, name)
+        found = launch.most_flops_of_one(kernel, problem, size, (count, 1, 1), name == "grouped")
+        assert most * pair <= found * (1 + 1e-9) and found <= 2 * most * pair, name
 
 
 @pytest.mark.parametrize(
@@ -237,6 +242,17 @@ def test_the_gradient_of_a_bias_that_repeats_is_the_work_of_many(shape, monkeypa
         assert sum(x * y * z for x, y, z in grids) >= 8
         assert (len(grids) > 1) == (most < 1e12)
     clear_caches()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 0), (1, 1, 1, 0), (2, 4, 1, 0), (1, 1, 5, 0), (1, 1, 5, 1)], ids=str)
+def test_the_gradient_of_a_bias_of_no_keys(shape):
+    """There are results: sinks alone are seen."""
+    tensors = [t.requires_grad_() for t in (*qkv(M=5, N=0), torch.zeros(shape), draw(4))]
+
+    def attend(kernel):
+        return sdpa.scaled_dot_product_attention(*tensors[:4], sinks=tensors[4], kernel=kernel)
+
+    close(*(torch.autograd.grad(attend(kernel), tensors, draw(2, 4, 5, 16)) for kernel in (NAME, "cpu_flash")))
 
 
 def test_flags_are_those_of_the_code():
