@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -129,20 +130,39 @@ class Block:
             self._open.remove(mine)
 
 
+def inside_of(make: Callable[[], Any], function: Function) -> Function:
+    """The function, or coroutine, inside of a block that `make` makes at each call. A generator is refused: it runs
+    after its call, when the block has ended."""
+    if isgeneratorfunction(function) or isasyncgenfunction(function):
+        raise TypeError(
+            f"a kernel setting decorates functions and coroutines, got the generator {function.__qualname__}; write "
+            "the with-block inside of it"
+        )
+    if iscoroutinefunction(function):
+
+        @wraps(function)
+        async def awaited(*args: Any, **options: Any) -> Any:
+            with make():
+                return await function(*args, **options)
+
+        found: Any = awaited
+        return found
+
+    @wraps(function)
+    def inside(*args: Any, **options: Any) -> Any:
+        with make():
+            return function(*args, **options)
+
+    same: Any = inside  # called as the function is
+    return same
+
+
 class PerCall(ContextDecorator):
     """A with-block without arguments. As a decorator it makes a block at each call, which Dynamo can trace; it cannot
     enter one that was made before."""
 
     def __call__(self, function: Function) -> Function:
-        kind: Any = type(self)  # which has an __enter__ and an __exit__
-
-        @wraps(function)
-        def inside(*args: Any, **options: Any) -> Any:
-            with kind():
-                return function(*args, **options)
-
-        same: Any = inside  # called as the function is
-        return same
+        return inside_of(type(self), function)
 
 
 class sdpa_kernel(Block, ContextDecorator):
@@ -174,15 +194,7 @@ class sdpa_kernel(Block, ContextDecorator):
 
     def __call__(self, function: Function) -> Function:
         """The function inside of a block of its own at each call, which Dynamo can trace."""
-        text = self._text
-
-        @wraps(function)
-        def inside(*args: Any, **options: Any) -> Any:
-            with Block(text):
-                return function(*args, **options)
-
-        same: Any = inside  # called as the function is
-        return same
+        return inside_of(partial(Block, self._text), function)
 
 
 def find_text(backends: Any, set_priority: bool, strict: bool) -> str:

@@ -125,7 +125,8 @@ def unrecognised(
     if (
         function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
-        or not all(number is None or is_number(number) for number in (scale, softcap)) or not is_number(dropout_p)
+        or not all(number is None or is_number(number) for number in (scale, softcap))
+        or not (is_number(dropout_p) or type(dropout_p) is bool)
     ):
         # fmt: on
         return ordinary(request)
@@ -145,9 +146,7 @@ def unrecognised(
             facts = facts_of((query, key, value, *others))
     except (TypeError, AttributeError, ValueError, RuntimeError):
         state = None  # no hash, no tensor, one of torch.fx, one without memory: the ordinary way says what it thinks
-    if state is None:
-        return ordinary(request)
-    return look_up(request, parts, state, facts)
+    return ordinary(request) if state is None else look_up(request, parts, state, facts)
 
 
 def is_number(given: object) -> bool:

@@ -250,16 +250,21 @@ class AttentionProblem(NamedTuple):
         return self.right == 0
 
     def visible_share(self) -> float:
-        """The share of the M x N score matrix inside the causal or window band, from 0 to 1."""
+        """The share of the M x N score matrix inside the causal or window band, from 0 to 1. All of it beside a prefix,
+        which every row sees, however long it is."""
         if not self.M or not self.N:
             return 0.0
-        if self.left == UNLIMITED and self.right == UNLIMITED:
+        if (self.left == UNLIMITED and self.right == UNLIMITED) or "prefix" in self.features:
             return 1.0
         return band_area(self) / (self.M * self.N)
 
     def flops(self) -> float:
         """Operations of the two (forward), five (backward) or one (weights) matrix products inside the band."""
-        pairs = self.B * self.H * self.M * self.N * self.visible_share()
+        return self.dense_flops() * self.visible_share()
+
+    def dense_flops(self) -> float:
+        """The same where all of the M x N score matrix is computed."""
+        pairs = self.B * self.H * self.M * self.N
         if self.direction == "weights":
             return pairs * 2 * self.D
         if self.direction == "backward":

@@ -262,7 +262,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
-    if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)) or isinstance(dropout_p, bool):
+    if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)):
         raise TypeError(f"dropout_p must be a number between 0 and 1, but got {shown(dropout_p)}")
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")

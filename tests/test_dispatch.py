@@ -124,6 +124,14 @@ SENTENCES = {
 }
 
 
+def test_work_is_counted_inside_of_the_band():
+    """All of it beside a prefix, which may be as long as the keys."""
+    causal = problem(left=-1, right=0, features=frozenset({"band"}))
+    assert problem().flops() == problem().dense_flops() == causal.dense_flops()
+    assert causal.flops() == pytest.approx(problem().flops() * 129 / 256)
+    assert causal._replace(features=frozenset({"band", "prefix"})).flops() == problem().flops()
+
+
 @pytest.mark.parametrize("name", SENTENCES)
 def test_why_not_says_what_it_got(name):
     kernel, changes, sentence = SENTENCES[name]

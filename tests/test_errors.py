@@ -152,6 +152,7 @@ OWN_TEXTS = {
     "value_type": (lambda: ([*qkv()[:2], 3.0], {}), TypeError, r"argument 'value' must be Tensor, not float"),
     "dropout_below_0": (lambda: (qkv(), {"dropout_p": -0.1}), RuntimeError, r"between 0 and 1, but got -0.1"),
     "dropout_nan": (lambda: (qkv(), {"dropout_p": float("nan")}), RuntimeError, r"between 0 and 1, but got nan"),
+    "dropout_none": (lambda: (qkv(), {"dropout_p": None}), TypeError, r"dropout_p must be a number.*None"),
     "dropout_text": (lambda: (qkv(), {"dropout_p": "0.1"}), TypeError, r"dropout_p must be a number.*'0.1'"),
     "is_causal_tensor": (lambda: (qkv(), {"is_causal": torch.tensor(True)}), TypeError, r"must be bool, not Tensor"),
     "is_causal_int": (lambda: (qkv(), {"is_causal": 1}), TypeError, r"'is_causal' must be bool, not int"),

@@ -121,6 +121,16 @@ def test_mask_aligned_to_the_bottom_right(M, N, matches_torch):
     matches_torch(*qkv(M=M, N=N), triangle, ours=Mask(causal=True, align="bottom_right"))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bool_as_dropout(compiled):
+    """`training and p` is False in inference; torch takes it for 0."""
+    tensors = qkv()
+    call = torch.compile(attention, backend="eager", fullgraph=True) if compiled else attention
+    for _ in range(3):
+        assert torch.equal(call(*tensors, dropout_p=False), attention(*tensors))
+        assert not call(*tensors, dropout_p=True).any()
+
+
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("M,N", [(9, 9), (5, 11), (11, 5)], ids=str)
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])

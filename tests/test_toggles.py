@@ -585,6 +585,38 @@ def test_exported_functions_keep_the_block_inside_of_them_only(strict):
     assert last_choice().kernel.name == ran() != "vendor_cpu_flash"
 
 
+def test_a_decorated_coroutine_runs_inside_of_its_block():
+    async def attend(seen):
+        for _ in range(3):
+            sdpa.scaled_dot_product_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)))
+            seen.append(last_choice().kernel.name)
+            await asyncio.sleep(0)
+
+    async def both():
+        inside, outside = [], []
+        await asyncio.gather(sdpa_kernel("math")(attend)(inside), attend(outside))
+        return set(inside), set(outside)
+
+    assert asyncio.run(both()) == ({"vendor_math"}, {"cpu_flash"})
+
+
+@pytest.mark.parametrize(
+    "block", [sdpa_kernel("math"), sdpa.patch(), sdpa.decomposed()], ids=lambda b: type(b).__name__
+)
+def test_generators_are_not_decorated(block):
+    """Their code runs after the call, when the block has ended."""
+
+    def values():
+        yield
+
+    async def awaited():
+        yield
+
+    for function in (values, awaited):
+        with pytest.raises(TypeError, match=rf"got the generator .*{function.__name__}; write the with-block"):
+            block(function)
+
+
 def test_settings_with_torchs_switches_travel_as_text():
     every = Setting(("math",), True, True, False, True, 15)
     for setting in (Setting(toggles=4), every, Setting(("flash",), toggles=0), Setting(decomposed=True)):

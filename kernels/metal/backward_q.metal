@@ -34,14 +34,15 @@ kernel void row_delta(COMMON_BUFFERS, device const ELEMENT* out [[buffer(OWN + 0
   const Rows rows = rows_of(call, e, spot.y, spot.x, int(8 * simd_index), lane);
   if (rows.count <= 0) return;
 
+  const int learning = min(rows.count, e.q_length - rows.first);
   load_tile<BLOCK_M, HEAD_D, LD_D>(q_tile, call.q + first_query(call, e, I_Q) + rows.head * n[I_Q + 1],
-                                   query_rows(call, rows, I_Q), rows.count, index);
+                                   query_rows(call, rows, I_Q), learning, index);
   load_tile<BLOCK_M, HEAD_DV, LD_DV>(grad_tile,
                                      grad_out + first_query(call, e, I_GRAD_OUT) + rows.head * n[I_GRAD_OUT + 1],
-                                     query_rows(call, rows, I_GRAD_OUT), rows.count, index);
+                                     query_rows(call, rows, I_GRAD_OUT), learning, index);
   const long place = (PACKED ? 0 : e.batch) * n[I_LSE] + rows.head * n[I_LSE + 1] + e.q_first + rows.query;
   const RowBase base = row_base_of(lse, inverse, place);
-  const float shift = delta[place];
+  const float shift = rows.query < e.q_length ? delta[place] : 0.0f;
   const Ids ids = ids_of_rows(call, e, rows, lane);
   float2 acc[BLOCK_D / 8];  // [8, D]
   UNROLL

@@ -85,18 +85,19 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
     for (int head = heads.begin; head < heads.end; ++head)
       for (int row_block = row_blocks.begin; row_block < row_blocks.end; ++row_block) {
         const Rows rows = rows_of(call, e, head, row_block, int(8 * simd_index), lane);
-        if (rows.count <= 0) continue;
+        const int learning = min(rows.count, e.q_length - rows.first);
+        if (learning <= 0) continue;
         const Range seen = visited_keys(call, e, rows.low, rows.high);
         const long place = batch * n[I_LSE] + head * n[I_LSE + 1] + rows.query;  // packed rows have no bias
         const RowBase base = row_base_of(lse, inverse, place);
-        const float shift = delta[place];
+        const float shift = rows.query < e.q_length ? delta[place] : 0.0f;
         for (int block = key_blocks.begin; block < key_blocks.end; ++block) {
           const int begin = block * BLOCK_N, count = min(BLOCK_N, seen.end - begin);
           if (count <= 0 || begin + BLOCK_N <= seen.begin) continue;
           const bool cut = is_cut(call, e, rows.low, rows.high, begin, BLOCK_N);
           threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles of the block before are no longer read
           load_tile<BLOCK_M, HEAD_D, LD_D>(left_tile, call.q + first_query(call, e, I_Q) + head * n[I_Q + 1],
-                                           query_rows(call, rows, I_Q), rows.count, index);
+                                           query_rows(call, rows, I_Q), learning, index);
           load_tile<BLOCK_N, HEAD_D, LD_D>(right_tile, call.k + first_key(call, e, I_K) + head / G * n[I_K + 1],
                                            key_rows(call, e, I_K, begin), count, index);
           threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -105,7 +106,7 @@ inline void store_tile(thread const float2* sums, threadgroup float* shared, dev
           threadgroup_barrier(mem_flags::mem_threadgroup);  // queries and keys are no longer read
           load_tile<BLOCK_M, HEAD_DV, LD_DV>(left_tile,
                                              grad_out + first_query(call, e, I_GRAD_OUT) + head * n[I_GRAD_OUT + 1],
-                                             query_rows(call, rows, I_GRAD_OUT), rows.count, index);
+                                             query_rows(call, rows, I_GRAD_OUT), learning, index);
           load_tile<BLOCK_N, HEAD_DV, LD_DV>(right_tile, call.v + first_key(call, e, I_V) + head / G * n[I_V + 1],
                                              key_rows(call, e, I_V, begin), count, index);
           threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -144,8 +144,9 @@ def forward_pass(
         work = Work(inputs, p, {}, {"OUT": rows_of(out)})
         dispatches = dispatches_of(work, "forward", size, grid, flags)
     else:
-        splits, flags = parts.shape[0], flags | {"SPLIT_KV"}
-        strides = {"OUT_SPLIT": parts.stride(0), "LSE_SPLIT": parts.stride(0) // p.Dv if p.Dv else 0}
+        splits, flags, state = parts.shape[0], flags | {"SPLIT_KV"}, tensors["part_state"]
+        assert state is not None
+        strides = {"OUT_SPLIT": parts.stride(0), "LSE_SPLIT": state.stride(0) // 2}
         split = Work(inputs, p, {}, strides | {"OUT": rows_of(parts[0])})
         x, y, z = grid
         first = dispatches_of(split, "forward", size, (x * splits, y, z), flags, SPLITS=splits)
@@ -254,7 +255,7 @@ def backward_pass(
     dispatches += dispatches_of(work, "backward_q", size, (-(-p.M // size.BLOCK_M), p.H, p.B), flags)
     size = chosen("backward_kv", p, p.N, None)
     dispatches += dispatches_of(work, "backward_kv", size, (-(-p.N // size.BLOCK_N), p.Hkv, p.B), flags)
-    if dbias is not None:
+    if dbias is not None and dbias.numel():
         size = chosen("bias_grad", p, p.M, None)
         batches, heads, M, N = dbias.shape
         tiles = (-(-p.N // size.BLOCK_N) if N > 1 else 1) * (-(-p.M // size.BLOCK_M) if M > 1 else 1)

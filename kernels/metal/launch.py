@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdpa.kernels.metal.arguments import config_of, floats_of, integers_of, view_of
 from sdpa.kernels.metal.source import FRAGMENT, ROWS_OF_COMBINE, SIMDGROUP, Config, Tiles, shared_buffers, source_of
-from sdpa.problem import AttentionInputs, AttentionProblem
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem
 
 MAX_LIBRARIES = 512
 # Operations of one dispatch. macOS ends a command buffer that keeps the GPU for some seconds, and the slowest GPU with
@@ -88,16 +88,18 @@ def dispatches_of(
     work: Work, name: str, tiles: Tiles, grid: Grid, flags: frozenset[str] = frozenset(), **integers: int
 ) -> list[Dispatch]:
     """The dispatches of one kernel: several where it computes for long, of some entries, else heads, else blocks."""
+    p = work.problem
     file = {"combine": "forward", "row_delta": "backward_q"}.get(name, name)
     config = config_of(file, work.inputs, tiles, flags, work.beside)
     function = getattr(library_of(config), name)
     names = (*shared_buffers(config.flags), *OWN[name])
     threads = ROWS_OF_COMBINE * SIMDGROUP if name in BY_ROW else threads_of(config)
     splits = integers.get("SPLITS", 1) if name == "forward" else 1  # of a block, which stay together
-    parts = [((0, 0, 0), grid)] if name in (*BY_ROW, "weights") else parts_of(grid, splits, work.problem.flops())
+    most = most_flops_of_one(name, p, tiles, grid, "GROUPED" in flags)
+    parts = [((0, 0, 0), grid)] if name in BY_ROW else parts_of(grid, splits, most)
     found = []
     for first, part in parts:
-        numbers = integers_of(work.inputs, work.problem, **work.strides, **integers, FIRST=first)
+        numbers = integers_of(work.inputs, p, **work.strides, **integers, FIRST=first)
         given = (numbers, floats_of(work.inputs))
         found.append(Dispatch(function, names, len(OWN[name]), given, part, threads, config.vector, len(parts) > 1))
     return found
@@ -107,11 +109,40 @@ def threads_of(config: Config) -> int:
     return config.rows // FRAGMENT * SIMDGROUP
 
 
-def parts_of(grid: Grid, unit: int, flops: float) -> list[tuple[Grid, Grid]]:
-    """(first, size) of parts of a grid that share its work, none with more than MOST_FLOPS: whole planes of x and y,
-    else whole lines of x, else multiples of `unit` threadgroups, one of them at least."""
+def most_flops_of_one(name: str, problem: AttentionProblem, tiles: Tiles, grid: Grid, grouped: bool = False) -> float:
+    """Operations of the threadgroup of a kernel that has the most. One of `weights` or `bias_grad` may lie whole inside
+    of the band; one of the others visits what its rows, or keys in `backward_kv`, see, whatever the lengths are."""
+    p = problem._replace(D=-(-problem.D // FRAGMENT) * FRAGMENT, Dv=-(-problem.Dv // FRAGMENT) * FRAGMENT)
     x, y, z = grid
-    most = int(x * y * z * MOST_FLOPS / max(1.0, flops))  # threadgroups
+    average, rows = p.dense_flops() / max(1, x * y * z), p.G * p.M if grouped else p.M
+    of_rows, of_keys = average * fullest(rows, tiles.BLOCK_M), average * fullest(p.N, tiles.BLOCK_N)
+    if name in ("weights", "bias_grad"):
+        return of_rows * fullest(p.N, tiles.BLOCK_N)
+    by_keys = name == "backward_kv"
+    whole, block, visited, others = (
+        (of_keys, tiles.BLOCK_N, p.M, p.N) if by_keys else (of_rows, p.M if grouped else tiles.BLOCK_M, p.N, p.M)
+    )
+    if "prefix" in p.features:
+        return whole
+    seen = visited
+    if UNLIMITED not in (p.left, p.right):
+        seen = min(seen, p.left + p.right + block)
+    corner = p.left if p.bottom_right != by_keys else p.right
+    if corner != UNLIMITED:
+        seen = min(seen, others + corner)  # all of them lie so near to the corner that the band starts from
+    return whole * seen / max(1, visited)
+
+
+def fullest(count: int, block: int) -> float:
+    """The elements of a full block beside the average of all blocks, of which the last may be part of one."""
+    return -(-count // block) * min(block, count) / max(1, count)
+
+
+def parts_of(grid: Grid, unit: int, flops: float) -> list[tuple[Grid, Grid]]:
+    """(first, size) of parts of a grid whose threadgroups have `flops` operations at most, none with more than
+    MOST_FLOPS: whole planes of x and y, else whole lines of x, else multiples of `unit` threadgroups, one at least."""
+    x, y, z = grid
+    most = int(MOST_FLOPS / max(1.0, flops))  # threadgroups
     step_x = max(unit, min(x, most // unit * unit))
     step_y = max(1, min(y, most // max(1, x)))
     step_z = max(1, min(z, most // max(1, x * y)))

@@ -31,10 +31,11 @@ struct Range {
   int begin, end;
 };
 
+// An empty range ends at 0, before every block.
 inline Range range_of(int begin, int end) {
   Range found;
-  found.begin = begin;
-  found.end = max(begin, end);
+  found.begin = begin < end ? begin : 0;
+  found.end = begin < end ? end : 0;
   return found;
 }
 

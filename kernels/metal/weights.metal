@@ -9,15 +9,16 @@
   threadgroup ELEMENT q_tile[BLOCK_M * LD_D];
   threadgroup ELEMENT k_tile[BLOCK_N * LD_D];
   const Call call = CALL;
-  const int H = int(n[I_H]), G = int(n[I_G]), own = int(group.z) % H;
-  const Entry e = entry_of(call, AVERAGED ? int(group.z) : int(group.z) / H);
-  const int begin = int(group.x) * BLOCK_N, keys = min(BLOCK_N, e.keys - begin);
+  const Place spot = place_of(call, group);
+  const int H = int(n[I_H]), G = int(n[I_G]), own = spot.z % H;
+  const Entry e = entry_of(call, AVERAGED ? spot.z : spot.z / H);
+  const int begin = spot.x * BLOCK_N, keys = min(BLOCK_N, e.keys - begin);
   float2 sums[BLOCK_N / 8];  // [8, BLOCK_N]
   UNROLL
   for (int b = 0; b < BLOCK_N / 8; ++b) sums[b] = float2(0.0f);
   Rows rows;
   for (int head = AVERAGED ? 0 : own; head < (AVERAGED ? H : own + 1); ++head) {
-    rows = rows_of(call, e, head, int(group.y), int(8 * simd_index), lane);
+    rows = rows_of(call, e, head, spot.y, int(8 * simd_index), lane);
     const Range seen = visited_keys(call, e, rows.low, rows.high);
     if (begin >= seen.end || begin + keys <= seen.begin) continue;
     const int count = min(keys, seen.end - begin);

@@ -21,7 +21,8 @@ bool is_number_or_none(PyObject* object) { return object == Py_None || is_number
 
 bool is_usual(const Call& call) {
   return PyBool_Check(call.is_causal) && PyBool_Check(call.enable_gqa) && PyBool_Check(call.returns_lse) &&
-         is_number(call.dropout_p) && is_number_or_none(call.scale) && is_number_or_none(call.softcap);
+         (is_number(call.dropout_p) || PyBool_Check(call.dropout_p)) && is_number_or_none(call.scale) &&
+         is_number_or_none(call.softcap);
 }
 
 // Whether a mode or forward mode stands between the call and its kernel; -1 with an exception. The guards see

@@ -115,7 +115,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): DENSE,
     (
         "bias_grad",
-        "bound: `<=` -> `<` in: if (rows.count <= 0) continue;",
+        "bound: `<=` -> `<` in: if (learning <= 0) continue;",
     ): NONE,
     (
         "bias_grad",

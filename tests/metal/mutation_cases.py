@@ -166,24 +166,34 @@ def drawn_probability() -> AttentionInputs:
     return inputs._replace(dropout_p=int(words.median()) / 2**32)
 
 
-def behind_lengths() -> list[Comparison]:
-    """What lies behind the lengths changes nothing: not the bits, and no NaN comes from there."""
-    draw = Draw(Case(), 10)
-    q, k, v, grad_out = (draw.normal(3, 2, rows, 16) for rows in (50, 90, 90, 50))
-    ends = torch.tensor([40, 64, 70])
-    hidden = (torch.arange(90) >= ends[:, None])[:, None, :, None]
-    found = []
-    for value in (0.0, torch.nan):
-        keys, values = k.masked_fill(hidden, value), v.masked_fill(hidden, value)
-        inputs = build_inputs(q, keys, values, Options(Mask(lengths=ends)))
-        forward, backward = (AttentionProblem.of(inputs, d, frozenset({"lse"})) for d in ("forward", "backward"))
-        results = flash.forward(inputs, forward)
-        found.append((*results, *flash.backward(inputs, results, Results(grad_out, None), backward)[:3]))
-    names = ("out", "lse", "grad_q", "grad_k", "grad_v")
-    return [
-        Comparison(f"{name} behind lengths", 0.0 if torch.equal(a, b) else float("inf"), 0.0)
-        for name, a, b in zip(names, *found, strict=True)
-    ]
+def behind_lengths(*bias: int, **options) -> Callable[[], list[Comparison]]:
+    """What lies behind the lengths changes nothing: not the bits, and no NaN comes from there. With the gradient of a
+    bias of those sizes."""
+
+    def run():
+        draw = Draw(Case(), 10)
+        q, k, v, grad_out = (draw.normal(3, 2, rows, 16) for rows in (50, 90, 90, 50))
+        ends, rows = torch.tensor([40, 64, 7]), torch.tensor([50, 33, 20])
+        extra = {"bias": draw.normal(*bias), "query_lengths": rows} if bias else {}
+        hidden = (torch.arange(90) >= ends[:, None])[:, None, :, None]
+        unseen = (torch.arange(50) >= rows[:, None])[:, None, :, None] & bool(bias)
+        found = []
+        for value in (0.0, torch.nan):
+            keys, values = k.masked_fill(hidden, value), v.masked_fill(hidden, value)
+            queries, upstream = q.masked_fill(unseen, value), grad_out.masked_fill(unseen, value)
+            inputs = build_inputs(queries, keys, values, Options(Mask(lengths=ends, **extra, **options)))
+            asked = frozenset({"lse"} | ({"bias_grad"} if bias else set()))
+            forward, backward = (AttentionProblem.of(inputs, d, asked) for d in ("forward", "backward"))
+            results = flash.forward(inputs, forward._replace(features=forward.features - {"bias_grad"}))
+            gradients = flash.backward(inputs, results, Results(upstream, None), backward)
+            found.append((*results, *(t for t in gradients if t is not None)))
+        names = ("out", "lse", "grad_q", "grad_k", "grad_v", *(("grad_bias",) if bias else ()))
+        return [
+            Comparison(f"{name} behind lengths", 0.0 if torch.equal(a, b) else float("inf"), 0.0)
+            for name, a, b in zip(names, *found, strict=True)
+        ]
+
+    return run
 
 
 def hidden_of_heads() -> AttentionInputs:
@@ -249,6 +259,16 @@ def pages(M: int) -> list[Comparison]:
         compare(name, getattr(got, name), getattr(wanted, name), getattr(plain, name), 60, 1e-6)
         for name in ("out", "lse")
     ]
+
+
+def values_of_nothing() -> list[Comparison]:
+    """The log-sum-exp of keys that are split, of which there is no output."""
+    draw = Draw(Case(), 3)
+    inputs = build_inputs(draw.normal(1, 2, 3, 16), draw.normal(1, 2, 1024, 16), torch.empty(1, 2, 1024, 0), Options())
+    got = flash.forward(inputs, AttentionProblem.of(inputs, "forward", frozenset({"lse"}))).lse
+    assert got is not None
+    error = (got.double() - lse_of(reference(inputs))).abs().max()
+    return [Comparison("lse", float(error), 1e-5)]
 
 
 def of_lse() -> list[Comparison]:
@@ -427,7 +447,16 @@ CASES = [
     Checked("documents", BACKWARD, given(documents)),
     Checked("last row apart", BACKWARD, given(last_row_apart)),
     Checked("hidden of heads", BACKWARD, given(hidden_of_heads)),
-    Checked("behind lengths", BACKWARD, behind_lengths),
+    Checked("behind lengths", BACKWARD, behind_lengths()),
+    *(
+        Checked(
+            f"behind lengths, bias of {sizes}",
+            ("row_base", *BACKWARD, "bias_grad"),
+            behind_lengths(*sizes, window=(9, 5)),
+        )
+        for sizes in ((3, 1, 50, 90), (1, 2, 1, 90))
+    ),
+    Checked("values of size 0, split", ("forward",), values_of_nothing),
     *(
         Checked(f"bias of a row in tiles of {M} x {N}", ("bias_grad",), tiled(M, N, given(bias_of(1, 4, 1, 45), True)))
         for M, N in ((16, 32), (32, 16))
@@ -471,6 +500,12 @@ CASES = [
             tiled(M, N, given(lambda: biased(edges(90, Mask(window=(11, 2)))(), 1, 1, 70, 90), True)),
         )
         for M, N in ((16, 32), (32, 8))
+    ),
+    *(
+        Checked(
+            f"weights in parts{' on average' * average}", ("weights",), in_parts(weights("none", average, M=37, N=70))
+        )
+        for average in (False, True)
     ),
     Checked("in parts", ("row_base", *BACKWARD, "bias_grad"), in_parts(dense(**SIZES, **EVERYTHING))),
     Checked("no head", BACKWARD, dense(B=1, H=2, Hkv=1, M=9, N=11, D=0, Dv=8)),

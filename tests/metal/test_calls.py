@@ -16,7 +16,7 @@ from sdpa import Mask
 from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.metal import flash, launch, source
-from sdpa.problem import AttentionProblem
+from sdpa.problem import UNLIMITED, AttentionProblem
 
 NAME = "metal_flash"
 
@@ -170,7 +170,7 @@ def test_parts_of_a_grid(grid, monkeypatch):
     monkeypatch.setattr(launch, "MOST_FLOPS", 100)
     count = grid[0] * grid[1] * grid[2]
     for unit in (1, 2) if grid[0] % 2 == 0 else (1,):
-        for flops in (1, 99, 101, 350, 1000, 5000, 10**6):
+        for flops in (1e-3, 0.3, 1, 24, 26, 99, 101, 10**6):
             parts = launch.parts_of(grid, unit, flops)
             seen = [
                 tuple(f + o for f, o in zip(first, other, strict=True))
@@ -179,8 +179,37 @@ def test_parts_of_a_grid(grid, monkeypatch):
             ]
             assert sorted(seen) == sorted(product(*map(range, grid)))
             for first, (x, y, z) in parts:
-                assert first[0] % unit == 0 and (x * y * z <= unit or x * y * z * flops <= 100 * count)
-            assert len(parts) <= max(1.0, 4 * flops / 100)
+                assert first[0] % unit == 0 and (x * y * z <= unit or x * y * z * max(1, flops) <= 100)
+            assert len(parts) <= max(1, min(count, 4 * count * max(1, flops) / 100))
+
+
+BANDS = [
+    (UNLIMITED, UNLIMITED, False), (UNLIMITED, 0, False), (UNLIMITED, 0, True), (7, 0, False), (3, 9, True),
+    (20, UNLIMITED, False), (20, UNLIMITED, True), (UNLIMITED, 5, False), (500, 500, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("M,N", [(64, 64), (33, 160), (160, 17), (48, 96), (5, 200)], ids=str)
+@pytest.mark.parametrize("left,right,bottom_right", BANDS, ids=str)
+def test_no_threadgroup_has_more_than_the_most(M, N, left, right, bottom_right):
+    """Parts of a causal call, whose last rows have twice the average, keep their limit; and it is no wild guess."""
+    q, k = draw(1, 2, M, 8), draw(1, 1, N, 8)
+    problem = AttentionProblem.of(build_inputs(q, k, k, Options(enable_gqa=True)), "forward")
+    problem = problem._replace(left=left, right=right, bottom_right=bottom_right)
+    row, key = torch.arange(M)[:, None] + (N - M if bottom_right else 0), torch.arange(N)
+    seen = ((left == UNLIMITED) | (key >= row - left)) & ((right == UNLIMITED) | (key <= row + right))
+    size, pair = source.Tiles(16, 16, 0), 4 * 8
+    own, grouped, keys = seen.split(16), torch.cat([seen, seen]).split(16), seen.T.split(16)
+    all_see = seen.any(0, keepdim=True)
+    for name, count, most in (
+        ("forward", 2 * len(own), max(len(block) * int(block.any(0).sum()) for block in own)),
+        ("grouped", len(grouped), max(len(block) for block in grouped) * int(all_see.sum())),
+        ("backward_kv", len(keys), 2 * max(len(block) * int(block.any(0).sum()) for block in keys)),
+        ("weights", 2 * len(own) * len(keys), min(16, M) * min(16, N)),
+    ):
+        kernel = {"grouped": "forward"}.get(name, name)
+        found = launch.most_flops_of_one(kernel, problem, size, (count, 1, 1), name == "grouped")
+        assert most * pair <= found * (1 + 1e-9) and found <= 2 * most * pair, name
 
 
 @pytest.mark.parametrize(
@@ -213,6 +242,17 @@ def test_the_gradient_of_a_bias_that_repeats_is_the_work_of_many(shape, monkeypa
         assert sum(x * y * z for x, y, z in grids) >= 8
         assert (len(grids) > 1) == (most < 1e12)
     clear_caches()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 0), (1, 1, 1, 0), (2, 4, 1, 0), (1, 1, 5, 0), (1, 1, 5, 1)], ids=str)
+def test_the_gradient_of_a_bias_of_no_keys(shape):
+    """There are results: sinks alone are seen."""
+    tensors = [t.requires_grad_() for t in (*qkv(M=5, N=0), torch.zeros(shape), draw(4))]
+
+    def attend(kernel):
+        return sdpa.scaled_dot_product_attention(*tensors[:4], sinks=tensors[4], kernel=kernel)
+
+    close(*(torch.autograd.grad(attend(kernel), tensors, draw(2, 4, 5, 16)) for kernel in (NAME, "cpu_flash")))
 
 
 def test_flags_are_those_of_the_code():
@@ -252,6 +292,22 @@ def test_modules_train(served):
     wanted.backward()
     close([loss], [wanted])
     close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_long_weights_are_several_dispatches(averaged, monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(1))
+    inputs = build_inputs(*qkv(M=100, N=90), Options())
+    problem = AttentionProblem.of(inputs, "weights", frozenset({"averaged"} if averaged else ()))
+    lse = (inputs.q @ inputs.k.mT * inputs.scale).logsumexp(-1)
+    wanted = flash.weights(inputs, lse, problem)
+    for most in (1e3, 1e5):
+        waits.clear()
+        monkeypatch.setattr(launch, "MOST_FLOPS", most)
+        assert torch.equal(flash.weights(inputs, lse, problem), wanted)
+        assert len(waits) > 1
+    close([wanted.sum(-1)], [torch.ones(wanted.shape[:-1])])
 
 
 def test_weights_of_a_module():
