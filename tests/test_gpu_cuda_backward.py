@@ -277,7 +277,7 @@ def test_what_it_has_no_backward_of_is_a_reason_and_another_kernels_work():
     ):
         assert any(words in reason for reason in kernel.why_not(small._replace(**changes)))
     chosen = sdpa.explain(q, q, q, direction="backward", kernel="cuda_flash").chosen
-    assert chosen is not None and chosen.kernel.name != "cuda_flash"
+    assert chosen not in (None, "cuda_flash")
     tensors = [q.clone().requires_grad_() for _ in range(3)]
     found, wanted = (
         torch.autograd.grad(sdpa.scaled_dot_product_attention(*tensors, kernel=name), tensors, torch.ones_like(q))
