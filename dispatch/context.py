@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from functools import lru_cache, partial, wraps
-from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, isroutine
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -133,12 +133,13 @@ class Block:
 def inside_of(make: Callable[[], Any], function: Function) -> Function:
     """The function, or coroutine, inside of a block that `make` makes at each call. A generator is refused: it runs
     after its call, when the block has ended."""
-    if isgeneratorfunction(function) or isasyncgenfunction(function):
+    runs = run_by(function)
+    if isgeneratorfunction(runs) or isasyncgenfunction(runs):
         raise TypeError(
-            f"a kernel setting decorates functions and coroutines, got the generator {function.__qualname__}; write "
-            "the with-block inside of it"
+            f"a kernel setting decorates functions and coroutines, got the generator {runs.__qualname__}; write the "
+            "with-block inside of it"
         )
-    if iscoroutinefunction(function):
+    if iscoroutinefunction(runs):
 
         @wraps(function)
         async def awaited(*args: Any, **options: Any) -> Any:
@@ -155,6 +156,14 @@ def inside_of(make: Callable[[], Any], function: Function) -> Function:
 
     same: Any = inside  # called as the function is
     return same
+
+
+def run_by(called: Any) -> Any:
+    """The function behind a partial, a static or bound method, or an object that can be called."""
+    while isinstance(called, partial):
+        called = called.func
+    called = getattr(called, "__func__", called)
+    return called if isroutine(called) or isinstance(called, type) else type(called).__call__
 
 
 class PerCall(ContextDecorator):

@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -63,7 +63,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Run = Callable[..., Sequence[Any]]  # (query, key, value, mask, sinks, places) -> (out, lse), or the weights for lse
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-grad_enabled = torch.is_grad_enabled
 
 
 class Request(NamedTuple):
@@ -140,7 +139,7 @@ def unrecognised(
             # fmt: off
             state = (kind.name, form, dropout_p, is_causal, scale, enable_gqa, softcap, returns_lse, kernel,
                      CURRENT.get() and current_text(), flash_enabled(), efficient_enabled(), math_enabled(),
-                     cudnn_enabled(), deterministic(), grad_enabled())
+                     cudnn_enabled(), deterministic(), is_grad_enabled(), is_inference_mode_enabled())
             # fmt: on
             hash(state)
             facts = facts_of((query, key, value, *others))
@@ -234,7 +233,8 @@ configure(
     cudnn_enabled=cudnn_enabled,
     deterministic=deterministic,
     float32_precision=float32_precision,
-    grad_enabled=grad_enabled,
+    grad_enabled=is_grad_enabled,
+    inference_mode=is_inference_mode_enabled,
     parts_of=parts_of,
     recent=CALLS.recent,
     tensor_type=Tensor,
@@ -291,7 +291,7 @@ def prepare(request: Request) -> Run | None:
     if is_empty(form):
         return None
     gather, restore, rows = steps(kind, call, inputs, form, returns_lse)
-    learns = grad_enabled() and any(t.requires_grad for t in learned(call))
+    learns = is_grad_enabled() and not is_inference_mode_enabled() and any(t.requires_grad for t in learned(call))
     attend: Run
     if kind.average is not None:
         attend = PreparedWeights(form, learns, kind.average, setting).attend
@@ -375,10 +375,10 @@ def operator_results(request: Request, setting: str) -> Sequence[Any]:
         return decomposed_operators(kind, call, form, inputs, request.returns_lse)
     if kind.average is not None:
         out, lse = call_forward(form, True, setting)
-        return without_weights((out, call_weights(form, lse, kind.average, setting)), call.options)
+        return without_weights((out, call_weights(form, lse, kind.average, setting)), call.options.dropout_p)
     out, lse = call_forward(form, request.returns_lse, setting)
     results = results_of(Results(out, lse if request.returns_lse else None), form, inputs)
-    return dropped(kind.restore(results, *call[:3]), call.options)
+    return dropped(kind.restore(results, *call[:3]), call.options.dropout_p)
 
 
 def decomposed_operators(
@@ -388,9 +388,10 @@ def decomposed_operators(
     if kind.average is not None:
         results = decomposed_results(form, True)
         assert results.lse is not None
-        return without_weights((results.out, composite_weights(form, results.lse, kind.average)), call.options)
+        weights = composite_weights(form, results.lse, kind.average)
+        return without_weights((results.out, weights), call.options.dropout_p)
     found = results_of(decomposed_results(form, returns_lse), form, inputs)
-    return dropped(kind.restore(found, *call[:3]), call.options)
+    return dropped(kind.restore(found, *call[:3]), call.options.dropout_p)
 
 
 def tensors_among(call: Call) -> tuple[Any, ...]:

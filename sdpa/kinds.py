@@ -111,17 +111,17 @@ WEIGHTS = {
 }
 
 
-def dropped(results: Results, options: Options) -> Results:
+def dropped(results: Results, dropout_p: float) -> Results:
     """The results with an output of zeros where dropout_p is 1; kernels take probabilities below 1 only."""
-    if options.dropout_p != 1.0:
+    if dropout_p != 1.0:
         return results
     return Results(torch.nn.functional.dropout(results.out, 1.0), results.lse)
 
 
-def without_weights(results: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
+def without_weights(results: Sequence[Tensor], dropout_p: float) -> tuple[Tensor, Tensor]:
     """The same for an output and its weights."""
     out, weights = results
-    if options.dropout_p != 1.0:
+    if dropout_p != 1.0:
         return out, weights
     return torch.nn.functional.dropout(out, 1.0), torch.zeros_like(weights)
 
@@ -132,13 +132,13 @@ def steps(
     """(gather, restore, rows) of a prepared call.
 
     `inputs` is the normalised call, `form` what the device's kernels take in its place. `rows` says whether the form's
-    tensors begin with rows (T, H, D).
+    tensors begin with rows (T, H, D). What is returned outlives the call, and holds none of its tensors.
     """
     if kind.average is not None:
         plain = inputs.bias is None
         gather = gather_dense(call, inputs) if plain else gather_any(kind, call, form)
         all_dropped = call.options.dropout_p == 1.0
-        return gather, (lambda results, *_: without_weights(results, call.options)) if all_dropped else None, False
+        return gather, (lambda results, *_: without_weights(results, 1.0)) if all_dropped else None, False
     if kind is DENSE:
         return gather_dense(call, inputs), restore_dense(call), False
     mask: Any = call.options.attn_mask  # a Mask
@@ -200,12 +200,12 @@ def fit_tensor(mask: Tensor, lead: Sequence[int]) -> Tensor:
 
 def restore_dense(call: Call) -> Restore:
     query, key, value, options, _ = call
-    all_dropped = options.dropout_p == 1.0
-    if query.dim() == key.dim() == value.dim() == 4 and not all_dropped:
+    dropout_p = options.dropout_p
+    if query.dim() == key.dim() == value.dim() == 4 and dropout_p != 1.0:
         return None
 
     def restore(results: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Results:
-        return dropped(restore_rank(as_results(results), query, key, value), options)
+        return dropped(restore_rank(as_results(results), query, key, value), dropout_p)
 
     return restore
 
@@ -219,7 +219,7 @@ def as_results(results: Sequence[Any]) -> Results:
 
 def gather_any(kind: Kind, call: Call, form: AttentionInputs) -> Gather:
     """The form's tensors by normalising the call again, without its checks."""
-    options = call.options
+    options = call.options._replace(attn_mask=None, sinks=None)
     places_of = [place for place, value in enumerate(form) if isinstance(value, Tensor)]
     alike = form.cu_q is not None and form.cu_q is form.cu_k
 
@@ -322,12 +322,12 @@ def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs
 
 def restore_rows(call: Call, returns_lse: bool) -> Restore:
     """The same where the output already consists of rows."""
-    options = call.options
-    if not returns_lse and options.dropout_p != 1.0:
+    all_dropped = call.options.dropout_p == 1.0
+    if not returns_lse and not all_dropped:
         return None
 
     def restore(results: Sequence[Tensor], *_: Any) -> Sequence[Tensor | None]:
-        out = torch.nn.functional.dropout(results[0], 1.0) if options.dropout_p == 1.0 else results[0]
+        out = torch.nn.functional.dropout(results[0], 1.0) if all_dropped else results[0]
         return out, results[1].squeeze(0) if returns_lse else None
 
     return restore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from typing import Any
 
@@ -22,6 +23,13 @@ def shown(value: object) -> str:
     if isinstance(value, Tensor) or type_name(value) == "numpy.ndarray":
         return f"a {type_name(value)} of shape {tuple(getattr(value, 'shape', ()))}"
     return repr(value)
+
+
+def is_scalar(value: object) -> bool:
+    """Whether torch takes a value for a float: a number of any library, a bool, a tensor without dimensions."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) or type_name(value) in NUMPY_BOOLS
 
 
 def as_int(value: Any) -> Any:

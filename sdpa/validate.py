@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sdpa.mask import Mask
-from sdpa.scalars import as_int, conversion, shown, type_name
+from sdpa.scalars import as_int, conversion, is_scalar, shown, type_name
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MIN_RANK = 2
@@ -262,7 +262,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
-    if not isinstance(dropout_p, (numbers.Real, torch.SymFloat)):
+    if not is_scalar(dropout_p):
         raise TypeError(f"dropout_p must be a number between 0 and 1, but got {shown(dropout_p)}")
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
@@ -270,7 +270,7 @@ def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
         raise TypeError(
             f"scale must be a number or a 0-dimensional tensor, but got a tensor of shape {tuple(scale.shape)}"
         )
-    if scale is not None and not isinstance(scale, (numbers.Real, Tensor, torch.SymFloat, torch.SymInt)):
+    if scale is not None and not is_scalar(scale):
         raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type_name(scale)}")
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")

@@ -328,6 +328,59 @@ def test_gradients_reach_what_autocast_cast():
         torch.testing.assert_close(found, wanted)
 
 
+MASKED = {
+    "bias": lambda: torch.randn(5, 5),
+    "bool": lambda: torch.rand(5, 5) > 0.3,
+    "bias of a mask": lambda: sdpa.Mask(bias=torch.randn(5, 5)),
+    "lengths": lambda: sdpa.Mask(causal=True, lengths=integers(3)),
+    "none": lambda: None,
+}
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8), (1, 1, 5, 8), (1, 1, 1, 5, 8)], ids=str)
+@pytest.mark.parametrize("mask", MASKED)
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 1.0}, {"return_lse": True}], ids=str)
+def test_what_is_remembered_holds_no_tensor(shape, mask, options):
+    """Of a call of any rank: not its mask, whose graph may be large, and not its sinks."""
+    held = []
+    for _ in range(3):
+        tensors, given, sinks = [torch.randn(shape) for _ in range(3)], MASKED[mask](), torch.randn(1)
+        attend(*tensors, given, sinks=sinks, **options)
+        inside = (given.bias, given.lengths) if isinstance(given, sdpa.Mask) else (given,)
+        held += [weakref.ref(t) for t in (*tensors, *inside, sinks) if t is not None]
+        del tensors, given, sinks, inside
+    gc.collect()
+    assert not [ref for ref in held if ref() is not None]
+
+
+def test_what_is_remembered_of_modules_and_documents_holds_no_tensor():
+    module, held = sdpa.nn.MultiheadAttention(16, 2, batch_first=True), []
+    for _ in range(3):
+        x, mask, sinks = torch.randn(1, 4, 16), torch.randn(4, 4), torch.randn(2)
+        module(x, x, x, attn_mask=mask, need_weights=True)
+        rows, ends = torch.randn(7, 2, 8), integers(0, 3, 7)
+        sdpa.varlen_attention(rows, rows, rows, ends, ends, 4, 4, sinks=sinks)
+        held += [weakref.ref(t) for t in (x, mask, sinks, rows, ends)]
+        del x, mask, sinks, rows, ends
+    gc.collect()
+    assert not [ref for ref in held if ref() is not None]
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 2, 5, 8)], ids=str)
+def test_gradients_that_are_enabled_inside_of_inference(shape):
+    """Nothing is recorded there, as torch records nothing; calls outside are others."""
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    for learned in (torch.nn.Parameter(q), q.clone().requires_grad_()):
+        for _ in range(3):
+            with torch.inference_mode(), torch.enable_grad():
+                inside = attend(learned, k, v)
+                with torch.inference_mode(False):
+                    between = attend(learned, k, v)
+            outside = attend(learned, k, v)
+            assert [out.requires_grad for out in (inside, between, outside)] == [False, True, True]
+            assert inside.is_inference() and torch.equal(inside, outside)
+
+
 def test_requires_grad_and_modes_of_it():
     q, k, v = qkv()
     learned = q.clone().requires_grad_()

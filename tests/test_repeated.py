@@ -355,9 +355,10 @@ def test_what_is_not_plain_is_not_recognised():
         return repeated.recognise(entry.DENSE, tensors, options, returns_lse, None, None)
 
     assert torch.is_tensor(ask())
-    assert torch.is_tensor(ask(options=(None, 0, *options[2:])))  # the same number
+    for zero in (0, False):  # the same number
+        assert torch.is_tensor(ask(options=(None, zero, *options[2:])))
     for place, value in (
-        (1, False),
+        (1, True),
         (1, 1),
         (1, "0"),
         (2, 1),

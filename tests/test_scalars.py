@@ -70,6 +70,17 @@ def test_length_of_a_cache():
     assert decoder.new_cache(torch.randn(3, 2, 8), np.int64(6)).max_length == 6
 
 
+@pytest.mark.parametrize("zero", [np.bool_(False), torch.tensor(0.0), torch.tensor(0)], ids=repr)
+def test_what_torch_takes_for_a_float(zero):
+    """Bools of NumPy and tensors without dimensions, as dropout_p and as scale."""
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    assert torch.equal(attention(q, k, v, dropout_p=zero), attention(q, k, v))
+    one = zero == 0
+    found = [f(q, k, v, scale=one) for f in (attention, F.scaled_dot_product_attention)]
+    torch.testing.assert_close(*found)
+    assert not attention(q, k, v, dropout_p=one).any()
+
+
 NUMPY_BOOL = f"numpy.{type(np.bool_(True)).__name__}"
 # name: (call, exception, what it says)
 REFUSED = {

@@ -592,12 +592,17 @@ def test_a_decorated_coroutine_runs_inside_of_its_block():
             seen.append(last_choice().kernel.name)
             await asyncio.sleep(0)
 
-    async def both():
+    class Called:
+        async def __call__(self, seen):
+            await attend(seen)
+
+    async def both(function):
         inside, outside = [], []
-        await asyncio.gather(sdpa_kernel("math")(attend)(inside), attend(outside))
+        await asyncio.gather(sdpa_kernel("math")(function)(inside), attend(outside))
         return set(inside), set(outside)
 
-    assert asyncio.run(both()) == ({"vendor_math"}, {"cpu_flash"})
+    for function in (attend, staticmethod(attend), partial(attend), Called()):
+        assert asyncio.run(both(function)) == ({"vendor_math"}, {"cpu_flash"})
 
 
 @pytest.mark.parametrize(
@@ -612,8 +617,15 @@ def test_generators_are_not_decorated(block):
     async def awaited():
         yield
 
-    for function in (values, awaited):
-        with pytest.raises(TypeError, match=rf"got the generator .*{function.__name__}; write the with-block"):
+    class Called:
+        def __call__(self):
+            yield
+
+    for function, name in (
+        (values, "values"), (awaited, "awaited"), (partial(values), "values"), (staticmethod(values), "values"),
+        (Called(), "Called.__call__"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"got the generator .*{name}; write the with-block"):
             block(function)
 
 

@@ -99,8 +99,8 @@ PyObject* state_of(const Call& call, PyObject* form) {
                        call.softcap,
                        call.returns_lse,
                        call.kernel};
-  PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled,
-                          parts.cudnn_enabled, parts.deterministic,     parts.grad_enabled};
+  PyObject* switches[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled,  parts.cudnn_enabled,
+                          parts.deterministic, parts.grad_enabled,      parts.inference_mode};
   constexpr Py_ssize_t kGiven = sizeof(given) / sizeof(*given), kSwitches = sizeof(switches) / sizeof(*switches);
   Ref found[kSwitches + 1];
   PyObject* parts_of_state[kGiven + kSwitches + 1];

@@ -48,7 +48,7 @@ class Ref {
 };
 
 // What `configure` is handed: functions and objects of torch's and ours, by name.
-#define SDPA_STATE(X) X(function_modes) X(dispatch_modes) X(forward_ad) X(grad_enabled)
+#define SDPA_STATE(X) X(function_modes) X(dispatch_modes) X(forward_ad) X(grad_enabled) X(inference_mode)
 #define SDPA_TOGGLES(X) X(flash_enabled) X(efficient_enabled) X(math_enabled) X(cudnn_enabled) X(deterministic)
 #define SDPA_OTHERS(X) X(autocast_dtype) X(float32_precision) X(current) X(current_text)
 #define SDPA_CALLS(X) X(parts_of) X(recent) X(last) X(tensor_type) X(parameter_type)
