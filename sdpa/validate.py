@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,7 +261,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def check_numbers(dropout_p: float, scale: object, softcap: object) -> None:
+def check_numbers(dropout_p: float, scale: object, softcap: Any) -> None:
     if not is_scalar(dropout_p):
         raise TypeError(f"dropout_p must be a number between 0 and 1, but got {shown(dropout_p)}")
     if not 0.0 <= dropout_p <= 1.0:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +14,13 @@ from nn_helpers import CAUSAL, CLOSE, PAD, additive, built, decoders, encoders, 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import sdpa
 import sdpa.nn
 from sdpa.testing import ERROR_FACTOR
 
 HEAD_MASK = randn(3 * 2, 5, 5) > 0.8
-ACTIVATIONS = ("relu", "gelu", F.silu, torch.nn.GELU(), torch.nn.ReLU())
+TANH_GELU = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = ("relu", "gelu", F.relu, F.silu, torch.tanh, TANH_GELU, torch.nn.GELU(), torch.nn.ReLU())
 modes = pytest.mark.parametrize("training", (True, False), ids=("train", "eval"))
 
 
@@ -196,6 +201,97 @@ def test_dropped_weights_are_those_of_the_output(recording):
     assert not (attention.eval()(x, x, x)[1] == 0).any()
 
 
+# Hooks that raise before the one which routes a model's functional calls
+
+
+def is_routed():
+    """Whether what is called as torch's function changes our last choice."""
+    x = torch.zeros(1, 1, 2, 4)
+    sdpa.scaled_dot_product_attention(x, x, x, kernel="math")
+    F.scaled_dot_product_attention(x, x, x)
+    return sdpa.last_choice().kernel.name != "math"
+
+
+class Around(torch.nn.Module):
+    """Has a module refuse its call and goes on; on another device as well."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.seen = inner, []
+
+    def forward(self, x):
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                refused(self.inner)
+                self.seen.append(torch.empty(1).device.type == device)
+        self.seen.append(is_routed())
+        if not x.any():
+            raise RuntimeError("on purpose")
+
+
+def refused(module):
+    with pytest.raises(ValueError, match="before ours"):
+        module(None)
+
+
+@pytest.fixture(params=("prepended", "global"))
+def routed(request):
+    """Makes a module's functional calls ours, and a call with nothing raise before that."""
+    handles = []
+
+    def refuse(module, inputs):
+        if inputs == (None,):
+            raise ValueError("before ours")
+
+    def make(module):
+        sdpa.nn.accelerate(module, functional=True)
+        if request.param == "prepended":
+            handles.append(module.register_forward_pre_hook(refuse, prepend=True))
+        return module
+
+    if request.param == "global":
+        handles.append(torch.nn.modules.module.register_module_forward_pre_hook(refuse))
+    yield make
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_hook_that_raises_first_leaves_modes_of_others_alone(routed):
+    module = routed(Around(routed(torch.nn.Identity())))
+    with torch.device("meta"):
+        refused(module)
+        assert torch.empty(1).is_meta
+    for repeats in (1, 2):
+        module(X)
+        assert module.seen == [True] * 3 * repeats and not is_routed()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        module(torch.zeros(1))
+    assert module.seen == [True] * 9 and not is_routed()
+
+
+@pytest.mark.parametrize("again", (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))))
+def test_a_copy_that_is_refused_in_another_thread(again, routed):
+    module, found = torch.nn.Identity(), []
+    sdpa.nn.accelerate(module, functional=True)
+    twin = routed(again(module))
+
+    def other():
+        with torch.device("meta"):
+            refused(twin)
+            found.append(torch.empty(1).is_meta)
+        found.append(is_routed())
+
+    def meanwhile(module, inputs):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        found.append(is_routed())
+
+    module.register_forward_pre_hook(meanwhile)
+    module(X)
+    assert found == [True, False, True] and not is_routed()
+
+
 # Whose rows may be packed
 
 
@@ -254,21 +350,6 @@ def test_a_graph_serves_every_mask(graph, packed):
 def test_scripting_says_what_to_do():
     with pytest.raises(NotImplementedError, match=r"sdpa\.nn\.restore"):
         torch.jit.script(encoders()[0])
-
-
-def test_transforms_of_a_functional_call():
-    results = []
-    for module in stirred(built("MultiheadAttention", 8, 2, batch_first=True)):
-        parameters = dict(module.named_parameters())
-
-        def loss(parameters, x, module=module):
-            out, weights = torch.func.functional_call(module, parameters, (x, x, x))
-            return out.square().sum() + weights.square().sum()
-
-        each = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, randn(3, 5, 8))
-        tangent = torch.func.jvp(lambda x, m=module: m(x, x, x)[0], (randn(3, 5, 8),), (randn(3, 5, 8, seed=1),))[1]
-        results.append((each, tangent))
-    torch.testing.assert_close(*results, **CLOSE)
 
 
 def test_nested_tensors_take_the_path_of_torch():

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_helpers import CAUSAL, CLOSE, DTYPES, PAD, Ledger, additive, built, decoders, encoders, randn, rows_of, stirred
+from nn_helpers import (
+    CAUSAL,
+    CLOSE,
+    DTYPES,
+    PAD,
+    Ledger,
+    additive,
+    built,
+    decoders,
+    encoders,
+    outcome,
+    randn,
+    rows_of,
+    stirred,
+)
 from torch.testing._internal.common_modules import module_db
 
 import sdpa.nn
@@ -251,3 +266,102 @@ def test_padded_memory_is_0_for_a_decoder_that_is_not_told():
     src, tgt = randn(3, 5, 8), randn(3, 4, 8, seed=1)
     memory = theirs.encoder(src, src_key_padding_mask=PAD).masked_fill(rows_of(PAD), 0.0)
     torch.testing.assert_close(ours(src, tgt, src_key_padding_mask=PAD), theirs.decoder(tgt, memory), **CLOSE)
+
+
+def test_transforms_of_a_functional_call():
+    results = []
+    for module in stirred(built("MultiheadAttention", 8, 2, batch_first=True)):
+        parameters = dict(module.named_parameters())
+
+        def loss(parameters, x, module=module):
+            out, weights = torch.func.functional_call(module, parameters, (x, x, x))
+            return out.square().sum() + weights.square().sum()
+
+        each = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, randn(3, 5, 8))
+        tangent = torch.func.jvp(lambda x, m=module: m(x, x, x)[0], (randn(3, 5, 8),), (randn(3, 5, 8, seed=1),))[1]
+        results.append((each, tangent))
+    torch.testing.assert_close(*results, **CLOSE)
+
+
+# Padding beside code that sees whole sequences
+
+
+class Centred(torch.nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Halved(torch.nn.Dropout):
+    def forward(self, x):
+        return x * (torch.arange(x.shape[1]) % 2)[:, None]
+
+
+class Placed(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.arange(x.shape[1])[:, None]
+
+
+class Called(torch.nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x).cumsum(1)
+
+
+class Summed(torch.nn.ReLU):
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+def on_itself(layer):
+    plain = layer.linear1.forward
+    layer.linear1.forward = lambda x: plain(x).cumsum(1)
+
+
+SEEING_SEQUENCES = {
+    "softmax": lambda layer: setattr(layer, "activation", lambda x: F.softmax(x, 1)),
+    "cumsum": lambda layer: setattr(layer, "activation", lambda x: x.cumsum(1)),
+    "pool": lambda layer: setattr(
+        layer, "activation", lambda x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
+    ),
+    "partial": lambda layer: setattr(layer, "activation", partial(torch.cumsum, dim=1)),
+    "option": lambda layer: setattr(layer, "activation", partial(F.threshold, threshold=0.1, value=0.0)),
+    "activation": lambda layer: setattr(layer, "activation", Summed()),
+    "norm": lambda layer: setattr(layer, "norm1", Centred(8)),
+    "dropout": lambda layer: setattr(layer, "dropout2", Halved(0.0)),
+    "linear": lambda layer: setattr(layer, "linear1", Placed(8, 16)),
+    "call": lambda layer: setattr(layer, "linear1", Called(8, 16)),
+    "instance": on_itself,
+}
+
+
+@pytest.mark.parametrize("what", SEEING_SEQUENCES)
+def test_what_sees_sequences_gets_a_batch(what, packed):
+    """Functions and subclasses that run code of their own, which rows of all sequences together would mislead."""
+    pair = encoders(batch_first=True)
+    for module in pair:
+        torch.manual_seed(0)
+        SEEING_SEQUENCES[what](module.layers[-1])
+    results = [outcome(module, (randn(3, 5, 8),), {"src_key_padding_mask": PAD}, rows_of(PAD)) for module in pair]
+    assert not packed
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_of_the_stack_that_sees_sequences_gets_a_batch(packed):
+    ours, theirs = encoders(norm=Centred(8), batch_first=True)
+    got, wanted = (module(randn(3, 5, 8), src_key_padding_mask=PAD)[~PAD] for module in (ours, theirs))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+    assert not packed
+
+
+def test_subclasses_that_run_the_known_code_are_packed(packed):
+    """As those that parametrize and fully_shard make."""
+    ours, theirs = encoders(batch_first=True)
+    for module in (ours, theirs):
+        layer = module.layers[0]
+        layer.linear1.__class__ = type("Named", (torch.nn.Linear,), {"rank": 1})
+        layer.norm1.__class__ = type("Named", (torch.nn.LayerNorm,), {})
+        torch.nn.utils.parametrizations.weight_norm(layer.linear2)
+    for cast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            got, wanted = (module(randn(3, 5, 8), src_key_padding_mask=PAD)[~PAD] for module in (ours, theirs))
+        torch.testing.assert_close(got, wanted, **({"rtol": 0.05, "atol": 0.05} if cast else CLOSE))
+    assert len(packed) == 2

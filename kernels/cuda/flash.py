@@ -68,8 +68,8 @@ def backward(
 
 def empty_gradients(inputs: AttentionInputs) -> Gradients:
     """Zeros, where there are no queries or no keys."""
-    made = (empty_as(t, t.shape[3]).zero_() for t in inputs[:3])
-    return Gradients(*made, None, None if inputs.sinks is None else torch.zeros_like(inputs.sinks))
+    dq, dk, dv = (empty_as(t, t.shape[3]).zero_() for t in inputs[:3])
+    return Gradients(dq, dk, dv, None, None if inputs.sinks is None else torch.zeros_like(inputs.sinks))
 
 
 def record(
@@ -79,7 +79,9 @@ def record(
     in a backward): plain calls past all questions, others by the function itself."""
     inputs, *learning = tensors
     if learning:
-        return backward(*tensors, problem, tile), backward_again(*tensors, problem)
+        before, upstream = learning
+        gradients = backward(inputs, before, upstream, problem, tile)
+        return gradients, backward_again(inputs, before, upstream, problem)
     results = forward(inputs, problem, tile)
     if is_empty(inputs, problem):
         return results, None

@@ -6,6 +6,7 @@ stay the same objects, so optimizers, tied weights, state_dicts and whoever hold
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from sdpa.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from sdpa.nn.stacks import Transformer, TransformerDecoder, TransformerEncoder
 from sdpa.patch import ROUTING
 from sdpa.validate import check_flag
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.MultiheadAttention: MultiheadAttention,
@@ -117,12 +120,32 @@ def check_module(model: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
 
 
+class Routed(threading.local):
+    """Of each thread, the modules whose routing began and did not end."""
+
+    def __init__(self) -> None:
+        self.modules: list[int] = []
+
+
+ROUTED = Routed()
+
+
 def route_here(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
     """A hook that can be pickled and copied with its model."""
+    if not is_dynamo_compiling():
+        ROUTED.modules.append(id(module))
     ROUTING.__enter__()
 
 
 def route_back(module: torch.nn.Module, inputs: tuple[Any, ...], output: object) -> None:
+    """Also called where another hook raised before `route_here`: the mode on top is then another's. Dynamo follows no
+    threading.local, so hooks that it compiles do not tell this."""
+    if not is_dynamo_compiling():
+        modules = ROUTED.modules
+        if modules and modules[-1] == id(module):
+            modules.pop()
+        elif output is None:  # else the forward ran, and its routing began where Dynamo compiled the other hook
+            return
     ROUTING.__exit__(None, None, None)
 
 

@@ -5,7 +5,11 @@ Hooks of all modules at once (`torch.nn.modules.module.register_module_forward_h
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sdpa.nn.attention import MultiheadAttention
@@ -21,6 +25,24 @@ EACH_ROW_ALONE = (
     torch.nn.GELU,
     torch.nn.SiLU,
 )
+ELEMENTWISE: tuple[Any, ...] = (
+    F.relu,
+    F.relu6,
+    F.leaky_relu,
+    F.elu,
+    F.selu,
+    F.gelu,
+    F.silu,
+    F.mish,
+    F.hardswish,
+    F.sigmoid,
+    F.tanh,
+    torch.relu,
+    torch.selu,
+    torch.sigmoid,
+    torch.tanh,
+)
+NUMBERS = (bool, int, float, str)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -28,19 +50,43 @@ def takes_rows(layer: torch.nn.Module) -> bool:
     """Whether a layer is one of ours without changes, and so are its modules."""
     for kind in (TransformerEncoderLayer, TransformerDecoderLayer):
         if isinstance(layer, kind):
-            return is_unchanged(layer, kind) and not is_watched(layer) and all(map(is_rowwise, layer.children()))
+            own = is_unchanged(layer, kind) and not is_watched(layer) and is_elementwise(layer.activation)
+            return own and all(map(is_rowwise, layer.children()))
     return False
+
+
+def is_elementwise(activation: object) -> bool:
+    """Whether an activation is a module that treats rows alone, or a function known to treat every number alone, with
+    options that are no tensors. Of other functions, lambdas among them, nothing is known."""
+    if isinstance(activation, torch.nn.Module):
+        return is_rowwise(activation)
+    if type(activation) is partial and not activation.args:
+        options = activation.keywords.values()
+        return all(isinstance(option, NUMBERS) for option in options) and is_elementwise(activation.func)
+    return any(activation is known for known in ELEMENTWISE)
 
 
 def is_rowwise(module: torch.nn.Module) -> bool:
     """Whether a module treats every row (last dimension) alone, or is our attention, which takes packed rows."""
     if is_watched(module):
         return False
-    if isinstance(module, EACH_ROW_ALONE):
+    if has_forward_of(module, EACH_ROW_ALONE):
         return True
     if isinstance(module, MultiheadAttention):
         return is_unchanged(module, MultiheadAttention) and module.can_pack()
-    return isinstance(module, NORMS) and len(module.normalized_shape) == 1
+    shape: Any = getattr(module, "normalized_shape", ())
+    return has_forward_of(module, NORMS) and len(shape) == 1
+
+
+def has_forward_of(module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...]) -> bool:
+    """Whether a module is of one of these kinds and runs its code. Classes of fully_shard and parametrize do; others
+    that bring a forward of their own, as quantised and adapted ones, may do anything."""
+    own = type(module)
+    if "forward" in vars(module):
+        return False
+    return own in kinds or any(
+        issubclass(own, kind) and own.forward is kind.forward and own.__call__ is kind.__call__ for kind in kinds
+    )
 
 
 def is_unchanged(module: torch.nn.Module, kind: type) -> bool:

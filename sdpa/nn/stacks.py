@@ -21,8 +21,8 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
 
     Padded outputs are 0 (torch: 0 on its nested fast path, else what padding happens to give). Which rows are padding
     is read on the host once per call; with integer lengths (B,) as `src_key_padding_mask`, under compile and in CUDA
-    graphs it is not, and the batch stays padded; as it does where hooks or modules of another make would see the rows
-    (sdpa.nn.rowwise).
+    graphs it is not, and the batch stays padded; as it does where hooks, modules of another make or an activation that
+    is no known function would see the rows (sdpa.nn.rowwise).
     """
 
     @like(torch.nn.TransformerEncoder.__init__)
