@@ -41,7 +41,7 @@ def test_gradients_of_saved_tensors_that_moved(kernel, move):
 
 # Which of query, key, value and bias are one tensor.
 SHARED = ("xxx", "qxx", "xxv", "xkx", "xxxx")
-NO_BIAS_GRAD = ("cuda_flash", "vendor_cpu_flash", "vendor_flash", "vendor_cudnn")
+NO_BIAS_GRAD = ("cuda_flash", "triton_flash", "vendor_cpu_flash", "vendor_flash", "vendor_cudnn")
 
 
 def shared_by(*kernels):
