@@ -93,6 +93,7 @@ KERNELS: tuple[Kernel, ...] = (
         efficiency=0.75,
         overhead=22e-6,
         backward_overhead=40e-6,
+        group_slowing=1.45,  # a thread block has its keys' rows of all heads of the group, and the last ones end late
         alignment=16,
         aligned=ROWS | {"out", "grad_out"},
         rules=(cuda_backward, packed_or_segments, eighths, positive_strides, hopper_only),

@@ -68,7 +68,8 @@ def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> flo
     if kernel.materialises:
         share = problem.visible_share()
         flops = flops / share if share else flops  # computes what a mask hides, too
-    return flops / (device.peak(problem.dtype, problem.tf32) * kernel.efficiency)
+    grouped = kernel.group_slowing if problem.direction == "backward" and problem.G > 1 else 1.0
+    return flops * grouped / (device.peak(problem.dtype, problem.tf32) * kernel.efficiency)
 
 
 def traffic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:

@@ -124,6 +124,15 @@ SENTENCES = {
 }
 
 
+def test_a_backward_of_grouped_heads_may_be_slower(monkeypatch):
+    monkeypatch.setattr(cost, "device_of", lambda name: GPU)
+    kernel = dataclasses.replace(by_name()["cuda_flash"], group_slowing=2.0, overhead=0.0, backward_overhead=0.0)
+    large = problem(device="cuda:0", dtype=torch.bfloat16, M=8192, N=8192, H=8, Hkv=8)
+    for direction, factor in (("forward", 1.0), ("backward", 2.0)):
+        alone, grouped = (cost.estimate(kernel, large._replace(Hkv=n, direction=direction)) for n in (8, 2))
+        assert grouped == pytest.approx(factor * alone)
+
+
 def test_work_is_counted_inside_of_the_band():
     """All of it beside a prefix, which may be as long as the keys."""
     causal = problem(left=-1, right=0, features=frozenset({"band"}))
