@@ -119,7 +119,7 @@ def test_tensors_of_a_trace_are_not_asked():
 
 
 NEEDS = {
-    "cuda_flash": {"q", "k", "v"},
+    "cuda_flash": {"q", "k", "v", "out", "grad_out"},
     "triton_hopper": {"q", "k", "v", "bias", "bias_rows", "grad_out"},
     "triton_flash": set(),
     "triton_efficient": set(),
