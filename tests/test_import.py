@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,19 @@ IMPORT_SECONDS = 0.15
 TRIES = 5
 
 
-def fresh(code: str) -> str:
-    """Standard output of a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def fresh(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter, with variables of the environment beside those of this process."""
+    environ = os.environ | environment
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def test_import_is_quick():
+def test_import_is_quick(tmp_path):
+    """As users import it, whose interpreter keeps the bytecode that the first import makes."""
+    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     code = "import torch, time; start = time.perf_counter(); import sdpa; print(time.perf_counter() - start)"
-    assert min(float(fresh(code)) for _ in range(TRIES)) <= IMPORT_SECONDS
+    assert min(float(fresh(code, **kept)) for _ in range(TRIES)) <= IMPORT_SECONDS
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the loaded libraries from /proc")
