@@ -24,8 +24,11 @@ using torch::stable::Tensor;
 
 // The share of the L2 cache for keys and values. The rest is for queries and outputs that pass through.
 constexpr double kKeysCacheShare = 0.4;
-// The share for what a backward reads and adds to of its queries.
+// The share for what a backward reads and adds to of its queries, and the most heads of keys that it works on at a
+// time: more are slower even where they fit (docs/log/hopper-backward.md). Grouped heads want as many as
+// kFewestGrouped, so that the longest blocks of keys of all of these come first.
 constexpr double kRowsCacheShare = 0.6;
+constexpr int64_t kMostHeads = 16, kFewestGrouped = 8;
 
 struct Device {
   int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
@@ -306,8 +309,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(Tensor grad_out, Tenso
   p.scale_log2 = p.scale * 1.44269504f;
   // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
   const double bytes = double(p.group) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
-  p.section = static_cast<int>(std::clamp<int64_t>(
-      static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes), 1, int64_t{p.B} * p.Hkv));
+  const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);
+  const int64_t heads = std::clamp(fitting, p.group > 1 ? kFewestGrouped : int64_t{1}, kMostHeads);
+  p.section = static_cast<int>(std::min(heads, int64_t{p.B} * p.Hkv));
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * p.Hkv;
