@@ -169,10 +169,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): EITHER,
     (
         "row_base",
-        ("and: `&&` -> `||` in: const bool coarse = fabs(given) > kCoarse && fabs(given) != INFINITY;"),
-    ): AGAIN,
-    (
-        "row_base",
         ("bound: `<` -> `<=` in: for (int begin = keys.begin; begin < keys.end; begin += BLOCK_N) {"),
     ): EMPTY,
     (
