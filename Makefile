@@ -19,7 +19,7 @@ SEED ?=
 CASES ?= 0
 # What `make test-torch VERSION=...` runs in so many processes: by default what lies between a call and its kernel, where most of
 # torch's private parts are. TESTS=tests is all that needs no GPU.
-ENTRY := calls compile derivatives eager errors graph_derivatives native_calls neighbours operators patch repeated semantics \
+ENTRY := calls compile decorators derivatives eager errors graph_derivatives native_calls neighbours operators patch repeated semantics \
   toggles varlen
 TESTS ?= $(ENTRY:%=tests/test_%.py)
 JOBS ?= 2

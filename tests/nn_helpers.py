@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 import sdpa.nn
@@ -139,3 +140,11 @@ def rounded(values, dtype):
         return casts.setdefault(id(tensor), tensor.detach().to(dtype))
 
     return tree_map_only(torch.Tensor, cast, values)
+
+
+def is_routed():
+    """Whether what is called as torch's function changes our last choice."""
+    x = torch.zeros(1, 1, 2, 4)
+    sdpa.scaled_dot_product_attention(x, x, x, kernel="math")
+    F.scaled_dot_product_attention(x, x, x)
+    return sdpa.last_choice().kernel.name != "math"

@@ -6,7 +6,9 @@ import pytest
 import torch
 from recorded_calls import KINDS, given_of, inputs_of, problem_of
 
+from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.cuda import flash
+from sdpa.problem import Results
 
 TAKEN = [
     kind
@@ -55,3 +57,16 @@ def test_every_kind_of_call_again(kind, rows, called):
         assert [t.shape for t in found] == [t.shape for t in results]
         ordinary, repeated = called[1], called[-1]
         assert len(repeated) == len(ordinary) and all(map(same, repeated, ordinary))
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_of_no_keys(with_lse):
+    """Sinks are all that a row sees: its log-sum-exp is the sink."""
+    q, k, sinks = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 0, 8), torch.randn(3)
+    inputs = build_inputs(q, k, k, Options(sinks=sinks))
+    results = Results(torch.zeros(2, 3, 5, 8), sinks[None, :, None].expand(2, 3, 5).contiguous())
+    upstream = Results(torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5) if with_lse else None)
+    found = flash.backward(inputs, results, upstream, problem_of((inputs,), "backward", set()))
+    assert not found.q.any() and found.k.shape == found.v.shape == k.shape
+    wanted = torch.zeros(3) if upstream.lse is None else upstream.lse.sum((0, 2))
+    torch.testing.assert_close(found.sinks, wanted)

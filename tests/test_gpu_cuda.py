@@ -93,7 +93,9 @@ def test_nothing_behind_the_lengths_or_before_the_window(D):
     assert torch.equal(wanted.out, found.out) and wanted.out.isfinite().all()
 
 
-@pytest.mark.parametrize("sizes", [(192, 128), (40, 128), (128, 40), (96, 200), (256, 64), (176, 120)])
+@pytest.mark.parametrize(
+    "sizes", [(192, 128), (40, 128), (128, 40), (72, 120), (64, 8), (96, 200), (256, 64), (176, 120)]
+)
 def test_values_of_another_head_size(sizes):
     D, Dv = sizes
     for (M, N), mask in itertools.product(

@@ -9,7 +9,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_helpers import CAUSAL, CLOSE, PAD, SMALL, built, decoders, encoders, randn, rows_of
+from nn_helpers import CAUSAL, CLOSE, PAD, SMALL, built, decoders, encoders, is_routed, randn, rows_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,14 +18,6 @@ import sdpa.nn
 from sdpa.nn.accelerate import OURS, TORCHS
 
 ENCODER = ["layers.0", "layers.0.self_attn", "layers.1", "layers.1.self_attn"]
-
-
-def is_routed():
-    """Whether what is called as torch's function changes our last choice."""
-    x = torch.zeros(1, 1, 2, 4)
-    sdpa.scaled_dot_product_attention(x, x, x, kernel="math")
-    F.scaled_dot_product_attention(x, x, x)
-    return sdpa.last_choice().kernel.name != "math"
 
 
 class Model(torch.nn.Module):

@@ -10,7 +10,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_helpers import CAUSAL, CLOSE, PAD, additive, built, decoders, encoders, outcome, randn, rows_of, stirred
+from nn_helpers import (
+    CAUSAL,
+    CLOSE,
+    PAD,
+    additive,
+    built,
+    decoders,
+    encoders,
+    is_routed,
+    outcome,
+    randn,
+    rows_of,
+    stirred,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -202,14 +215,6 @@ def test_dropped_weights_are_those_of_the_output(recording):
 
 
 # Hooks that raise before the one which routes a model's functional calls
-
-
-def is_routed():
-    """Whether what is called as torch's function changes our last choice."""
-    x = torch.zeros(1, 1, 2, 4)
-    sdpa.scaled_dot_product_attention(x, x, x, kernel="math")
-    F.scaled_dot_product_attention(x, x, x)
-    return sdpa.last_choice().kernel.name != "math"
 
 
 class Around(torch.nn.Module):

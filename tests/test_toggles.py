@@ -410,15 +410,6 @@ def test_one_object_in_several_threads():
     assert seen.count("vendor_math") == seen.count(ran()) == 80
 
 
-def test_functions_and_their_names():
-    @sdpa_kernel("vendor_math")
-    def chosen():
-        """Says who ran."""
-        return ran()
-
-    assert chosen() == "vendor_math" != ran() and (chosen.__name__, chosen.__doc__) == ("chosen", "Says who ran.")
-
-
 def test_while_another_thread_compiles(monkeypatch):
     """torch.compiler.is_compiling is true in all threads then."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
@@ -583,50 +574,6 @@ def test_exported_functions_keep_the_block_inside_of_them_only(strict):
         assert last_choice().kernel.name == "vendor_math"
     plain(*qkv())
     assert last_choice().kernel.name == ran() != "vendor_cpu_flash"
-
-
-def test_a_decorated_coroutine_runs_inside_of_its_block():
-    async def attend(seen):
-        for _ in range(3):
-            sdpa.scaled_dot_product_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)))
-            seen.append(last_choice().kernel.name)
-            await asyncio.sleep(0)
-
-    class Called:
-        async def __call__(self, seen):
-            await attend(seen)
-
-    async def both(function):
-        inside, outside = [], []
-        await asyncio.gather(sdpa_kernel("math")(function)(inside), attend(outside))
-        return set(inside), set(outside)
-
-    for function in (attend, staticmethod(attend), partial(attend), Called()):
-        assert asyncio.run(both(function)) == ({"vendor_math"}, {"cpu_flash"})
-
-
-@pytest.mark.parametrize(
-    "block", [sdpa_kernel("math"), sdpa.patch(), sdpa.decomposed()], ids=lambda b: type(b).__name__
-)
-def test_generators_are_not_decorated(block):
-    """Their code runs after the call, when the block has ended."""
-
-    def values():
-        yield
-
-    async def awaited():
-        yield
-
-    class Called:
-        def __call__(self):
-            yield
-
-    for function, name in (
-        (values, "values"), (awaited, "awaited"), (partial(values), "values"), (staticmethod(values), "values"),
-        (Called(), "Called.__call__"),
-    ):  # fmt: skip
-        with pytest.raises(TypeError, match=rf"got the generator .*{name}; write the with-block"):
-            block(function)
 
 
 def test_settings_with_torchs_switches_travel_as_text():

@@ -56,7 +56,7 @@ def backward(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile | None = None
 ) -> Gradients:
     if is_empty(inputs, problem):
-        return empty_gradients(inputs)
+        return empty_gradients(inputs, results, upstream)
     out, grad_out = with_dense_rows(results.out), with_dense_rows(upstream.out)
     given = (grad_out, *inputs[:3], out, results.lse.contiguous())
     grad_lse = None if upstream.lse is None else upstream.lse.contiguous()
@@ -66,10 +66,12 @@ def backward(
     return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, given[-1], delta) if has_sinks else None)
 
 
-def empty_gradients(inputs: AttentionInputs) -> Gradients:
-    """Zeros, where there are no queries or no keys."""
+def empty_gradients(inputs: AttentionInputs, results: Results, upstream: Results) -> Gradients:
+    """Where there are no queries or no keys: zeros, but for sinks, of which the log-sum-exp consists."""
     dq, dk, dv = (empty_as(t, t.shape[3]).zero_() for t in inputs[:3])
-    return Gradients(dq, dk, dv, None, None if inputs.sinks is None else torch.zeros_like(inputs.sinks))
+    if inputs.sinks is None or results.lse is None or upstream.lse is None:
+        return Gradients(dq, dk, dv, None, None if inputs.sinks is None else torch.zeros_like(inputs.sinks))
+    return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, results.lse, -upstream.lse))
 
 
 def record(
