@@ -152,6 +152,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "one less: `- 1` -> `` in: last = min(last, e.q_length - 1);",
     ): MORE,
     (
+        "mask",
+        "bound: `<` -> `<=` in: found.begin = begin < end ? begin : 0;",
+    ): "an empty range's begin; the end, 0, is all that loops over blocks compare with",
+    (
         "primitives",
         "bound: `<` -> `<=` in: for (int d = 0; d < WIDE; ++d)",
     ): OUTSIDE,
@@ -240,10 +244,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "rows",
         "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1;",
-    ): MORE,
-    (
-        "rows",
-        "one less: `- 1` -> `` in: r.high = GROUPED ? e.rows - 1 : r.first + r.count - 1; #2",
     ): MORE,
     (
         "rows",
