@@ -16,6 +16,9 @@ from sdpa.problem import AttentionProblem, Tile
 
 # How often a kernel that writes the scores moves each: product, softmax (read and write), product.
 SCORE_PASSES = 4
+# Float32 sums are set to zero, added to and read. Beside the products this takes as long as moving them about once, as
+# measured on an H100 (docs/log/hopper-backward.md).
+SUM_PASSES = 1
 # Rows of a GPU kernel's program where there is no tile; kernels have a smaller tile for few rows.
 DEFAULT_ROWS = 128
 SHORT_ROWS = 64
@@ -60,7 +63,8 @@ def estimate(kernel: Kernel, problem: AttentionProblem, tile: Tile | None = None
             moving = max(moving, one_program(grid, problem, device))
         if not fits(problem, device, tile):
             computing *= SPILL
-    return max(computing, moving) + kernel.overhead_of(problem.direction) + masking(kernel, problem)
+    fixed = kernel.overhead_of(problem.direction) + masking(kernel, problem)
+    return max(computing, moving) + summing(kernel, problem, device) + fixed
 
 
 def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
@@ -68,8 +72,7 @@ def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> flo
     if kernel.materialises:
         share = problem.visible_share()
         flops = flops / share if share else flops  # computes what a mask hides, too
-    grouped = kernel.group_slowing if problem.direction == "backward" and problem.G > 1 else 1.0
-    return flops * grouped / (device.peak(problem.dtype, problem.tf32) * kernel.efficiency)
+    return flops / (device.peak(problem.dtype, problem.tf32) * kernel.efficiency)
 
 
 def traffic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
@@ -77,6 +80,14 @@ def traffic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
     if kernel.materialises:
         moved += SCORE_PASSES * problem.B * problem.H * problem.M * problem.N * 4  # float32 scores
     return moved / device.bandwidth
+
+
+def summing(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
+    """Seconds in which a backward adds up float32 gradients of the keys that heads share."""
+    if not kernel.sums_groups or problem.direction == "forward" or problem.G == 1:
+        return 0.0
+    numbers = problem.B * problem.Hkv * problem.N * (problem.D + problem.Dv)
+    return SUM_PASSES * 4 * numbers / device.bandwidth
 
 
 def grid_of(kernel: Kernel, problem: AttentionProblem, device: Device, tile: Tile | None) -> Grid:

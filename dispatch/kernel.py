@@ -59,7 +59,7 @@ class Kernel:
     efficiency: float = 0.5
     overhead: float = 5e-6
     backward_overhead: float | None = None
-    group_slowing: float = 1.0  # the factor of a backward's time where heads of queries share keys
+    sums_groups: bool = False  # its backward adds up gradients of keys in float32 where heads of queries share these
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
     splits_keys: bool = False  # splits keys over programs; heads that share keys are in one program

@@ -144,15 +144,15 @@ def test_few_queries_of_grouped_heads_share_a_block(M):
             right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), (M, mask))
 
 
-def packed(query_lengths, key_lengths, D, mask, dtype=BFLOAT16, behind=0, **options):
+def packed(query_lengths, key_lengths, D, mask, dtype=BFLOAT16, behind=0, heads=(4, 2), **options):
     """AttentionInputs of sequences of those lengths, with `behind` rows that belong to none."""
     cu_q, cu_k = (
         torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
         for lengths in (query_lengths, key_lengths)
     )
     draw = Draw(real(dtype=dtype), 17)
-    q = draw.normal(sum(query_lengths) + behind, 4, D)
-    k, v = (draw.normal(sum(key_lengths) + behind, 2, D) for _ in range(2))
+    q = draw.normal(sum(query_lengths) + behind, heads[0], D)
+    k, v = (draw.normal(sum(key_lengths) + behind, heads[1], D) for _ in range(2))
     documents = Documents(cu_q, cu_q if query_lengths is key_lengths else cu_k, max(query_lengths), max(key_lengths))
     return build_packed(q, k, v, documents, Options(mask, enable_gqa=True, **options))
 

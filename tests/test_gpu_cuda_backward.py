@@ -103,6 +103,24 @@ def test_the_gradient_of_the_log_sum_exp(mask, D):
             assert (found.double() - exact).norm() <= 6e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("D", [64, 72, 128])
+@pytest.mark.parametrize("H, Hkv", [(16, 1), (14, 2)])
+def test_heads_that_share_keys_add_up(D, H, Hkv):
+    """Under masks by which blocks of keys see different numbers of rows, over poisoned memory: each head of a group
+    adds to float32 sums from so many keys on (kKeysToSum in bindings.cpp), and loops inside of a block below."""
+    fewest = -(-3000 // (H // Hkv - 1))
+    lengths = torch.tensor([fewest + 17, 130], device="cuda")
+    for N, M, softcap in ((fewest, fewest + 150, 0.0), (fewest + 33, 77, 0.0), (fewest - 1, 300, 0.0), (700, 700, 9.0)):
+        q = torch.randn(2, H, M, D, device="cuda", dtype=BFLOAT16)
+        k, v = (torch.randn(2, Hkv, N, D, device="cuda", dtype=BFLOAT16) for _ in range(2))
+        torch.empty(4 * H * (M + 512) * (D + 2), device="cuda").fill_(torch.nan)
+        for mask in (CORNERS["causal"], CORNERS["bottom_right"], Mask(causal=True, lengths=lengths.clamp(max=N))):
+            options = Options(mask, enable_gqa=True, softcap=softcap)
+            checked(build_inputs(q, k, v, options), (N, M, softcap, mask))
+    for mask in (CORNERS["causal"], CORNERS["bottom_right"]):
+        checked(packed(LENGTHS, LENGTHS[::-1], D, mask, behind=65, heads=(H, Hkv)), mask)
+
+
 def test_any_strides_the_copy_engine_follows():
     """Slices of one tensor; gradients lie as their tensors do; upstream gradients of other orders, and expanded."""
     qkv = torch.randn(2, 300, 3, 4, 64, device="cuda", dtype=BFLOAT16)

@@ -25,10 +25,12 @@ using torch::stable::Tensor;
 // The share of the L2 cache for keys and values. The rest is for queries and outputs that pass through.
 constexpr double kKeysCacheShare = 0.4;
 // The share for what a backward reads and adds to of its queries, and the most heads of keys that it works on at a
-// time: more are slower even where they fit (docs/log/hopper-backward.md). Grouped heads want as many as
-// kFewestGrouped, so that the longest blocks of keys of all of these come first.
+// time: more are slower even where they fit (docs/log/hopper-backward.md). Where blocks of keys see different numbers
+// of rows it works on kFewestGrowing at least, so that the longest blocks of all of these come first.
 constexpr double kRowsCacheShare = 0.6;
-constexpr int64_t kMostHeads = 16, kFewestGrouped = 8;
+constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
+// Heads that share keys have work tiles of their own from so many keys on, times the other heads of the group.
+constexpr int64_t kKeysToSum = 3000;
 
 struct Device {
   int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
@@ -253,18 +255,35 @@ const float* lse_of(const char* name, const Tensor& t, const Tensor& q) {
   return static_cast<const float*>(t.data_ptr());
 }
 
-// What the backward kernels keep: base2 and delta of every row, and the sums of grad_q.
-Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance) {
+// Whether each head of a group adds to sums of the gradients of k and v. If one work tile visits all of them, these
+// gradients stay in registers. But where blocks of keys see different numbers of rows, thread blocks then leave a head
+// at different times, and all heads' rows together are more than the cache holds. Short rows do not repay the sums.
+bool sums_groups(MaskKind mask, const BackwardParams& p) {
+  return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.N} >= kKeysToSum;
+}
+
+// What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v.
+Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, cudaStream_t stream) {
   const int64_t block = instance.BLOCK_M;
   const int64_t blocks = p.cu_q ? p.query_rows / block + p.B : (p.M + block - 1) / block;
   const int64_t heads = p.cu_q ? p.H : int64_t{p.B} * p.H, rows = heads * blocks * block;
   STD_TORCH_CHECK(heads * blocks < INT32_MAX / 8 && blocks * block < INT32_MAX, "cuda_flash: ", heads * blocks,
                   " blocks of queries are more than the backward counts");
-  p.padded_rows = static_cast<int>(blocks * block);
-  const Tensor workspace = new_tensor({rows * (2 + instance.D)}, {1}, aoti_torch_dtype_float32(), p.device);
+  p.row_blocks = static_cast<int>(blocks);
+  const int64_t key_blocks = p.cu_k ? p.key_rows / kBackwardKeys + p.B : (p.N + kBackwardKeys - 1) / kBackwardKeys;
+  p.key_blocks = static_cast<int>(key_blocks);
+  const int64_t keys =
+      p.tile_heads < p.group ? (p.cu_k ? p.Hkv : int64_t{p.B} * p.Hkv) * key_blocks * kBackwardKeys : 0;
+  const Tensor workspace = new_tensor({rows * (2 + instance.D) + keys * (instance.D + instance.Dv)}, {1},
+                                      aoti_torch_dtype_float32(), p.device);
   p.base2 = static_cast<float*>(workspace.data_ptr());
   p.delta = p.base2 + rows;
   p.grad_q_acc = p.delta + rows;
+  if (keys > 0) {
+    p.grad_k_acc = p.grad_q_acc + rows * instance.D;
+    p.grad_v_acc = p.grad_k_acc + keys * instance.D;
+    cudaMemsetAsync(p.grad_k_acc, 0, keys * (instance.D + instance.Dv) * sizeof(float), stream);
+  }
   return workspace;
 }
 
@@ -302,19 +321,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(Tensor grad_out, Tenso
       new_tensor(delta_wanted ? rows : none,
                  delta_wanted ? std::vector<int64_t>{rows[1] * rows[2], rows[2], 1} : std::vector<int64_t>{1},
                  aoti_torch_dtype_float32(), p.device);
-  const Tensor workspace = allocate_workspace(p, *instance);
-  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
-  p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
   p.group = p.H / p.Hkv;
-  p.scale_log2 = p.scale * 1.44269504f;
-  // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
-  const double bytes = double(p.group) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
-  const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);
-  const int64_t heads = std::clamp(fitting, p.group > 1 ? kFewestGrouped : int64_t{1}, kMostHeads);
-  p.section = static_cast<int>(std::min(heads, int64_t{p.B} * p.Hkv));
+  p.tile_heads = sums_groups(mask, p) ? 1 : p.group;
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
-  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * p.Hkv;
+  const Tensor workspace = allocate_workspace(p, *instance, static_cast<cudaStream_t>(stream));
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
+  p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
+  p.scale_log2 = p.scale * 1.44269504f;
+  // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
+  const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
+  const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);
+  const int64_t heads = std::clamp(fitting, grows(mask, p) ? kFewestGrowing : 1, kMostHeads);
+  p.section = static_cast<int>(std::min(heads, int64_t{p.B} * (p.H / p.tile_heads)));
+  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
   STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
   if (tiles > p.sm_count) p.counter = take_counter(p.device, stream);
   if (delta_wanted) {

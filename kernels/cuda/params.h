@@ -74,16 +74,20 @@ struct SegmentParams : FlashParams {
 };
 
 // Of a backward. `out` and `lse` are the forward's results; the gradients of q, k and v have the shapes of these.
-// A sequence's rows are padded to whole blocks in what the kernels keep for themselves: of one head, padded_rows rows.
+// A sequence's rows are padded to whole blocks in what the kernels keep for themselves: row_blocks of one head, which
+// are padded_rows = row_blocks * BLOCK_M rows. Keys are padded likewise, to key_blocks of kBackwardKeys.
 struct BackwardParams : FlashParams {
   View grad_out, grad_q, grad_k, grad_v;
   const float* grad_lse = nullptr;  // as lse; null where no gradient arrives there
   float* base2 = nullptr;           // (B, H, padded_rows): lse * log2(e); +inf where a row sees no key
   float* delta = nullptr;           // (B, H, padded_rows): the sum of grad_out * out, less grad_lse
-  float* grad_q_acc = nullptr;      // (B, H, blocks of rows, BLOCK_M * D): sums in the order of a WGMMA's registers
-  float* delta_rows = nullptr;      // delta as lse lies; null where nobody asks for it
-  int padded_rows = 0;
+  float* grad_q_acc = nullptr;      // (B, H, row_blocks, BLOCK_M * D): sums in the order of a WGMMA's registers
+  // (B, Hkv, key_blocks, kBackwardKeys * D), likewise; null where one work tile has all heads that share its keys
+  float *grad_k_acc = nullptr, *grad_v_acc = nullptr;
+  float* delta_rows = nullptr;  // delta as lse lies; null where nobody asks for it
+  int row_blocks = 0, key_blocks = 0;
   int group = 1;           // heads of queries that share one of keys
+  int tile_heads = 1;      // so many of them are in one work tile, one after the other
   float scale_log2 = 1.f;  // scale * log2(e)
 };
 

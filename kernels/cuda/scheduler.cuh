@@ -8,7 +8,8 @@
 
 namespace sdpa_cuda {
 
-// A block of BLOCK_M queries of one head of one batch entry.
+// A block of BLOCK_M queries of one head of one batch entry. In the backward a block of BLOCK_N keys, and the first of
+// the heads of queries that it visits.
 struct WorkTile {
   int block, head, batch, kv_head;
 };
@@ -65,19 +66,19 @@ struct TileScheduler {
   }
 };
 
-// A block of keys of one head of keys, and of one batch entry.
-struct KeyTile {
-  int block, kv_head, batch;
-};
-
 // The same for work tiles that are blocks of BLOCK_N keys. Sections are of heads of keys: L2 keeps the rows that their
 // blocks all read and add to. The first keys, which most rows see under a causal mask, come first.
 struct KeyScheduler {
   int blocks, tiles, section, last, grid;
-  cutlass::FastDivmod by_section, by_width, by_last_width, by_head;
+  int tile_heads;
+  cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
 
-  KeyScheduler(FlashParams const& p, int BLOCK_N) : blocks((p.N + BLOCK_N - 1) / BLOCK_N), by_head(p.Hkv) {
-    int const heads = p.B * p.Hkv;
+  KeyScheduler(BackwardParams const& p, int BLOCK_N)
+      : blocks((p.N + BLOCK_N - 1) / BLOCK_N),
+        tile_heads(p.tile_heads),
+        by_head(p.H / p.tile_heads),
+        by_group(p.group) {
+    int const heads = p.B * (p.H / p.tile_heads);
     tiles = blocks * heads;
     grid = std::min(tiles, p.sm_count);
     section = p.section;
@@ -87,13 +88,13 @@ struct KeyScheduler {
 
   CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles); }
 
-  CUTE_DEVICE KeyTile work_tile(int index) const {
+  CUTE_DEVICE WorkTile work_tile(int index) const {
     int part, inside, block, entry, batch, head;
     by_section(part, inside, index);
     int const first = part * section;
     (first == last ? by_last_width : by_width)(block, entry, inside);
     by_head(batch, head, first + entry);
-    return {block, head, batch};
+    return {block, head * tile_heads, batch, by_group.div(head * tile_heads)};
   }
 };
 

@@ -9,9 +9,15 @@ namespace sdpa_cuda {
 // sequence begins with a new block.
 template <class C>
 CUTE_DEVICE int first_block_of(BackwardParams const& p, int batch, int head) {
-  int const blocks = p.padded_rows / C::BLOCK_M;
-  if (C::BAND && p.cu_q) return head * blocks + p.cu_q[batch] / C::BLOCK_M + batch;
-  return (batch * p.H + head) * blocks;
+  if (C::BAND && p.cu_q) return head * p.row_blocks + p.cu_q[batch] / C::BLOCK_M + batch;
+  return (batch * p.H + head) * p.row_blocks;
+}
+
+// The same of a head's keys.
+template <class C>
+CUTE_DEVICE int first_key_block_of(BackwardParams const& p, int batch, int kv_head) {
+  if (C::BAND && p.cu_k) return kv_head * p.key_blocks + p.cu_k[batch] / C::BLOCK_N + batch;
+  return (batch * p.Hkv + kv_head) * p.key_blocks;
 }
 
 // The threads of a block of these kernels, and lanes that share a row of D numbers, eight each.
@@ -78,6 +84,23 @@ CUTE_DEVICE void clear_rows(View const& t, int head, int first, int end, int D) 
     *reinterpret_cast<uint4*>(rows + (first + i / chunks) * t.row + i % chunks * 8) = make_uint4(0, 0, 0, 0);
 }
 
+// Writes rows of a gradient from their sums, which lie in the order of a WGMMA's registers, two warpgroups' one after
+// the other.
+template <int COLUMNS, class E>
+CUTE_DEVICE void write_sums(float const* sums, float scale, E* target, int64_t stride, int row, int rows, int columns) {
+  constexpr int kCount = kRows * COLUMNS / kThreads;  // numbers of a thread
+  float4 const* const own = reinterpret_cast<float4 const*>(sums + threadIdx.x / 32 * 32 * kCount) + threadIdx.x % 32;
+  uint32_t words[kCount / 2];
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    float4 const x = __ldcs(own + j * 32);
+    cutlass::NumericArrayConverter<E, float, 4> cast;
+    cutlass::Array<float, 4> from{x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+    *reinterpret_cast<cutlass::Array<E, 4>*>(words + 2 * j) = cast(from);
+  }
+  store_rows<COLUMNS>(words, target, stride, row, rows, columns, threadIdx.x % 4);
+}
+
 // After: the gradient of q from its sums. Behind the last of packed sequences, gradients are 0; thread blocks of one
 // more batch entry write that.
 template <class C>
@@ -98,23 +121,33 @@ __global__ void __launch_bounds__(kRowThreads)
   Rows const rows = C::MaskPolicy::queries(p, batch);
   if (block * C::BLOCK_M >= rows.count) return;
   int const consumer = threadIdx.x / kThreads, thread = threadIdx.x % kThreads;
-  constexpr int kCount = C::BLOCK_M * C::D / kRowThreads;  // numbers of a thread
-  float4 const* const sums = reinterpret_cast<float4 const*>(
-      p.grad_q_acc + (int64_t(first_block_of<C>(p, batch, head)) + block) * C::BLOCK_M * C::D +
-      (consumer * kWarps + thread / 32) * 32 * kCount + thread % 32 * 4);
-  uint32_t words[kCount / 2];
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    float4 const x = __ldcs(sums + j * 32);
-    cutlass::NumericArrayConverter<E, float, 4> cast;
-    cutlass::Array<float, 4> from{x.x * p.scale, x.y * p.scale, x.z * p.scale, x.w * p.scale};
-    *reinterpret_cast<cutlass::Array<E, 4>*>(words + 2 * j) = cast(from);
-  }
   int const row = block * C::BLOCK_M + (C::SPLIT_D ? 0 : consumer * kRows) + thread / 32 * 16 + thread % 32 / 4;
   int const column = C::SPLIT_D ? consumer * C::DQ_COLUMNS : 0;
   E* const target = static_cast<E*>(p.grad_q.data) + rows.batch * p.grad_q.batch + head * p.grad_q.head +
                     int64_t(rows.first) * p.grad_q.row + column;
-  store_rows<C::DQ_COLUMNS>(words, target, p.grad_q.row, row, rows.count, p.D - column, thread % 4);
+  write_sums<C::DQ_COLUMNS>(p.grad_q_acc + (int64_t(first_block_of<C>(p, batch, head)) + block) * C::BLOCK_M * C::D,
+                            p.scale, target, p.grad_q.row, row, rows.count, p.D - column);
+}
+
+// After: the gradients of k and v, where they were summed.
+template <class C>
+__global__ void __launch_bounds__(kRowThreads)
+    finish_keys(__grid_constant__ BackwardParams const p, __grid_constant__ RowGrid const grid) {
+  using E = typename C::E;
+  int block, head, batch;
+  grid.decode(block, head, batch);
+  Rows const keys = C::MaskPolicy::keys(p, batch);
+  if (block * C::BLOCK_N >= keys.count) return;
+  int64_t const place = first_key_block_of<C>(p, batch, head) + block;
+  int const consumer = threadIdx.x / kThreads, thread = threadIdx.x % kThreads;
+  int const row = block * C::BLOCK_N + consumer * kRows + thread / 32 * 16 + thread % 32 / 4;
+  auto const head_of = [&](View const& t) {
+    return static_cast<E*>(t.data) + keys.batch * t.batch + head * t.head + int64_t(keys.first) * t.row;
+  };
+  write_sums<C::D>(p.grad_k_acc + place * C::BLOCK_N * C::D, p.scale, head_of(p.grad_k), p.grad_k.row, row, keys.count,
+                   p.D);
+  write_sums<C::DV>(p.grad_v_acc + place * C::BLOCK_N * C::DV, 1.f, head_of(p.grad_v), p.grad_v.row, row, keys.count,
+                    p.Dv);
 }
 
 template <class C>
@@ -129,6 +162,12 @@ template <class C>
 void launch_finish_rows(BackwardParams const& p, cudaStream_t stream) {
   RowGrid const grid{(p.M + C::BLOCK_M - 1) / C::BLOCK_M, p.H};
   finish_rows<C><<<grid.blocks * p.H*(p.B + (p.cu_q ? 1 : 0)), kRowThreads, 0, stream>>>(p, grid);
+}
+
+template <class C>
+void launch_finish_keys(BackwardParams const& p, cudaStream_t stream) {
+  RowGrid const grid{(p.N + C::BLOCK_N - 1) / C::BLOCK_N, p.Hkv};
+  finish_keys<C><<<grid.blocks * p.Hkv * p.B, kRowThreads, 0, stream>>>(p, grid);
 }
 
 }  // namespace sdpa_cuda

@@ -30,6 +30,10 @@
 
 namespace sdpa_cuda {
 
+// A step is a block of rows of a head. Steps are counted over all work tiles of a thread block. The count is so much
+// higher in every second work tile, which spares a register that says whether the work tile's number is odd.
+constexpr uint32_t kOddTile = 3u << 30;
+
 template <class E_, int D_, int DV_, MaskKind MASK_>
 struct BackwardConfig {
   using E = E_;
@@ -37,7 +41,10 @@ struct BackwardConfig {
   static constexpr int D = D_, DV = DV_, CONSUMERS = 2, BLOCK_N = kRows * CONSUMERS;
   static_assert(BLOCK_N == kBackwardKeys);
   static constexpr int BLOCK_M = backward_tile_of<D>().BLOCK_M, DS_STAGES = backward_tile_of<D>().ds_stages;
-  static constexpr int STAGES = 2;                 // of q, and of grad_out
+  static constexpr int STAGES = 2;       // of q, and of grad_out
+  static constexpr int FIRST_STEP = 24;  // counting begins where all barriers are in their first phase
+  static_assert(FIRST_STEP % (2 * STAGES) == 0 && FIRST_STEP % (2 * DS_STAGES) == 0);
+  static_assert(kOddTile % (2 * STAGES) == 0 && kOddTile % (2 * DS_STAGES) == 0);
   static constexpr bool DS_EMPTY = DS_STAGES < 4;  // whether a barrier says when a stage of dS has been read
   static constexpr bool BAND = MASK == MaskKind::kBand;
   static constexpr bool SPLIT_D =
@@ -83,6 +90,7 @@ struct WorkTileOfKeys {
   int key0;               // its first key
   int begin, end, start;  // the blocks of rows that it visits, of each head of the group: from `start` on and around
   int head_block;         // the first head's first block of rows among the blocks of all heads
+  uint32_t end_step;      // the step after its last one
   int N, rows, shift;     // of its mask
 };
 
@@ -158,9 +166,10 @@ struct BackwardProducer {
     Tensor sK = slice_k.partition_D(make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{}));
     Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
     Tensor sDO = slice_do.partition_D(make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDO{}));
+    uint32_t end_step = C::FIRST_STEP;
     for (int index = blockIdx.x, after; index < scheduler.tiles; index = after) {
       after = scheduler.next(index, p.counter);  // drawn long before it is needed
-      KeyTile const w = scheduler.work_tile(index);
+      WorkTile const w = scheduler.work_tile(index);
       Rows const queries = C::MaskPolicy::queries(p, w.batch), keys = C::MaskPolicy::keys(p, w.batch);
       if (C::BAND && w.block * C::BLOCK_N >= keys.count) continue;
       typename C::MaskPolicy const mask(p, w.batch);
@@ -178,8 +187,8 @@ struct BackwardProducer {
                                                  Shape<Int<C::BLOCK_N>, Int<C::D>>{}, make_coord(w.block, _0{})));
       Tensor tV = slice_v.partition_S(local_tile(domain_offset(from_key, mV(_, _, w.kv_head, keys.batch)),
                                                  Shape<Int<C::BLOCK_N>, Int<C::DV>>{}, make_coord(w.block, _0{})));
-      int head = w.kv_head * p.group;
-      int const end_head = head + p.group;
+      int head = w.head;
+      int const end_head = head + p.tile_heads;
       auto load_q = [&](int m) {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
@@ -197,8 +206,9 @@ struct BackwardProducer {
       bool const any = count > 0;
       if (any) load_q(start);  // before there is room for the keys
       Empty::wait(&s.kv_empty, kv_state.phase() ^ 1);
-      publish({index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head), mask.N,
-               mask.rows, mask.shift});
+      end_step += p.tile_heads * count;
+      publish({index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head),
+               end_step | (kv_state.phase() ? kOddTile : 0), mask.N, mask.rows, mask.shift});
       load_keys(tma_k, tK, sK(_, _, _, _0{}), s.k_full);
       if (any) load_do(start);
       load_keys(tma_v, tV, sV(_, _, _, _0{}), s.v_full);
@@ -221,7 +231,8 @@ struct BackwardProducer {
   // keeps this order, and reads what it needs again.
   CUTE_DEVICE void publish(WorkTileOfKeys const& tile) {
     auto volatile& to = *const_cast<WorkTileOfKeys volatile*>(&s.tile);
-    to.index = tile.index, to.key0 = tile.key0, to.begin = tile.begin, to.end = tile.end, to.start = tile.start;
+    to.index = tile.index, to.end_step = tile.end_step, to.key0 = tile.key0, to.begin = tile.begin, to.end = tile.end,
+    to.start = tile.start;
     to.head_block = tile.head_block, to.N = tile.N, to.rows = tile.rows, to.shift = tile.shift;
   }
 };
@@ -319,7 +330,7 @@ CUTE_DEVICE void uncap(Scores& ds, Weights const& weights, float const* base2, B
 
 // The gradients of a consumer's keys and values, from registers to memory.
 template <class C, class GradK, class GradV>
-CUTE_DEVICE void store_gradients(BackwardParams const& p, KeyTile const& at, GradK& grad_k, GradV const& grad_v,
+CUTE_DEVICE void store_gradients(BackwardParams const& p, WorkTile const& at, GradK& grad_k, GradV const& grad_v,
                                  int consumer, int thread) {
   using E = typename C::E;
   Rows const keys = C::MaskPolicy::keys(p, at.batch);
@@ -337,6 +348,22 @@ CUTE_DEVICE void store_gradients(BackwardParams const& p, KeyTile const& at, Gra
                    keys.count, p.D, thread % 4);
   store_rows<C::DV>(reinterpret_cast<uint32_t const*>(rounded_v.data()), head_of(p.grad_v), p.grad_v.row, key,
                     keys.count, p.Dv, thread % 4);
+}
+
+// Adds a warp's gradients of keys to the sums of all heads that share these, in parts that `staged` has room for.
+template <class C, class Acc>
+CUTE_DEVICE void add_gradients(BackwardParams const& p, WorkTile const& at, Acc const& grad_k, Acc const& grad_v,
+                               BackwardStorage<C>& s, float* staged) {
+  int64_t const place = first_key_block_of<C>(p, at.batch, at.kv_head) + at.block;
+  int64_t const warp = (staged - s.grad_q[0]) * (C::BLOCK_N / C::BLOCK_M);
+  auto const add = [&](auto const& acc, float* sums) {
+    constexpr int kPart = C::BLOCK_M * C::D / (C::CONSUMERS * kThreads);  // numbers of a thread that are staged at once
+#pragma unroll
+    for (int i = 0; i < size(acc); i += kPart)
+      stage_and_add(make_tensor(acc.data() + i, Shape<Int<kPart>>{}), staged, sums + 32 * i);
+  };
+  add(grad_k, p.grad_k_acc + place * C::BLOCK_N * C::D + warp);
+  add(grad_v, p.grad_v_acc + place * C::BLOCK_N * C::DV + warp);
 }
 
 // A consumer warpgroup: all of its work tiles, one after the other.
@@ -401,11 +428,9 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   float* const staged = s.grad_q[consumer * kWarps + thread / 32];
   int const pair = thread % 4 * 2;  // the first of this thread's rows of queries among eight
   auto const volatile& work = *const_cast<WorkTileOfKeys const volatile*>(&s.tile);
-  // Counts blocks of rows, of all work tiles. It begins with a number at which all barriers are in their first phase.
-  uint32_t step = 24;
-  static_assert(24 % (2 * C::STAGES) == 0 && 24 % (2 * C::DS_STAGES) == 0);
-  for (bool odd = false;; odd = !odd) {  // whether the number of the work tile is odd
-    Full::wait(&s.k_full, odd);
+  uint32_t step = C::FIRST_STEP;
+  for (;; step ^= kOddTile) {
+    Full::wait(&s.k_full, step / kOddTile);
     if (__shfl_sync(0xffffffff, work.index, 0) == kNoTile) break;
     int m = work.start, head_block = work.head_block;
     int target = -1;  // the block of rows whose grad_q is added next; the first one is nobody's
@@ -483,19 +508,17 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       ++step;
       target = head_block + m;
       m = after(m);
-      if (m == work.start) head_block += p.padded_rows / C::BLOCK_M;  // the next head of the group
+      if (m == work.start) head_block += p.row_blocks;  // the next head of the group
     };
-    int const steps = p.group * (work.end - work.begin);
-    if (steps > 0) {
-      uint32_t const last = step + steps - 1;
+    if (work.begin < work.end) {
       clear_keys(sK(_, _, _0{}));
       issue_scores(step, m);
-      Full::wait(&s.v_full, odd);
+      Full::wait(&s.v_full, step / kOddTile);
       clear_keys(sV(_, _, _0{}));
       issue_dp(step, m);
       make_ds();
 #pragma unroll 1
-      while (step != last) {
+      while (step + 1 != work.end_step) {
         use_ds(std::true_type{});
         make_ds();
       }
@@ -504,13 +527,16 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       warpgroup_wait<0>();
       add_grad_q(step - 1);
     } else {
-      Full::wait(&s.v_full, odd);
+      Full::wait(&s.v_full, step / kOddTile);
     }
     // The epilogue: the gradients of keys and values from registers to memory. The work tile is computed again, because
     // nothing of it stayed in registers.
-    KeyTile const done = scheduler.work_tile(__shfl_sync(0xffffffff, work.index, 0));
+    WorkTile const done = scheduler.work_tile(__shfl_sync(0xffffffff, work.index, 0));
     Empty::arrive(&s.kv_empty);
-    store_gradients<C>(p, done, grad_k, grad_v, consumer, thread);
+    if (p.grad_k_acc)
+      add_gradients<C>(p, done, grad_k, grad_v, s, staged);
+    else
+      store_gradients<C>(p, done, grad_k, grad_v, consumer, thread);
   }
   // The additions have to have been read from shared memory before the thread block ends.
   if (signals) wait_until_read();
@@ -563,6 +589,7 @@ int launch_backward(BackwardParams const& p, cudaStream_t stream) {
   launch_prepare_rows<C>(p, stream);
   kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
   launch_finish_rows<C>(p, stream);
+  if (p.grad_k_acc) launch_finish_keys<C>(p, stream);
   return cudaGetLastError();
 }
 
