@@ -17,12 +17,13 @@ GPU_JOBS ?= 8
 SECONDS ?= 120
 SEED ?=
 CASES ?= 0
-# What `make test-torch VERSION=...` runs in so many processes: by default what lies between a call and its kernel, where most of
-# torch's private parts are. TESTS=tests is all that needs no GPU.
+# Tests run in so many processes.
+JOBS ?= 2
+# What `make test-torch VERSION=...` runs: by default what lies between a call and its kernel, where most of torch's private parts
+# are. TESTS=tests is all that needs no GPU.
 ENTRY := calls compile decorators derivatives eager errors graph_derivatives native_calls neighbours operators patch repeated semantics \
   toggles varlen
 TESTS ?= $(ENTRY:%=tests/test_%.py)
-JOBS ?= 2
 VERSION ?= $(TORCH)
 OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
@@ -36,12 +37,12 @@ demo: $(READY)
 test: lint test-ordinary test-interpreted
 
 test-ordinary: $(READY)
-	$(BIN)/python -m pytest -q -m "not gpu" --durations=10
+	$(BIN)/python -m pytest -q -m "not gpu" --durations=10 -n $(JOBS) --dist worksteal
 
 # Triton reads the variable when it defines a kernel, so that these tests want a process of their own.
 test-interpreted: $(READY)
 ifeq ($(shell uname -s),Linux)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 tests/interpreted
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --durations=10 -n $(JOBS) --dist worksteal tests/interpreted
 else
 	@echo "Triton has no package for this system: its kernels are not tested"
 endif
