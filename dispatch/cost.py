@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from sdpa.dispatch.device import Device, device_of
 from sdpa.dispatch.kernel import Kernel
-from sdpa.problem import AttentionProblem, Tile
+from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 
 # How often a kernel that writes the scores moves each: product, softmax (read and write), product.
 SCORE_PASSES = 4
-# Float32 sums are set to zero, added to and read. Beside the products this takes as long as moving them about once, as
-# measured on an H100 (docs/log/hopper-backward.md).
+# How often float32 sums cost their traffic. They are moved more often, which products hide in part: fitted to the
+# grouped heads of docs/log/hopper-backward.md.
 SUM_PASSES = 1
 # Rows of a GPU kernel's program where there is no tile; kernels have a smaller tile for few rows.
 DEFAULT_ROWS = 128
@@ -84,7 +84,9 @@ def traffic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
 
 def summing(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
     """Seconds in which a backward adds up float32 gradients of the keys that heads share."""
-    if not kernel.sums_groups or problem.direction == "forward" or problem.G == 1:
+    growing = problem.left == UNLIMITED and problem.right != UNLIMITED
+    fewest = kernel.sums_groups
+    if problem.direction == "forward" or not (fewest and growing and (problem.G - 1) * problem.M >= fewest):
         return 0.0
     numbers = problem.B * problem.Hkv * problem.N * (problem.D + problem.Dv)
     return SUM_PASSES * 4 * numbers / device.bandwidth

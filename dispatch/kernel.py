@@ -59,7 +59,9 @@ class Kernel:
     efficiency: float = 0.5
     overhead: float = 5e-6
     backward_overhead: float | None = None
-    sums_groups: bool = False  # its backward adds up gradients of keys in float32 where heads of queries share these
+    # From so many rows of queries on, times (G - 1), its backward adds up gradients of keys in float32 where heads of
+    # queries share these and later rows see more of them; 0: it never does.
+    sums_groups: int = 0
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
     splits_keys: bool = False  # splits keys over programs; heads that share keys are in one program

@@ -126,7 +126,8 @@ SENTENCES = {
 
 def test_a_backward_that_sums_over_heads_which_share_keys_takes_the_time_of_it(monkeypatch):
     monkeypatch.setattr(cost, "device_of", lambda name: GPU)
-    large = problem(device="cuda:0", dtype=torch.bfloat16, M=8192, N=8192, H=8, Hkv=8)
+    causal = {"left": -1, "right": 0, "features": frozenset({"band"})}
+    large = problem(device="cuda:0", dtype=torch.bfloat16, M=8192, N=8192, H=8, Hkv=8, **causal)
     sums = 4 * large.B * 2 * 8192 * (large.D + large.Dv) / GPU.bandwidth
     for name, direction, longer in (
         ("cuda_flash", "forward", 0.0),
@@ -135,6 +136,10 @@ def test_a_backward_that_sums_over_heads_which_share_keys_takes_the_time_of_it(m
     ):
         alone, grouped = (cost.estimate(by_name()[name], large._replace(Hkv=n, direction=direction)) for n in (8, 2))
         assert grouped == pytest.approx(alone + longer)
+    for other in ({"right": -1, "features": frozenset()}, {"left": 99}, {"M": 999, "N": 999}):
+        backward = large._replace(direction="backward", **other)
+        alone, grouped = (cost.estimate(by_name()["cuda_flash"], backward._replace(Hkv=n)) for n in (8, 2))
+        assert grouped == pytest.approx(alone)
 
 
 def test_work_is_counted_inside_of_the_band():

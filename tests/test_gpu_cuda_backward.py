@@ -40,7 +40,8 @@ def passes(inputs, grad_out, grad_lse=None):
 
 
 def same(one, other):
-    """Gradients of k and v have one writer and one order; those of q are sums in the order of arrival."""
+    """Gradients of k and v have one writer and one order, unless heads of a group are summed. Those of q are sums in
+    the order of arrival."""
     assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
     spread = (one.q.double() - other.q.double()).norm()
     assert spread <= 2e-3 * one.q.double().norm(), "more than sums in another order"
@@ -106,19 +107,49 @@ def test_the_gradient_of_the_log_sum_exp(mask, D):
 @pytest.mark.parametrize("D", [64, 72, 128])
 @pytest.mark.parametrize("H, Hkv", [(16, 1), (14, 2)])
 def test_heads_that_share_keys_add_up(D, H, Hkv):
-    """Under masks by which blocks of keys see different numbers of rows, over poisoned memory: each head of a group
-    adds to float32 sums from so many keys on (kKeysToSum in bindings.cpp), and loops inside of a block below."""
+    """Under masks by which blocks of keys see different numbers of rows: from so many rows on (kRowsToSum in
+    bindings.cpp) each head of a group adds to float32 sums. Below that one work tile visits one after the other."""
     fewest = -(-3000 // (H // Hkv - 1))
     lengths = torch.tensor([fewest + 17, 130], device="cuda")
-    for N, M, softcap in ((fewest, fewest + 150, 0.0), (fewest + 33, 77, 0.0), (fewest - 1, 300, 0.0), (700, 700, 9.0)):
+    for M, N, softcap in (
+        (fewest, fewest + 150, 0.0),
+        (fewest + 33, 77, 0.0),
+        (fewest - 1, 300, 0.0),
+        (2100, 2100, 9.0),
+    ):
         q = torch.randn(2, H, M, D, device="cuda", dtype=BFLOAT16)
         k, v = (torch.randn(2, Hkv, N, D, device="cuda", dtype=BFLOAT16) for _ in range(2))
-        torch.empty(4 * H * (M + 512) * (D + 2), device="cuda").fill_(torch.nan)
         for mask in (CORNERS["causal"], CORNERS["bottom_right"], Mask(causal=True, lengths=lengths.clamp(max=N))):
             options = Options(mask, enable_gqa=True, softcap=softcap)
-            checked(build_inputs(q, k, v, options), (N, M, softcap, mask))
+            checked(build_inputs(q, k, v, options), (M, N, softcap, mask))
     for mask in (CORNERS["causal"], CORNERS["bottom_right"]):
         checked(packed(LENGTHS, LENGTHS[::-1], D, mask, behind=65, heads=(H, Hkv)), mask)
+
+
+def test_sums_of_many_waves():
+    """More causal work tiles than multiprocessors, twenty times over poisoned memory, and in a graph."""
+    kernel = by_name()["cuda_flash"].load()
+    q, up = (torch.randn(2, 16, 2048, 128, device="cuda", dtype=FLOAT16) for _ in range(2))
+    k, v = (torch.randn(2, 4, 2048, 128, device="cuda", dtype=FLOAT16) for _ in range(2))
+    inputs = build_inputs(q, k, v, Options(CORNERS["causal"], enable_gqa=True))
+    alone = build_inputs(q, *(t.repeat_interleave(4, 1) for t in (k, v)), Options(CORNERS["causal"]))
+    results = kernel.forward(inputs, problem_of(inputs, "forward"))
+
+    def learn(inputs):
+        return kernel.backward(inputs, results, Results(up), problem_of(inputs, "backward"))
+
+    wanted = learn(alone)
+    sums = {name: getattr(wanted, name).double().unflatten(1, (4, 4)).sum(2) for name in "kv"}
+    sums["q"] = wanted.q.double()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = learn(inputs)
+    for _ in range(20):
+        graph.replay()
+        torch.empty(2 * q.numel() + 4 * k.numel(), device="cuda").fill_(torch.nan)  # where the workspace will be
+        for found in (captured, learn(inputs)):
+            for name, exact in sums.items():
+                assert (getattr(found, name).double() - exact).norm() <= 3e-3 * exact.norm(), name
 
 
 def test_any_strides_the_copy_engine_follows():

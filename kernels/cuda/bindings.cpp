@@ -24,13 +24,13 @@ using torch::stable::Tensor;
 
 // The share of the L2 cache for keys and values. The rest is for queries and outputs that pass through.
 constexpr double kKeysCacheShare = 0.4;
-// The share for what a backward reads and adds to of its queries, and the most heads of keys that it works on at a
-// time: more are slower even where they fit (docs/log/hopper-backward.md). Where blocks of keys see different numbers
+// The share for what a backward reads and adds to of its queries, and the most heads of work tiles that it works on at
+// a time: more are slower even where they fit (docs/log/hopper-backward.md). Where blocks of keys see different numbers
 // of rows it works on kFewestGrowing at least, so that the longest blocks of all of these come first.
 constexpr double kRowsCacheShare = 0.6;
 constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
-// Heads that share keys have work tiles of their own from so many keys on, times the other heads of the group.
-constexpr int64_t kKeysToSum = 3000;
+// Heads that share keys have work tiles of their own where rows of queries times (G - 1) are at least this.
+constexpr int64_t kRowsToSum = 3000;
 
 struct Device {
   int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
@@ -257,9 +257,9 @@ const float* lse_of(const char* name, const Tensor& t, const Tensor& q) {
 
 // Whether each head of a group adds to sums of the gradients of k and v. If one work tile visits all of them, these
 // gradients stay in registers. But where blocks of keys see different numbers of rows, thread blocks then leave a head
-// at different times, and all heads' rows together are more than the cache holds. Short rows do not repay the sums.
+// at different times, and all heads' rows together are more than the cache holds. Few rows do not repay the sums.
 bool sums_groups(MaskKind mask, const BackwardParams& p) {
-  return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.N} >= kKeysToSum;
+  return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.M} >= kRowsToSum;
 }
 
 // What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v.

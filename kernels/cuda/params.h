@@ -82,7 +82,8 @@ struct BackwardParams : FlashParams {
   float* base2 = nullptr;           // (B, H, padded_rows): lse * log2(e); +inf where a row sees no key
   float* delta = nullptr;           // (B, H, padded_rows): the sum of grad_out * out, less grad_lse
   float* grad_q_acc = nullptr;      // (B, H, row_blocks, BLOCK_M * D): sums in the order of a WGMMA's registers
-  // (B, Hkv, key_blocks, kBackwardKeys * D), likewise; null where one work tile has all heads that share its keys
+  // (B, Hkv, key_blocks, kBackwardKeys * D or Dv), likewise, with the instance's head sizes; null where one work tile
+  // has all heads that share its keys (tile_heads == group)
   float *grad_k_acc = nullptr, *grad_v_acc = nullptr;
   float* delta_rows = nullptr;  // delta as lse lies; null where nobody asks for it
   int row_blocks = 0, key_blocks = 0;

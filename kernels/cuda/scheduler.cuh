@@ -66,8 +66,8 @@ struct TileScheduler {
   }
 };
 
-// The same for work tiles that are blocks of BLOCK_N keys. Sections are of heads of keys: L2 keeps the rows that their
-// blocks all read and add to. The first keys, which most rows see under a causal mask, come first.
+// The same for work tiles that are blocks of BLOCK_N keys. Sections are of the heads of work tiles: L2 keeps the rows
+// that their blocks all read and add to. The first keys, which most rows see under a causal mask, come first.
 struct KeyScheduler {
   int blocks, tiles, section, last, grid;
   int tile_heads;

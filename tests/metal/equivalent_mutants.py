@@ -154,7 +154,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     (
         "mask",
         "bound: `<` -> `<=` in: found.begin = begin < end ? begin : 0;",
-    ): "an empty range's begin; the end, 0, is all that loops over blocks compare with",
+    ): "an empty range ends at 0, and no block or split of it begins before that",
     (
         "primitives",
         "bound: `<` -> `<=` in: for (int d = 0; d < WIDE; ++d)",

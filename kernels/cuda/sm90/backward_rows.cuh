@@ -1,4 +1,5 @@
-// What the backward does for rows of queries before and after its pass over the keys.
+// What the backward does before and after its pass over the keys, for rows of queries, and for keys whose gradients are
+// summed.
 #pragma once
 #include "../key_mask.cuh"
 #include "parts.cuh"

@@ -19,6 +19,9 @@
 //   WGMMA    S0 P0             V0 K0 Q-  S1 P1             V1 K1 Q0  S2 P2             V2 K2 Q1  S3 ...
 //   threads         [ ds0   ]          [add]      [ ds1   ]       [add 0]     [ ds2   ]       [add 1]
 //
+// Where heads that share keys have work tiles of their own, the epilogue adds grad_k and grad_v to float32 sums
+// likewise.
+//
 // grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
 // a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
 #pragma once
@@ -30,8 +33,9 @@
 
 namespace sdpa_cuda {
 
-// A step is a block of rows of a head. Steps are counted over all work tiles of a thread block. The count is so much
-// higher in every second work tile, which spares a register that says whether the work tile's number is odd.
+// A step is a block of rows of a head. A thread block counts its steps over all of its work tiles; there are fewer than
+// 2^30. In every second work tile the count is higher by kOddTile, which spares a register that says whether the work
+// tile's number is odd.
 constexpr uint32_t kOddTile = 3u << 30;
 
 template <class E_, int D_, int DV_, MaskKind MASK_>
@@ -88,7 +92,7 @@ struct BackwardConfig {
 struct WorkTileOfKeys {
   int index;              // kNoTile after the last one
   int key0;               // its first key
-  int begin, end, start;  // the blocks of rows that it visits, of each head of the group: from `start` on and around
+  int begin, end, start;  // the blocks of rows that it visits, of each of its heads: from `start` on and around
   int head_block;         // the first head's first block of rows among the blocks of all heads
   uint32_t end_step;      // the step after its last one
   int N, rows, shift;     // of its mask
@@ -208,7 +212,7 @@ struct BackwardProducer {
       Empty::wait(&s.kv_empty, kv_state.phase() ^ 1);
       end_step += p.tile_heads * count;
       publish({index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head),
-               end_step | (kv_state.phase() ? kOddTile : 0), mask.N, mask.rows, mask.shift});
+               end_step ^ (kv_state.phase() ? kOddTile : 0), mask.N, mask.rows, mask.shift});
       load_keys(tma_k, tK, sK(_, _, _, _0{}), s.k_full);
       if (any) load_do(start);
       load_keys(tma_v, tV, sV(_, _, _, _0{}), s.v_full);
@@ -236,40 +240,6 @@ struct BackwardProducer {
     to.head_block = tile.head_block, to.N = tile.N, to.rows = tile.rows, to.shift = tile.shift;
   }
 };
-
-// Says that the registers of an accumulator hold nothing that is needed. A product that begins with zeros would else
-// keep its old numbers alive, since a WGMMA is written as reading what it writes.
-template <class Acc>
-CUTE_DEVICE void forget(Acc& acc) {
-#pragma unroll
-  for (int i = 0; i < size(acc); ++i) asm volatile("" : "=f"(acc(i)));
-}
-
-// Adds bytes of shared memory to float32 numbers in global memory, later.
-CUTE_DEVICE void add_later(float* target, float const* source, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
-               "r"(cast_smem_ptr_to_uint(source)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Waits until the numbers that this thread adds later have been read from shared memory.
-CUTE_DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// Adds a warp's registers of an accumulator to `sums` by way of `staged`, in the order that finish_rows reads.
-template <class Acc>
-CUTE_DEVICE void stage_and_add(Acc const& acc, float* staged, float* sums) {
-  int const lane = threadIdx.x % 32;
-  if (lane == 0) wait_until_read();  // what was staged before
-  __syncwarp();
-#pragma unroll
-  for (int j = 0; j < size(acc) / 4; ++j)
-    *reinterpret_cast<float4*>(staged + (j * 32 + lane) * 4) =
-        make_float4(acc(4 * j), acc(4 * j + 1), acc(4 * j + 2), acc(4 * j + 3));
-  cutlass::arch::fence_view_async_shared();
-  __syncwarp();
-  if (lane == 0) add_later(sums, staged, 32 * size(acc) * sizeof(float));
-}
 
 // Sets the rows from `first` on of a tile in shared memory to 0. Behind a length lies anything, and behind a packed
 // sequence the next one. A NaN there times a weight of 0 would be NaN. Every consumer writes these zeros for itself.
@@ -358,6 +328,7 @@ CUTE_DEVICE void add_gradients(BackwardParams const& p, WorkTile const& at, Acc 
   int64_t const warp = (staged - s.grad_q[0]) * (C::BLOCK_N / C::BLOCK_M);
   auto const add = [&](auto const& acc, float* sums) {
     constexpr int kPart = C::BLOCK_M * C::D / (C::CONSUMERS * kThreads);  // numbers of a thread that are staged at once
+    static_assert(C::D == C::DV && decltype(size(acc))::value % kPart == 0);
 #pragma unroll
     for (int i = 0; i < size(acc); i += kPart)
       stage_and_add(make_tensor(acc.data() + i, Shape<Int<kPart>>{}), staged, sums + 32 * i);

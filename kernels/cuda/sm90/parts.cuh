@@ -119,6 +119,40 @@ CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int r
   }
 }
 
+// Says that the registers of an accumulator hold nothing that is needed. A product that begins with zeros would else
+// keep its old numbers alive, since a WGMMA is written as reading what it writes.
+template <class Acc>
+CUTE_DEVICE void forget(Acc& acc) {
+#pragma unroll
+  for (int i = 0; i < size(acc); ++i) asm volatile("" : "=f"(acc(i)));
+}
+
+// Adds bytes of shared memory to float32 numbers in global memory, later.
+CUTE_DEVICE void add_later(float* target, float const* source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+               "r"(cast_smem_ptr_to_uint(source)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until the numbers that this thread adds later have been read from shared memory.
+CUTE_DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Adds a warp's registers of an accumulator to `sums` by way of `staged`, in the order that write_sums reads.
+template <class Acc>
+CUTE_DEVICE void stage_and_add(Acc const& acc, float* staged, float* sums) {
+  int const lane = threadIdx.x % 32;
+  if (lane == 0) wait_until_read();  // what was staged before
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < size(acc) / 4; ++j)
+    *reinterpret_cast<float4*>(staged + (j * 32 + lane) * 4) =
+        make_float4(acc(4 * j), acc(4 * j + 1), acc(4 * j + 2), acc(4 * j + 3));
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  if (lane == 0) add_later(sums, staged, 32 * size(acc) * sizeof(float));
+}
+
 // Queries or keys for TMA: (rows, D, heads, batch).
 template <class E>
 auto rows_tensor(View const& t, int rows, int D, int heads, int batch) {
