@@ -77,6 +77,11 @@ def test_the_list_of_backwards_is_what_the_rule_promises():
     assert len({name for name, *_ in BACKWARD_INSTANCES}) == len(BACKWARD_INSTANCES) == len(found)
 
 
+def test_the_estimate_knows_from_where_on_the_backward_sums():
+    bindings = (ROOT / "kernels/cuda/bindings.cpp").read_text()
+    assert re.findall(r"kRowsToSum = (\d+);", bindings) == [str(by_name()["cuda_flash"].sums_groups)]
+
+
 def test_what_ptxas_keeps_in_memory_ends_the_build(setup):
     faults = setup["faults"]
     fine = "ptxas info: Function properties for f\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
