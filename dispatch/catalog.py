@@ -53,7 +53,7 @@ KERNELS: tuple[Kernel, ...] = (
         devices=("cpu",),
         dtypes=ALL_DTYPES,
         features=UNPACKED,
-        summary="ours: C++, AVX-512, AVX2, NEON or portable; skips key blocks outside the mask",
+        summary="ours: C++, AMX, AVX-512, AVX2, NEON or portable; skips key blocks outside the mask",
         efficiency=0.8,
         overhead=4e-6,
     ),

@@ -18,6 +18,7 @@ from sdpa.dispatch.kernel import FAMILIES
 from sdpa.dispatch.tracing import torch_toggles as torch_toggles  # noqa: PLC0414
 from sdpa.environment import VariableError, default_kernel
 from sdpa.scalars import type_name
+from sdpa.torch_private import constant
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # torch.nn.attention.SDPBackend member -> family; the enum is matched by name so that it need not be imported.
@@ -255,12 +256,12 @@ def forced_text(kernel: str) -> str:
     return Setting((backend_name(kernel, "kernel", "a str or None"),), forced=True).encode()
 
 
-@tracing.constant
+@constant
 def with_toggles(text: str, toggles: int | None) -> str:
     return text if toggles is None or toggles < 0 else Setting.decode(text)._replace(toggles=toggles).encode()
 
 
-@tracing.constant
+@constant
 def nested_text(text: str, outer: str) -> str:
     """The setting of a with-block of `text` inside of one of `outer`: the inner one says what may run, and inside of
     `decomposed()` everything is decomposed."""
@@ -278,7 +279,7 @@ def is_inside_decomposed() -> bool:
     return bool(CURRENT.get()) and Setting.decode(current_text()).decomposed
 
 
-@tracing.constant
+@constant
 def decomposes_traced() -> bool:
     held = current_text() if is_exporting() else ""
     return Setting.decode(tracing.traced_text()).decomposed or Setting.decode(held).decomposed

@@ -7,13 +7,13 @@ Dynamo gives up in the middle of a with-block and begins again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from sdpa.torch_private import (
+    constant,
     cudnn_enabled,
     current_trace,
     dispatch_modes,
@@ -24,16 +24,8 @@ from sdpa.torch_private import (
     mode_traces,
 )
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 # The texts of the open with-blocks of each trace, the innermost last.
 TRACES: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
-
-
-def constant(function: Function) -> Function:
-    """As torch.compiler.assume_constant_result, which imports the compiler."""
-    marked: Any = function
-    marked._dynamo_marked_constant = True
-    return function
 
 
 def is_recording() -> bool:

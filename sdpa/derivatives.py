@@ -1,9 +1,8 @@
 """Derivatives of a call, in one place: of eager calls and graphs, under torch.func, in forward mode and under vmap.
 
-A prepared call has a node of ours, `Attention`, in autograd's graph, or torch's own where `prepared` leaves it to
-torch. Every other call is that of an operator (`operators`), whose autograd key and vmap rule are here. Both compute
-the first derivative by a fused kernel. Further derivatives are compositions of torch operations. So is forward mode,
-whose tangents pass through M x N scores.
+A prepared call has a node of ours, `Attention`, in autograd's graph. Every other call is that of an operator
+(`operators`), whose autograd key and vmap rule are here. Both compute the first derivative by a fused kernel. Further
+derivatives are compositions of torch operations. So is forward mode, whose tangents pass through M x N scores.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def as_int32(tensor: Tensor) -> Tensor:
 
 def fit_prefix(prefix: int | Tensor, B: int, N: int, device: torch.device) -> Tensor:
     if not isinstance(prefix, Tensor):
-        prefix = torch.full((B,), prefix, dtype=torch.int32, device=device)
+        prefix = torch.full((B,), min(prefix, torch.iinfo(torch.int32).max), dtype=torch.int32, device=device)
     return fit_lengths(prefix, B, N)
 
 

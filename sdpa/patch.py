@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from sdpa.dispatch.context import PerCall
 from sdpa.functional import scaled_dot_product_attention
-from sdpa.torch_private import saved_tensors_hooks
+from sdpa.torch_private import name_for_scripts, saved_tensors_hooks
 from sdpa.validate import check_flag
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -40,18 +40,9 @@ NAME = "scaled_dot_product_attention"
 ORIGINAL: Callable[..., Any] = F.scaled_dot_product_attention
 
 
-def make_scriptable(function: Callable[..., Any]) -> None:
-    """torch.jit.script looks functions up by identity, and compiles torch's operator where it finds ours, which it
-    could not compile. Arguments that only ours has it refuses."""
-    builtins = getattr(torch.jit, "_builtins", None)
-    known, found = getattr(builtins, "_builtin_ops", None), getattr(builtins, "_builtin_table", None)
-    if isinstance(known, list):
-        known.append((function, f"aten::{NAME}"))  # of which the table is made when it is first asked for
-    if isinstance(found, dict):
-        found[id(function)] = f"aten::{NAME}"
-
-
-make_scriptable(scaled_dot_product_attention)
+# torch.jit.script looks functions up by identity, and compiles torch's operator where it finds ours, which it could not
+# compile. Arguments that only ours has it refuses.
+name_for_scripts(scaled_dot_product_attention, f"aten::{NAME}")
 
 
 class _State:

@@ -20,7 +20,7 @@ from sdpa.dispatch.context import torch_toggles
 from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, as_batch
 from sdpa.repeated import Operator
-from sdpa.torch_private import deterministic
+from sdpa.torch_private import deterministic, float32_precision
 
 LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
 MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of what comes back and arrives
@@ -76,7 +76,8 @@ class Prepared:
         address = reduce(or_, [t.data_ptr() for t in given]) & ADDRESS_BITS if grad_out.is_cuda else 0
         # What hooks of saved tensors return may lie in another way than what was saved.
         strides = tuple([t.stride() for t in given])
-        state = torch_toggles(), deterministic(), upstream[1] is None, bias_grad, address, strides
+        switches = torch_toggles(), deterministic(), float32_precision()
+        state = switches, upstream[1] is None, bias_grad, address, strides
         found = self.backwards.get(state)
         if found is None:
             if len(self.backwards) >= MAX_BACKWARDS:

@@ -233,6 +233,25 @@ def register_pytree(kind: type, flatten: Callable[..., Any], build: Callable[...
     pytree.register_pytree_node(kind, flatten, build, **options)
 
 
+# Which functions torch.jit.script knows as operators. Absent: it tries to compile ours, and says what it cannot.
+jit_builtins = part("torch.jit._builtins", None)
+
+
+def name_for_scripts(function: Callable[..., Any], operator: str) -> None:
+    """torch.jit.script, which looks functions up by identity, calls the operator where it finds the function."""
+    known, table = getattr(jit_builtins, "_builtin_ops", None), getattr(jit_builtins, "_builtin_table", None)
+    if isinstance(known, list):
+        known.append((function, operator))  # of which the table is made when it is first asked for
+    if isinstance(table, dict):
+        table[id(function)] = operator
+
+
+def constant(function: Any) -> Any:
+    """As torch.compiler.assume_constant_result, which imports the compiler: Dynamo looks for this attribute."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def inductor_pass() -> tuple[Any, type]:
     """(Inductor's settings, the class of passes that its cache knows). Imports Inductor, as compiling does. Needed: by
     who installs a pass, who hears that it is not there."""

@@ -121,7 +121,7 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
         check_strided(name, tensor)
         if tensor.device != query.device:
             raise RuntimeError(
-                f"Expected attn_mask to be on the query's device {query.device}, but got {tensor.device} instead."
+                f"Expected {name} to be on the query's device {query.device}, but got {tensor.device} instead."
             )
     if isinstance(mask, Tensor):
         return check_broadcast(mask, sizes)
@@ -275,7 +275,8 @@ def check_numbers(dropout_p: float, scale: object, softcap: Any) -> None:
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and 0 <= softcap <= sys.float_info.max):
+    huge = isinstance(softcap, int) and softcap > sys.float_info.max
+    if softcap is not None and (huge or not (number and 0 <= softcap < math.inf)):
         raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {shown(softcap)}")
 
 

@@ -69,6 +69,7 @@ RULES = {
         Mask(causal=True, prefix=3, lengths=integers(2, 9)),
         lambda b, h, i, j: (j <= i or j < 3) and j < (2, 9)[b],
     ),
+    "prefix_huge": (Mask(causal=True, prefix=2**31), lambda b, h, i, j: True),
     "prefix_alone": (Mask(prefix=3), lambda b, h, i, j: True),
     "allowed": (Mask(allowed=ALLOWED), lambda b, h, i, j: bool(ALLOWED[b, 0, i, j])),
     "allowed_causal": (Mask(allowed=ALLOWED, causal=True), lambda b, h, i, j: j <= i and bool(ALLOWED[b, 0, i, j])),
@@ -372,5 +373,6 @@ def test_calls_look_at_the_device_of_every_field(name):
     }
     own = {"lengths": integers(1, 2), "segments": (torch.zeros(3).int(), torch.zeros(4).int())}[name]
     q, k = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8)
-    with pytest.raises(RuntimeError, match="Expected attn_mask to be on the query's device cpu, but got meta instead"):
+    (field,) = far[name]
+    with pytest.raises(RuntimeError, match=f"Expected {field} to be on the query's device cpu, but got meta instead"):
         scaled_dot_product_attention(q, k, k, Mask(**{name: own}, **far[name]))

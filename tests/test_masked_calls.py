@@ -268,7 +268,7 @@ def test_wrong_masks_are_refused_at_any_call():
         r"Expected alibi slopes to have shape": {"alibi": noise(H + 1)},
         r"attn_mask of shape \(4, 4\) does not broadcast": {"allowed": noise(4, 4) > 0},
         r"Expected attn_mask dtype to be bool or float or to match": {"bias": noise(M, N).half()},
-        r"Expected attn_mask to be on the query's device cpu, but got meta": {"lengths": integers(9, 14).to("meta")},
+        r"Expected lengths to be on the query's device cpu, but got meta": {"lengths": integers(9, 14).to("meta")},
         r"Expected alibi slopes without requires_grad": {"alibi": noise(H).requires_grad_()},
     }
     for _ in range(2):

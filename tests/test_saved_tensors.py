@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from helpers import MOVES, draw, hooked_gradients, integers
-from sdpa import Mask
+from sdpa import Mask, prepared
 from sdpa import scaled_dot_product_attention as attend
 from sdpa.calls import CALLS
 from sdpa.nn.weights import attention_with_weights
@@ -111,6 +111,36 @@ def test_autocast_does_not_reach_backwards():
             by_weights = torch.autograd.grad(weights.square().sum(), (q, k))
         with_autocast.append((*second, *by_weights))
     torch.testing.assert_close(*with_autocast, rtol=0, atol=0)
+
+
+def test_the_precision_of_a_backward_is_the_one_it_runs_under(monkeypatch):
+    """Not that of its forward or of an earlier backward: one may multiply float32 as TF32, and another not."""
+    CALLS.clear()
+    asked, precision = [], [""]
+    monkeypatch.setattr(prepared, "float32_precision", lambda: precision[0])
+    backward = prepared.Prepared.backward
+    monkeypatch.setattr(prepared.Prepared, "backward", lambda *args: asked.append(precision[0]) or backward(*args))
+    q, k, v = (draw(1, 2, 12, 8, dtype=torch.float32, seed=n).requires_grad_() for n in range(3))
+    for precision[0] in ("tf32", "ieee", "tf32", "ieee"):
+        attend(q, k, v).sum().backward()
+    assert asked == ["tf32", "ieee"]
+
+
+@pytest.mark.gpu
+def test_tf32_in_a_backward_alone():
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", requires_grad=True) for _ in range(3))
+    found = []
+    for precision in ("highest", "high", "highest", "high"):
+        out = attend(q, k, v, kernel="triton_flash")
+        torch.set_float32_matmul_precision(precision)
+        try:
+            found.append(torch.autograd.grad(out.sum(), (q, k, v)))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    for i in range(3):
+        exact, rounded, again, rounded_again = (grads[i] for grads in found)
+        assert not torch.equal(exact, rounded)
+        torch.testing.assert_close([again, rounded_again], [exact, rounded], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -33,10 +33,12 @@ def packed():
         ({"scale": np.float32(0.5)}, {"scale": 0.5}),
         ({"scale": np.int64(2)}, {"scale": 2.0}),
         ({"softcap": np.float16(3.0)}, {"softcap": 3.0}),
+        ({"softcap": np.float32(3.0)}, {"softcap": 3.0}),
         ({"dropout_p": np.float64(1.0)}, {"dropout_p": 1.0}),
         ({"dropout_p": np.float32(0.5)}, {"dropout_p": 0.5}),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_numbers_are_taken(given, plain):
     tensors = qkv(M=5, N=7)
     results = []
