@@ -20,7 +20,6 @@ MPS_FEW_QUERIES = 8
 MPS_FEW_HEAD_SIZES = (64, 96, 128, 256)
 MPS_HEAD_SIZES = (32, 64, 72, 80, 96, 128, 256)
 MPS_MAX_ELEMENTS = 2**31  # it counts in int32
-CUDA_BACKWARD_HEAD_SIZE = 128
 HALF_ALIGNMENT = 8
 FLOAT_ALIGNMENT = 4
 
@@ -169,9 +168,6 @@ def cuda_backward(problem: AttentionProblem) -> str | None:
         return "adds gradients in an order that varies, and torch.use_deterministic_algorithms(True) is set"
     if "segments" in problem.features:
         return "has no backward of segments"
-    sizes = (problem.D, problem.Dv)
-    if max(sizes) > CUDA_BACKWARD_HEAD_SIZE:
-        return f"has a backward of head sizes up to {CUDA_BACKWARD_HEAD_SIZE}, got D = {sizes[0]}, Dv = {sizes[1]}"
     return None
 
 

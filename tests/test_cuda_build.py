@@ -68,12 +68,10 @@ def test_the_list_is_what_the_catalog_promises():
         assert pairs - {(size, size) for size in both} == others
 
 
-def test_the_list_of_backwards_is_what_the_rule_promises():
-    from sdpa.dispatch.rules import CUDA_BACKWARD_HEAD_SIZE
-
+def test_the_list_of_backwards_has_every_head_size_and_mask():
     found = {(element, int(size), int(values), mask) for _, element, size, values, mask in BACKWARD_INSTANCES}
-    masks, sizes = ("kNone", "kCausal", "kBand"), (64, CUDA_BACKWARD_HEAD_SIZE)
-    assert found == {(e, size, size, mask) for e in ("kBFloat16", "kFloat16") for size in sizes for mask in masks}
+    masks, sizes = ("kNone", "kCausal", "kBand"), ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+    assert found == {(e, *size, mask) for e in ("kBFloat16", "kFloat16") for size in sizes for mask in masks}
     assert len({name for name, *_ in BACKWARD_INSTANCES}) == len(BACKWARD_INSTANCES) == len(found)
 
 
@@ -121,7 +119,10 @@ def test_every_instance_multiplies_and_copies_by_hoppers_engines(sass):
     assert len(instances) == len(INSTANCES) and len(backwards) == len(BACKWARD_INSTANCES)
     for name, code in sass.items():
         assert name not in instances + backwards or ("HGMMA" in code and "UTMALDG" in code), name
-        assert name not in backwards or "UBLKRED" in code, f"{name} adds up grad_q by other means than bulk reductions"
+        if name in backwards and "pair" in name:
+            assert "UTMALDG.4D.MULTICAST" in code and "UBLKCP.S.S" in code, f"{name} shares neither rows nor dS"
+        elif name in backwards:
+            assert "UBLKRED" in code, f"{name} adds up grad_q by other means than bulk reductions"
         assert not re.findall(r"\b(?:LDL|STL)\b", code), f"{name} keeps registers in memory"
 
 

@@ -1,10 +1,10 @@
 // The host function of an instance of the backward. The build writes sources that include this and then list lines of
 // backward_instances.def.
 #pragma once
-#include "sm90/flash_backward.cuh"
+#include "sm90/flash_backward_pair.cuh"
 
-#define INSTANCE(name, element, D, Dv, mask)                                                    \
-  int sdpa_cuda::launch_##name(const BackwardParams& params, void* stream) {                    \
-    return launch_backward<BackwardConfig<ElementOf<Element::element>, D, Dv, MaskKind::mask>>( \
-        params, static_cast<cudaStream_t>(stream));                                             \
+#define INSTANCE(name, element, D, Dv, mask)                                      \
+  int sdpa_cuda::launch_##name(const BackwardParams& params, void* stream) {      \
+    using C = BackwardConfig<ElementOf<Element::element>, D, Dv, MaskKind::mask>; \
+    return launch_backward<C>(params, static_cast<cudaStream_t>(stream));         \
   }

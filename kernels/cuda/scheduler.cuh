@@ -14,12 +14,13 @@ struct WorkTile {
   int block, head, batch, kv_head;
 };
 
-// The index after `index`. The thread block that draws the last index sets the counter back: nobody draws after it.
-CUTE_DEVICE int next_index(int index, int32_t* counter, int tiles) {
-  if (!counter) return index + int(gridDim.x);
+// The index after `index`, where `grid` indices are begun at once. The thread block that draws the last index sets the
+// counter back: nobody draws after it.
+CUTE_DEVICE int next_index(int index, int32_t* counter, int tiles, int grid) {
+  if (!counter) return index + grid;
   int const drawn = atomicAdd(counter, 1);
   if (drawn == tiles - 1) *counter = 0;
-  return drawn + int(gridDim.x);
+  return drawn + grid;
 }
 
 // Work tiles have indices, and are begun in the order of these. A thread block begins with the index blockIdx.x, then
@@ -53,7 +54,7 @@ struct TileScheduler {
     by_section = section * blocks, by_width = section, by_last_width = heads - last;
   }
 
-  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles); }
+  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles, grid); }
 
   // Equal blocks of all heads of a section run side by side.
   CUTE_DEVICE WorkTile work_tile(int index) const {
@@ -73,20 +74,21 @@ struct KeyScheduler {
   int tile_heads;
   cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
 
-  KeyScheduler(BackwardParams const& p, int BLOCK_N)
+  // Each work tile is of so many thread blocks.
+  KeyScheduler(BackwardParams const& p, int BLOCK_N, int cluster = 1)
       : blocks((p.N + BLOCK_N - 1) / BLOCK_N),
         tile_heads(p.tile_heads),
         by_head(p.H / p.tile_heads),
         by_group(p.group) {
     int const heads = p.B * (p.H / p.tile_heads);
     tiles = blocks * heads;
-    grid = std::min(tiles, p.sm_count);
+    grid = std::min(tiles, p.sm_count / cluster);
     section = p.section;
     last = (heads - 1) / section * section;
     by_section = section * blocks, by_width = section, by_last_width = heads - last;
   }
 
-  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles); }
+  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles, grid); }
 
   CUTE_DEVICE WorkTile work_tile(int index) const {
     int part, inside, block, entry, batch, head;

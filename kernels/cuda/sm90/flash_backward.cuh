@@ -127,6 +127,16 @@ struct BackwardStorage {
   }
 };
 
+// Writes a work tile before the arrival that lets consumers read it. Accesses are volatile, so that the compiler keeps
+// this order, and reads what it needs again.
+template <class Tile = WorkTileOfKeys>
+CUTE_DEVICE void publish(WorkTileOfKeys& target, Tile const& tile) {
+  auto volatile& to = *const_cast<WorkTileOfKeys volatile*>(&target);
+  to.index = tile.index, to.end_step = tile.end_step, to.key0 = tile.key0, to.begin = tile.begin, to.end = tile.end,
+  to.start = tile.start;
+  to.head_block = tile.head_block, to.N = tile.N, to.rows = tile.rows, to.shift = tile.shift;
+}
+
 // The producer warp, of which one elected thread runs.
 template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO>
 struct BackwardProducer {
@@ -211,8 +221,8 @@ struct BackwardProducer {
       if (any) load_q(start);  // before there is room for the keys
       Empty::wait(&s.kv_empty, kv_state.phase() ^ 1);
       end_step += p.tile_heads * count;
-      publish({index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head),
-               end_step ^ (kv_state.phase() ? kOddTile : 0), mask.N, mask.rows, mask.shift});
+      publish(s.tile, {index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head),
+                       end_step ^ (kv_state.phase() ? kOddTile : 0), mask.N, mask.rows, mask.shift});
       load_keys(tma_k, tK, sK(_, _, _, _0{}), s.k_full);
       if (any) load_do(start);
       load_keys(tma_v, tV, sV(_, _, _, _0{}), s.v_full);
@@ -227,17 +237,8 @@ struct BackwardProducer {
       }
     }
     Empty::wait(&s.kv_empty, kv_state.phase() ^ 1);
-    publish({kNoTile});
+    publish(s.tile, {kNoTile});
     Full::arrive(&s.k_full);
-  }
-
-  // Writes the work tile before the arrival that lets consumers read it. Accesses are volatile, so that the compiler
-  // keeps this order, and reads what it needs again.
-  CUTE_DEVICE void publish(WorkTileOfKeys const& tile) {
-    auto volatile& to = *const_cast<WorkTileOfKeys volatile*>(&s.tile);
-    to.index = tile.index, to.end_step = tile.end_step, to.key0 = tile.key0, to.begin = tile.begin, to.end = tile.end,
-    to.start = tile.start;
-    to.head_block = tile.head_block, to.N = tile.N, to.rows = tile.rows, to.shift = tile.shift;
   }
 };
 
@@ -540,7 +541,7 @@ __global__ void __launch_bounds__(C::THREADS, 1)
 }
 
 template <class C>
-int launch_backward(BackwardParams const& p, cudaStream_t stream) {
+int launch_alone(BackwardParams const& p, cudaStream_t stream) {
   using E = typename C::E;
   int const batch = p.cu_q ? 1 : p.B;  // entries in memory
   auto tma_q = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.q, p.query_rows, p.D, p.H, batch),
