@@ -226,7 +226,7 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -
 
 
 def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: Any) -> Call:
-    """What a call that was made before runs (sdpa.passes): torch's operator, launches run again, or the pass itself."""
+    """What a call that was made before runs (sdpa.calls): torch's operator, launches run again, or the pass itself."""
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
         native = module.native(inputs)

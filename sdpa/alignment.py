@@ -40,6 +40,13 @@ def alignment_of(tensor: Tensor, strides: bool = True) -> int:
     return bits & -bits
 
 
+def placement_of(
+    inputs: AttentionInputs, others: tuple[Tensor | None, ...]
+) -> tuple[tuple[tuple[str, int], ...], bool]:
+    """Which tensors of a call, and of what a backward reads in addition, are unaligned; whether q, k or v repeats."""
+    return unaligned_of(inputs) + unaligned_others(others), any(map(has_zero_stride, inputs[:3]))
+
+
 def unaligned_of(inputs: AttentionInputs) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of q, k, v and the bias, for those that do not lie at multiples of 16 bytes."""
     tensors = zip(PLACED, inputs[:3], strict=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sdpa.mask import Mask
 from sdpa.repeated import Repeated
 from sdpa.torch_private import without_autocast
-from sdpa.validate import Options
+from sdpa.validate import Call, Options
 
 
 def autocast_dtype(query: object) -> torch.dtype | None:
@@ -41,6 +41,12 @@ def cast_options(options: Options, dtype: torch.dtype) -> Options:
     if options.attn_mask is None and options.sinks is None:
         return options
     return options._replace(attn_mask=cast_mask(options.attn_mask, dtype), sinks=cast(options.sinks, dtype))
+
+
+def cast_call(call: Call, dtype: torch.dtype) -> Call:
+    """The call in autocast's dtype."""
+    q, k, v = (cast(t, dtype) for t in call[:3])
+    return Call(q, k, v, cast_options(call.options, dtype), call.places)
 
 
 def cast_first(run: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

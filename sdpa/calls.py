@@ -1,11 +1,13 @@
-"""The one cache of calls: what was prepared for a call, and is found again by calls like it.
-
-The least recently used entry is dropped first.
+"""The one cache of calls, and what it holds: kernels that were selected, with their recorded launches.
 
 A call is recognised by its state (every argument and switch that is no tensor), by its tensors (their types, dispatch
 keys, dtypes, devices, sizes, strides and requires_grad), and by facts that only some calls have. The last few calls of
 a state are compared with the given tensors by the guards of torch.compile, in one call into torch. All other calls are
-found by a key of the tensors, which takes three times as long to build.
+found by a key of the tensors, which takes three times as long to build. The least recently used entry is dropped first.
+
+The form of a call is everything that its kernel depends on beside the numbers in its tensors: which fields of
+AttentionInputs are given, their sizes, strides, dtypes and device, and every other number. A `Pass` is one direction of
+the calls of one form.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sdpa.alignment import ADDRESS_BITS
-from sdpa.dispatch.caches import CACHES
+from sdpa.dispatch.caches import CACHES, LAST
+from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import CURRENT, current_text
+from sdpa.dispatch.recovery import recover
+from sdpa.problem import AttentionInputs, Held, Results, as_batch
+from sdpa.repeated import Operator, Repeated, configure
 from sdpa.torch_private import (
     TensorGuards,
     autocast_is_on,
@@ -42,6 +48,20 @@ PLAIN_TYPES = frozenset({Tensor, Parameter})
 
 Check = Callable[..., bool]
 Key = tuple[Hashable, ...]
+
+WITH_LSE = frozenset({"lse"})
+AVERAGED = frozenset({"averaged"})
+NO_EXTRA: frozenset[str] = frozenset()
+PLAIN: tuple[Any, Any, Any] = (0, 1, 2)  # places of q, k and v
+FIRST_NUMBER, END_NUMBERS = 3, 7  # scale, left, right, bottom_right
+PLAIN_REST = AttentionInputs(*PLAIN, 1.0)[END_NUMBERS:]
+CU_Q, CU_K = (AttentionInputs._fields.index(name) for name in ("cu_q", "cu_k"))
+LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
+
+configure(last=LAST)
+
+
+# -- how a call is found ----------------------------------------------------------------------------------------------
 
 
 class Facts(NamedTuple):
@@ -88,23 +108,17 @@ class Calls:
         self.known: OrderedDict[Key, Any] = OrderedDict()
         self.changing = RLock()  # of `known`; re-entrant, since a finaliser may make a call inside of another one
 
-    def look_up(self, state: Hashable, tensors: Sequence[Tensor], facts: Facts = NO_FACTS) -> Any:
-        """What is cached for a call like this. None where there is nothing, or where a tensor is of a subclass."""
+    def find(self, state: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any], facts: Facts = NO_FACTS) -> Any:
+        """What is cached for a call like this. Where there is nothing, it is made and cached, unless it is None or a
+        tensor is of a subclass."""
         for is_alike, found, _, known in self.recent.get(state, ()):
             if is_alike(*tensors) and known == facts:
                 return found
         key = key_of(state, tensors, facts)
-        if key is None:
-            return None
-        found = self.known.get(key)
-        if found is not None:
-            self.remember(state, tensors, facts, found, key)
-        return found
-
-    def keep(self, state: Hashable, tensors: Sequence[Tensor], found: Any, facts: Facts = NO_FACTS) -> Any:
-        """Cache `found` for calls like this one, and return it."""
-        key = key_of(state, tensors, facts)
-        if key is not None:
+        found = None if key is None else self.known.get(key)
+        if found is None:
+            found = make()
+        if found is not None and key is not None:
             self.remember(state, tensors, facts, found, key)
         return found
 
@@ -179,3 +193,119 @@ def key_of(state: Hashable, tensors: Sequence[Tensor], facts: Facts) -> Key | No
 
 CALLS = Calls()
 CACHES.append(CALLS.clear)
+
+
+# -- what is found ----------------------------------------------------------------------------------------------------
+
+
+class Form:
+    """Which fields of AttentionInputs are tensors, and the values of the other fields, as `fields_of` a call has them.
+
+    With `takes_rows` its calls are packed ones whose q, k and v may be given as rows (T, H, D), so that nothing is made
+    of them before a launch that reads addresses alone.
+    """
+
+    __slots__ = ("alike", "firsts", "learned", "numbers", "places", "same", "takes_rows", "template")
+
+    def __init__(self, fields: tuple[Any, ...], takes_rows: bool = False) -> None:
+        self.takes_rows = takes_rows
+        self.alike = isinstance(fields[CU_K], Held) and fields[CU_K] == CU_Q  # then it is given once
+        given = [place for place, value in enumerate(fields) if isinstance(value, Held)]
+        self.places = tuple(place for place in given if not (self.alike and place == CU_K))
+        self.same = tuple(self.places.index(fields[place]) for place in self.places)
+        # Recorded launches are given each tensor once: the numbers of the places that hold one for the first time.
+        self.firsts = tuple(dict.fromkeys(self.same))
+        self.template: list[Any] = [None if isinstance(value, Held) else value for value in fields]
+        plain = self.places == PLAIN and fields[END_NUMBERS:] == PLAIN_REST
+        self.numbers = fields[FIRST_NUMBER:END_NUMBERS] if plain else None
+        learned = ((name, AttentionInputs._fields.index(name)) for name in LEARNED)
+        self.learned = tuple((name, self.places.index(place)) for name, place in learned if place in self.places)
+
+    def inputs(self, tensors: Sequence[Any]) -> AttentionInputs:
+        """AttentionInputs of these tensors, given in the order of the fields."""
+        if self.numbers is not None:
+            return AttentionInputs(*tensors, *self.numbers)
+        if self.takes_rows:
+            tensors = (*map(as_batch, tensors[:3]), *tensors[3:])
+        values = self.template.copy()
+        for place, tensor in zip(self.places, tensors, strict=True):
+            values[place] = tensor
+        if self.alike:
+            values[CU_K] = values[CU_Q]
+        return AttentionInputs(*values)
+
+    def distinct(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The form's tensors among all tensors of inputs, in order, without a second one that is the same."""
+        if not self.alike:
+            return tensors
+        place = self.places.index(CU_Q) + 1
+        return (*tensors[:place], *tensors[place + 1 :])
+
+    def tensors(self, inputs: AttentionInputs) -> list[Tensor]:
+        """The tensors of inputs of this form."""
+        values: Sequence[Any] = inputs
+        return [values[place] for place in self.places]
+
+
+class Pass(Repeated):
+    """One direction of the calls of one form.
+
+    It is called with the form's tensors. For a backward they are followed by out, lse, the gradient of out and, where
+    one arrives, that of lse; for weights by lse. It returns (out, lse), gradients in the order of Gradients, or the
+    weights.
+    """
+
+    __slots__ = ("form", "is_native", "is_passing")
+
+    def __init__(self, form: Form, choice: Choice, takes_output_alone: bool = False) -> None:
+        self.form, self.choice = form, choice
+        # Then torch's own operator is what is called again, where the kernel is one.
+        self.is_native = takes_output_alone and form.numbers is not None and choice.native is not None
+        self.again = None  # its recorded launches
+        self.is_passing = False  # not expected to be called again: launches are not recorded
+
+    def first_time(self, tensors: Sequence[Tensor]) -> Any:
+        try:
+            return self.first(tensors)
+        except Exception as error:
+            return self.recovered(error, tensors)
+
+    def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> Any:
+        return recover(self.choice, error, *self.nouns(tensors))
+
+    def first(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the kernel and record its launches; for later calls whose tensors the recorded launches do not fit, run
+        it again."""
+        form, choice = self.form, self.choice
+        count = len(form.places)
+        # What hooks of saved tensors return for one tensor may be several, and for several one.
+        given = [tensors[number] for number in form.same]
+        nouns = self.nouns((*given, *tensors[count:]))
+        if self.is_native:
+            self.is_native, operator = False, choice.native(*nouns)
+            if operator is not None:
+                self.again = Operator(*operator)
+                return self.again(*given)
+        record = None if self.is_passing else choice.record
+        if record is None or (len(tensors) > count and first_places(given) != form.same):
+            return choice.call(*nouns)
+        results, again = record(nouns, choice.problem, choice.tile)
+        if again is not None:
+            self.again = again if len(form.firsts) == count else self.once(again)
+        return results
+
+    def once(self, again: Callable[..., Any]) -> Callable[..., Any]:
+        """`again`, given each tensor once."""
+        firsts, count = self.form.firsts, len(self.form.places)
+        return lambda *tensors: again(*[tensors[number] for number in firsts], *tensors[count:])
+
+    def nouns(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The arguments of the kernel's function of this direction."""
+        number, direction = len(self.form.places), self.choice.problem.direction
+        inputs, rest = self.form.inputs(tensors[:number]), tensors[number:]
+        if direction == "forward":
+            return (inputs,)
+        if direction == "weights":
+            return inputs, rest[0]
+        out, lse, grad_out, *grad_lse = rest
+        return inputs, Results(out, lse), Results(grad_out, grad_lse[0] if grad_lse else None)

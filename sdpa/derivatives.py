@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from sdpa import flops
 from sdpa.batching import Dims, map_backward, map_forward
+from sdpa.calls import WITH_LSE, Form
 from sdpa.dispatch.context import effective, torch_toggles
 from sdpa.dispatch.select import choose
 from sdpa.kernels.math.composite import backward_terms, forward_terms
@@ -32,8 +33,7 @@ from sdpa.operators import (
     of_forward,
     of_weights,
 )
-from sdpa.passes import WITH_LSE, Form
-from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, fields_of
 from sdpa.torch_private import (
     SingleLevelFunction,
     TransformType,
@@ -81,11 +81,11 @@ class Attention(SingleLevelFunction):
         *tensors, out, lse = ctx.saved_tensors  # checkpointing lets them be read only once
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         bias_grad = False
-        for name, place in call.learned:
+        for name, place in call.form.learned:
             bias_grad = bias_grad or (name == "bias" and ctx.needs_input_grad[1 + place])
         gradients = call.differentiable if torch.is_grad_enabled() or dispatch_modes() > 0 else call.gradients
         found = gradients(tensors, (out, lse), (grad_out, grad_lse), bias_grad)
-        if not call.learned:
+        if not call.form.learned:
             return (None, *found[:3], *(None,) * (len(tensors) - 3))
         return (None, *found[:3], *beside(ctx, call, found))
 
@@ -93,7 +93,7 @@ class Attention(SingleLevelFunction):
 def beside(ctx: Any, call: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the tensors after q, k and v, of which the bias and the sinks may have one."""
     placed: list[Tensor | None] = [None] * (len(call.form.places) - 3)
-    for name, place in call.learned:
+    for name, place in call.form.learned:
         if ctx.needs_input_grad[1 + place]:
             placed[place - 3] = found[3 if name == "bias" else 4]
     return placed
@@ -102,16 +102,11 @@ def beside(ctx: Any, call: Any, found: Sequence[Tensor | None]) -> list[Tensor |
 class OperatorCall:
     """The `call` of `Attention` where an operator is differentiated: it calls the operator again, below autograd."""
 
-    __slots__ = ("form", "learned", "setting")
+    __slots__ = ("form", "setting")
     returns_lse = True
 
     def __init__(self, inputs: AttentionInputs, setting: str) -> None:
-        self.form, self.setting = Form(inputs), setting
-        self.learned = tuple(
-            (name, self.form.places.index(AttentionInputs._fields.index(name)))
-            for name in ("bias", "sinks")
-            if getattr(inputs, name) is not None
-        )
+        self.form, self.setting = Form(fields_of(inputs)), setting
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         inputs = self.form.inputs(tensors)

@@ -9,6 +9,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
@@ -19,21 +20,20 @@ from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sdpa import flops
-from sdpa.autocast import autocast_dtype, cast_first
+from sdpa.autocast import autocast_dtype, cast_call, cast_first
 from sdpa.calls import CALLS, PLAIN_TYPES, Facts, form_of
 from sdpa.decomposed import is_decomposed
 from sdpa.decomposed import results_of as decomposed_results
 from sdpa.dispatch.context import CURRENT, current_text, effective, request_text
 from sdpa.dispatch.tracing import is_traced
-from sdpa.inputs import drops, with_dropout
+from sdpa.inputs import dropped, with_dropout
 from sdpa.interop import is_nested, nested_attention
 from sdpa.kernels.math.weights import composite_weights
-from sdpa.kinds import DENSE, Call, Kind, cast_call, dropped, steps, without_weights
-from sdpa.layout import has_memory
+from sdpa.kinds import DENSE, Kind, without_weights
 from sdpa.mask import Mask, as_mask
 from sdpa.operators import call_forward, call_weights
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
-from sdpa.problem import AttentionInputs, Results, is_empty
+from sdpa.problem import AttentionInputs, Results
 from sdpa.repeated import configure, recognise
 from sdpa.sequences import results_of, served_form
 from sdpa.torch_private import (
@@ -47,12 +47,11 @@ from sdpa.torch_private import (
     float32_precision,
     forward_ad,
     function_modes,
-    is_gradtrackingtensor,
     math_enabled,
     peek_interpreter_stack,
     without_autocast,
 )
-from sdpa.validate import Options, check_flag
+from sdpa.validate import Call, Options, check_flag
 
 band_of = attrgetter("causal", "align", "window")
 fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
@@ -168,12 +167,9 @@ def look_up(request: Request, parts: tuple[Any, ...], state: Hashable, facts: Fa
     tensors = (*request.call[:3], *others)
     if is_transformed() or any(map(is_wrapped, tensors)):
         return ordinary(request)
-    run = CALLS.look_up(state, tensors, facts)
+    run = CALLS.find(state, tensors, partial(prepare, request), facts)
     if run is None:
-        run = prepare(request)
-        if run is None:
-            return ordinary(request)
-        CALLS.keep(state, tensors, run, facts)
+        return ordinary(request)
     found = run(*tensors[:3], *given)
     return tuple(found) if request.returns_lse else found[0]
 
@@ -263,10 +259,10 @@ def are_plain(*tensors: object) -> bool:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor is another one than its memory says: functorch left it behind when a transform ended, torch has
     still to change its sign, or there is no memory behind it."""
-    if is_gradtrackingtensor(tensor) or tensor.is_neg() or tensor.is_nested:
+    if torch.func.debug_unwrap(tensor, recurse=False) is not tensor or tensor.is_neg() or tensor.is_nested:
         return True
     try:
-        return not has_memory(tensor)
+        return tensor.numel() > 0 and (tensor.untyped_storage().nbytes() == 0 or tensor.data_ptr() == 0)
     except RuntimeError:  # a tensor without a storage
         return True
 
@@ -284,19 +280,16 @@ def prepare(request: Request) -> Run | None:
             run = prepare(request._replace(call=cast_call(call, dtype)))
         return None if run is None else cast_first(run, dtype)
     setting = effective(request_text(request.kernel))
-    kind.check(*call)
-    with torch.no_grad():  # saved tensors' hooks are to see those of the call itself alone
-        inputs = kind.normalise(*call)
-        form = with_placeholder(served_form(inputs), call.options)
-    if is_empty(form):
+    steps = kind.steps(call, returns_lse)
+    if steps is None:
         return None
-    gather, restore, rows = steps(kind, call, inputs, form, returns_lse)
+    description, gather, restore, takes_rows = steps
     learns = is_grad_enabled() and not is_inference_mode_enabled() and any(t.requires_grad for t in learned(call))
     attend: Run
     if kind.average is not None:
-        attend = PreparedWeights(form, learns, kind.average, setting).attend
+        attend = PreparedWeights(description, learns, kind.average, setting).attend
     else:
-        attend = (PreparedRows if rows else Prepared)(form, learns, returns_lse, setting).attend
+        attend = (PreparedRows if takes_rows else Prepared)(description, learns, returns_lse, setting).attend
     if restore is None:
         if gather is not None:
             return lambda *given: attend(*gather(*given))
@@ -304,14 +297,6 @@ def prepare(request: Request) -> Run | None:
     if gather is None:
         return lambda *given: restore(attend(*given[:3]), *given)
     return lambda *given: restore(attend(*gather(*given)), *given)
-
-
-def with_placeholder(inputs: AttentionInputs, options: Options) -> AttentionInputs:
-    """Dropout whose seed is not drawn: that is for the call itself."""
-    if not drops(options):
-        return inputs
-    seed = torch.empty(2, dtype=torch.int64, device=inputs.q.device)
-    return inputs._replace(dropout_p=float(options.dropout_p), rng=seed)
 
 
 def learned(call: Call) -> list[Tensor]:
@@ -366,8 +351,7 @@ def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
 def operator_results(request: Request, setting: str) -> Sequence[Any]:
     """The output, the log-sum-exp where it is asked for, and the weights where those are."""
     kind, call = request.kind, request.call
-    kind.check(*call)
-    inputs = with_dropout(kind.normalise(*call), call.options)
+    inputs = with_dropout(kind.normalise(call, kind.check(call)), call.options)
     form = served_form(inputs)
     if not is_traced():
         flops.announce()

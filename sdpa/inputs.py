@@ -1,4 +1,7 @@
-"""From a checked call to AttentionInputs: four dimensions, masks as fields, and no copy where strides suffice."""
+"""A dense call, checked, as AttentionInputs: four dimensions, masks as fields, and no copy where strides suffice.
+
+`steps_dense` does the same for a prepared call, where only the numbers in the tensors are unknown.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,46 @@ from torch import Tensor
 from sdpa import philox
 from sdpa.mask import Mask
 from sdpa.packing import ends_before
-from sdpa.problem import UNLIMITED, AttentionInputs, Results, lengths_of
-from sdpa.validate import Options, Sizes, check_dense, leading_shape
+from sdpa.problem import UNLIMITED, AttentionInputs, Description, Results, describe
+from sdpa.validate import Call, Options, Sizes, check_dense, leading_shape
 
-__all__ = ["Fit", "Options", "build_inputs", "fits_of", "normalise", "restore_rank", "with_mask"]
+__all__ = ["Call", "Fit", "Options", "Sizes", "Steps", "build_inputs", "normalise", "steps_dense", "with_mask"]
+
+# (query, key, value, mask, sinks, places) -> the form's tensors; None where query, key and value are these.
+Gather = Callable[..., Sequence[Tensor]] | None
+# (results, query, key, value, ...) -> (out, lse) as they are returned; None where they are these.
+Restore = Callable[..., Sequence[Tensor | None]] | None
+
+
+class Steps(NamedTuple):
+    """What a prepared call does before and after its kernel. It outlives the call, and holds none of its tensors."""
+
+    description: Description  # of what the device's kernels take
+    gather: Gather
+    restore: Restore
+    takes_rows: bool = False  # whether what is gathered begins with rows (T, H, D)
 
 
 def build_inputs(query: Tensor, key: Tensor, value: Tensor, options: Options) -> AttentionInputs:
     """A call, checked and then normalised."""
-    check_dense(query, key, value, options)
-    return with_dropout(normalise(query, key, value, options), options)
+    call = Call(query, key, value, options, None)
+    return with_dropout(normalise(call, check_dense(call)), options)
 
 
-def normalise(query: Tensor, key: Tensor, value: Tensor, options: Options) -> AttentionInputs:
-    """The form that kernels take, of a checked call. It has no dropout, whose seed is drawn last."""
-    q, k, v = four_dimensions(query, key, value, options.enable_gqa)
-    return with_mask(unmasked(q, k, v, options), mask_of(options), leading_shape(query, key, value))
+def steps_dense(call: Call, returns_lse: bool = False) -> Steps | None:
+    """Check a call, and prepare calls like it; None where no query meets a key."""
+    sizes = check_dense(call)
+    with torch.no_grad():  # saved tensors' hooks are to see those of the call itself alone
+        inputs = normalise(call, sizes)
+        gather, restore = gather_dense(call, inputs, sizes), restore_dense(call)
+        described = describe(with_placeholder(inputs, call.options))
+    return None if described is None else Steps(described, gather, restore)
+
+
+def normalise(call: Call, sizes: Sizes) -> AttentionInputs:
+    """What kernels take, of a checked call. It has no dropout, whose seed is drawn last."""
+    q, k, v = four_dimensions(call[:3], sizes.lead, call.options.enable_gqa)
+    return with_mask(unmasked(q, k, v, call.options), mask_of(call.options), sizes)
 
 
 def unmasked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionInputs:
@@ -39,7 +66,7 @@ def unmasked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> AttentionInpu
 
 
 def drops(options: Options) -> bool:
-    """Whether kernels drop weights. Where dropout_p is 1, the result is made zero after them (`kinds.dropped`)."""
+    """Whether kernels drop weights. Where dropout_p is 1, the result is made zero after them (`dropped`)."""
     return 0.0 < options.dropout_p < 1.0
 
 
@@ -47,6 +74,14 @@ def with_dropout(inputs: AttentionInputs, options: Options) -> AttentionInputs:
     if not drops(options):
         return inputs
     return inputs._replace(dropout_p=float(options.dropout_p), rng=philox.draw_seed(inputs.q.device))
+
+
+def with_placeholder(inputs: AttentionInputs, options: Options) -> AttentionInputs:
+    """Dropout whose seed is not drawn: that is for the call itself."""
+    if not drops(options):
+        return inputs
+    seed = torch.empty(2, dtype=torch.int64, device=inputs.q.device)
+    return inputs._replace(dropout_p=float(options.dropout_p), rng=seed)
 
 
 def restore_rank(results: Results, query: Tensor, key: Tensor, value: Tensor) -> Results:
@@ -71,16 +106,24 @@ def mask_of(options: Options) -> Mask:
     return Mask(allowed=given) if given.dtype == torch.bool else Mask(bias=given)
 
 
+def dropped(results: Results, dropout_p: float) -> Results:
+    """The results with an output of zeros where dropout_p is 1; kernels take probabilities below 1 only."""
+    if dropout_p != 1.0:
+        return results
+    return Results(torch.nn.functional.dropout(results.out, 1.0), results.lse)
+
+
 def scale_of(scale: float | Tensor | None, D: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(D) if D else 1.0
     return float(scale)
 
 
-def four_dimensions(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+def four_dimensions(
+    tensors: Sequence[Tensor], lead: tuple[int, ...], enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, M, D), (B, Hkv, N, D), (B, Hkv, N, Dv): batch dimensions broadcast by stride 0 and folded into one."""
-    lead = leading_shape(query, key, value)
-    q, k, v = (fold(t, lead) for t in (query, key, value))
+    q, k, v = (fold(t, lead) for t in tensors)
     return common_heads(q, k, v, enable_gqa)
 
 
@@ -96,7 +139,7 @@ def common_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Ten
     return q, k, v
 
 
-def fold(tensor: Tensor, lead: torch.Size) -> Tensor:
+def fold(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
     """A tensor of any rank as four dimensions with batch `lead`; a view wherever strides allow."""
     if tensor.dim() == 4 and tensor.shape[:1] == lead:
         return tensor
@@ -127,14 +170,13 @@ class Fit(NamedTuple):
     of: Callable[[Any], tuple[Tensor, ...]]  # (mask) -> the tensors
 
 
-def with_mask(inputs: AttentionInputs, mask: Mask, lead: torch.Size) -> AttentionInputs:
+def with_mask(inputs: AttentionInputs, mask: Mask, sizes: Sizes) -> AttentionInputs:
     """The fields of `mask` written into `inputs`."""
-    B, M, N = lengths_of(inputs)
+    M, N = sizes.M, sizes.N
     # A side wider than the matrix hides nothing. UNLIMITED keeps such calls on the unmasked path.
     # torch.jit.trace would keep the answer for other sizes.
     traced = torch.jit.is_tracing()
     left, right = (side if traced or side < M + N else UNLIMITED for side in mask.band)
-    sizes = Sizes(B, inputs.q.shape[1], M, N, lead)
     tensors: dict[str, Any] = {
         name: tensor
         for fit in fits_of(mask, sizes, inputs.q.device)
@@ -220,3 +262,83 @@ def fit_dense(mask: Tensor, lead: Sequence[int]) -> Tensor:
     if all(s == 1 for s in mask.shape[:-3]):
         return mask.flatten(0, -4)
     return mask.expand(*lead, -1, -1, -1).flatten(0, -4)
+
+
+# -- a prepared call --------------------------------------------------------------------------------------------------
+
+
+def gather_any(
+    normalise: Callable[[Call, Sizes], AttentionInputs], call: Call, sizes: Sizes, form: AttentionInputs
+) -> Gather:
+    """The form's tensors by normalising the call again, without its checks."""
+    options = call.options._replace(attn_mask=None, sinks=None)
+    places_of = [place for place, value in enumerate(form) if isinstance(value, Tensor)]
+    alike = form.cu_q is not None and form.cu_q is form.cu_k
+
+    def gather(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
+        again = Call(query, key, value, options._replace(attn_mask=mask, sinks=sinks), places)
+        found: Any = with_dropout(normalise(again, sizes), options)
+        if alike:
+            found = found._replace(cu_k=None)
+        return [found[place] for place in places_of if found[place] is not None]
+
+    return gather
+
+
+def gather_dense(call: Call, inputs: AttentionInputs, sizes: Sizes) -> Gather:
+    query, key, value, options, _ = call
+    lead, enable_gqa, device = sizes.lead, options.enable_gqa, query.device
+    as_given = inputs.q is query and inputs.k is key and inputs.v is value
+    fits = fits_of_call(options, sizes, device)
+    dropping, mask = drops(options), options.attn_mask
+    idle = isinstance(mask, Mask) and mask.prefix is not None  # it is given even where it has no effect
+    if as_given and not fits and not idle and options.sinks is None and not dropping:
+        return None
+
+    def gather(
+        query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
+    ) -> Sequence[Tensor]:
+        tensors = [query, key, value] if as_given else [*four_dimensions((query, key, value), lead, enable_gqa)]
+        for _, of in fits:
+            tensors += of(mask)
+        if sinks is not None:
+            tensors.append(sinks)
+        if dropping:
+            tensors.append(philox.next_seed(device))
+        return tensors
+
+    return gather
+
+
+def fits_of_call(options: Options, sizes: Sizes, device: torch.device) -> tuple[Fit, ...]:
+    """How the mask that is given becomes fields, whether it is a Mask or a tensor."""
+    mask = options.attn_mask
+    if mask is None:
+        return ()
+    fits = tuple(fits_of(mask_of(options), sizes, device))
+    if isinstance(mask, Mask):
+        return fits
+    field = fits[0].fields[0]
+    return (Fit((field,), lambda tensor: (fit_tensor(tensor, sizes.lead),)),)
+
+
+def fit_tensor(mask: Tensor, lead: Sequence[int]) -> Tensor:
+    return mask if mask.dim() == 4 and len(lead) == 1 else fit_dense(mask, lead)
+
+
+def restore_dense(call: Call) -> Restore:
+    query, key, value, options, _ = call
+    dropout_p = options.dropout_p
+    if query.dim() == key.dim() == value.dim() == 4 and dropout_p != 1.0:
+        return None
+
+    def restore(results: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Results:
+        return dropped(restore_rank(as_results(results), query, key, value), dropout_p)
+
+    return restore
+
+
+def as_results(results: Sequence[Any]) -> Results:
+    return Results(results[0], results[1] if len(results) > 1 else None)

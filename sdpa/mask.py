@@ -145,8 +145,9 @@ class Mask:
         device = self.device() or torch.device("cpu")
         like = torch.empty(0, dtype=None if self.bias is None else self.bias.dtype, device=device)
         q, k = like.new_empty((B, H, M, 0)), like.new_empty((B, H, N, 0))
-        check_mask(self, q, Sizes(B, H, M, N, (B,)))
-        inputs = with_mask(AttentionInputs(q, k, k, 1.0), self, torch.Size([B]))
+        sizes = Sizes(B, H, M, N, (B,))
+        check_mask(self, q, sizes)
+        inputs = with_mask(AttentionInputs(q, k, k, 1.0), self, sizes)
         seen, added = dense.visible(inputs), dense.additive(inputs)
         if added is None:
             seen = torch.ones((), dtype=torch.bool, device=device) if seen is None else seen

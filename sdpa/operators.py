@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa.calls import CALLS, form_of, switches
+from sdpa.calls import AVERAGED, CALLS, CU_K, NO_EXTRA, WITH_LSE, Form, Pass, form_of, switches
 from sdpa.dispatch.context import effective, keep, kept
 from sdpa.dispatch.select import backward_setting, select, weights_setting
 from sdpa.layout import empty_as, like_layout
-from sdpa.passes import AVERAGED, CU_K, NO_EXTRA, WITH_LSE, Form, Pass
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, is_empty
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, fields_of, is_empty
 from sdpa.torch_private import inductor_hooks
 
 # Fields of AttentionInputs that a plain call has after q, k and v, and the fields that masks add.
@@ -141,15 +140,10 @@ def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: s
 def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """A kernel's forward: out and lse in the memory layout that the fake promises."""
     tensors, state = state_of("forward", args)
-    found = CALLS.look_up(state, tensors)
+    found = CALLS.find(state, tensors, partial(prepare_forward, args))
     if found is None:
-        inputs, needs_lse, setting = of_forward(args)
-        if is_empty(inputs):
-            return empty_results(inputs, needs_lse)
-        problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
-        held = effective(setting)
-        run = Pass(Form(inputs), select(problem, held))
-        found = CALLS.keep(state, tensors, (run, empty_as(inputs.q, inputs.v.shape[3]).stride(), needs_lse, held))
+        inputs, needs_lse, _ = of_forward(args)
+        return empty_results(inputs, needs_lse)
     run, stride, needs_lse, held = found
     out, lse = run(*run.form.distinct(tensors))
     out = out if out.stride() == stride else like_layout(out, tensors[0])
@@ -160,22 +154,27 @@ def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def prepare_forward(args: tuple[Any, ...]) -> tuple[Pass, tuple[int, ...], bool, str] | None:
+    """The pass of calls like this one, the strides of its output, whether it gives the log-sum-exp, and its setting.
+    None where no query meets a key."""
+    inputs, needs_lse, setting = of_forward(args)
+    if is_empty(inputs):
+        return None
+    problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
+    held = effective(setting)
+    run = Pass(Form(fields_of(inputs)), select(problem, held))
+    return run, empty_as(inputs.q, inputs.v.shape[3]).stride(), needs_lse, held
+
+
 def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """A kernel's backward, likewise. A missing gradient is an empty tensor of its own, because results may not
     alias."""
     tensors, state = state_of("backward", args, out, lse, grad_out)
     setting = kept(args[BAND_END + 2] if len(args) > BAND_END + 2 else "", lse)
-    state = (*state, setting)
-    found = CALLS.look_up(state, tensors)
+    found = CALLS.find((*state, setting), tensors, partial(prepare_backward, (grad_out, out, lse, *args), setting))
     if found is None:
-        inputs, _, upstream, bias_grad, _ = of_backward((grad_out, out, lse, *args))
-        if is_empty(inputs):
-            return zero_gradients(inputs, bias_grad)
-        asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
-        extra = frozenset(name for name, on in asked.items() if on)
-        problem = AttentionProblem.of(inputs, "backward", extra, (out, lse, grad_out))
-        run = Pass(Form(inputs), select(problem, backward_setting(setting, problem)))
-        found = CALLS.keep(state, tensors, (run, [empty_as(t, t.shape[3]).stride() for t in inputs[:3]]))
+        inputs, _, _, bias_grad, _ = of_backward((grad_out, out, lse, *args))
+        return zero_gradients(inputs, bias_grad)
     run, strides = found
     grad_lse = args[BAND_END] if len(args) > BAND_END else None
     own = tensors if grad_lse is None else (*tensors[:3], *tensors[4:])
@@ -192,18 +191,32 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
     )
 
 
+def prepare_backward(args: tuple[Any, ...], setting: str) -> tuple[Pass, list[tuple[int, ...]]] | None:
+    """The pass, and the strides of the gradients of q, k and v."""
+    inputs, results, upstream, bias_grad, _ = of_backward(args)
+    if is_empty(inputs):
+        return None
+    asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
+    extra = frozenset(name for name, on in asked.items() if on)
+    problem = AttentionProblem.of(inputs, "backward", extra, (*results, upstream.out))
+    run = Pass(Form(fields_of(inputs)), select(problem, backward_setting(setting, problem)))
+    return run, [empty_as(t, t.shape[3]).stride() for t in inputs[:3]]
+
+
 def attention_weights(lse: Tensor, *args: Any) -> Tensor:
     """exp(score - lse) after dropout, in the query's dtype; the mean over heads where `average`."""
     tensors, state = state_of("weights", args)
-    run = CALLS.look_up(state, tensors)
-    if run is None:
-        inputs, _, average, setting = of_weights((lse, *args))
-        if is_empty(inputs):
-            return fake_weights(lse, *args).zero_()
-        problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
-        choice = select(problem, weights_setting(effective(setting), problem.device_type))
-        run = CALLS.keep(state, tensors, Pass(Form(inputs), choice))
-    return run(*run.form.distinct(tensors), lse)
+    run = CALLS.find(state, tensors, partial(prepare_weights, (lse, *args)))
+    return fake_weights(lse, *args).zero_() if run is None else run(*run.form.distinct(tensors), lse)
+
+
+def prepare_weights(args: tuple[Any, ...]) -> Pass | None:
+    inputs, _, average, setting = of_weights(args)
+    if is_empty(inputs):
+        return None
+    problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
+    choice = select(problem, weights_setting(effective(setting), problem.device_type))
+    return Pass(Form(fields_of(inputs)), choice)
 
 
 def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:

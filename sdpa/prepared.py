@@ -13,16 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from sdpa.alignment import ADDRESS_BITS
+from sdpa.calls import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass
 from sdpa.derivatives import Attention, Pair, differentiable_backward, weights
 from sdpa.dispatch import select
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import torch_toggles
-from sdpa.passes import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass, RowsForm, as_rows
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, as_batch
-from sdpa.repeated import Operator
+from sdpa.problem import AttentionProblem, Description, Results, as_batch
 from sdpa.torch_private import deterministic, float32_precision
 
-LEARNED = ("bias", "sinks")  # fields beside q, k and v that have gradients
 MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of what comes back and arrives
 
 
@@ -32,32 +30,15 @@ class Prepared:
     `attend` takes the form's tensors. It returns a tuple of the output and, where `returns_lse`, the log-sum-exp.
     """
 
-    __slots__ = (
-        "attend",
-        "backwards",
-        "batch_form",
-        "form",
-        "forward",
-        "learned",
-        "returns_lse",
-        "run",
-        "setting",
-    )
+    __slots__ = ("attend", "backwards", "form", "forward", "returns_lse", "run", "setting")
+    takes_rows = False
 
-    def __init__(self, inputs: AttentionInputs, learns: bool, returns_lse: bool, setting: str) -> None:
-        self.form = self.batch_form = Form(inputs)
+    def __init__(self, description: Description, learns: bool, returns_lse: bool, setting: str) -> None:
+        self.form = Form(description.fields, self.takes_rows)
         self.returns_lse, self.setting = returns_lse, setting
-        self.learned = tuple(
-            (name, self.form.places.index(AttentionInputs._fields.index(name)))
-            for name in LEARNED
-            if getattr(inputs, name) is not None
-        )
         extra = WITH_LSE if learns or returns_lse else NO_EXTRA
-        problem = AttentionProblem.of(inputs, extra=extra)
-        self.forward = Pass(self.form, select.choose(problem, setting, torch_toggles()))
-        if not extra and self.form.numbers is not None and self.choice.native is not None:
-            operator = self.choice.native(inputs)
-            self.forward.again = None if operator is None else Operator(*operator)
+        choice = select.choose(description.problem.asked_for(extra), setting, torch_toggles())
+        self.forward = Pass(self.form, choice, takes_output_alone=not extra)
         self.backwards: dict[tuple[Any, ...], Pass] = {}
         self.run: Callable[..., Any] = self.forward  # inside of the node
         self.attend: Callable[..., Any] = partial(Attention.apply, self) if learns else self.forward
@@ -94,12 +75,12 @@ class Prepared:
         return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
 
     def backward(self, given: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool) -> Pass:
-        inputs = self.batch_form.inputs(given[: len(self.form.places)])
+        inputs = self.form.inputs(given[: len(self.form.places)])
         extra = {"bias_grad": bias_grad, "lse_grad": upstream[1] is not None}
         others = (*results, upstream[0])
         problem = AttentionProblem.of(inputs, "backward", frozenset(n for n, on in extra.items() if on), others)
         setting = select.backward_setting(self.setting, problem)
-        return Pass(self.batch_form, select.choose(problem, setting, torch_toggles()))
+        return Pass(self.form, select.choose(problem, setting, torch_toggles()))
 
 
 class PreparedRows(Prepared):
@@ -110,10 +91,10 @@ class PreparedRows(Prepared):
     """
 
     __slots__ = ("came",)
+    takes_rows = True
 
-    def __init__(self, inputs: AttentionInputs, learns: bool, returns_lse: bool, setting: str) -> None:
-        super().__init__(inputs, learns, returns_lse, setting)
-        self.form = self.forward.form = RowsForm(inputs)
+    def __init__(self, description: Description, learns: bool, returns_lse: bool, setting: str) -> None:
+        super().__init__(description, learns, returns_lse, setting)
         self.came = False
         self.run = self.run_rows
         if not learns:
@@ -132,12 +113,7 @@ class PreparedRows(Prepared):
     def differentiable(
         self, tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
     ) -> Sequence[Tensor | None]:
-        inputs = self.form.inputs(tensors)
-
-        def gradients(_: object, results: Pair, upstream: Pair, bias_grad: bool) -> Sequence[Tensor | None]:
-            return differentiable_backward(inputs, Results(*results), Results(*upstream), bias_grad, self.setting)
-
-        return self.as_batches(gradients, tensors, results, upstream, bias_grad)
+        return self.as_batches(super().differentiable, tensors, results, upstream, bias_grad)
 
     def as_batches(
         self, gradients: Callable[..., Any], tensors: Sequence[Tensor], results: Pair, upstream: Pair, bias_grad: bool
@@ -148,15 +124,20 @@ class PreparedRows(Prepared):
         return (*map(as_rows, found[:3]), *found[3:])
 
 
+def as_rows(batch: Tensor) -> Tensor:
+    """(T, H, D) of (1, H, T, D)."""
+    return batch.squeeze(0).transpose(0, 1)
+
+
 class PreparedWeights:
     """Calls that also return the weights: the forward, and the weights from its log-sum-exp."""
 
     __slots__ = ("average", "forward", "learns", "setting", "weights")
 
-    def __init__(self, inputs: AttentionInputs, learns: bool, average: bool, setting: str) -> None:
-        self.forward = Prepared(inputs, learns, True, setting)
+    def __init__(self, description: Description, learns: bool, average: bool, setting: str) -> None:
+        self.forward = Prepared(description, learns, True, setting)
         self.average, self.learns, self.setting = average, learns, setting
-        problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
+        problem = description.problem.asked_for(AVERAGED if average else NO_EXTRA, "weights")
         choice = select.select(problem, select.weights_setting(setting, problem.device_type))
         self.weights = Pass(self.forward.form, choice)
 

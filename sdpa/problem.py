@@ -7,17 +7,12 @@ This file imports nothing of the package but alignment and torch_private, so eve
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sdpa.alignment import (
-    BULK_BYTES,
-    has_zero_stride,
-    unaligned_of,
-    unaligned_others,
-)
+from sdpa.alignment import BULK_BYTES, placement_of
 from sdpa.torch_private import float32_precision
 
 UNLIMITED = -1
@@ -214,14 +209,12 @@ class AttentionProblem(NamedTuple):
             is_row_mask(inputs),
             is_full_bias(inputs),
             is_narrow_mask(inputs),
-            unaligned_of(inputs) + unaligned_others(others),
-            any(map(has_zero_stride, inputs[:3])),
+            *placement_of(inputs, others),
         )
 
-    def beside(self, others: tuple[Tensor | None, ...]) -> AttentionProblem:
-        """The problem of a backward that was described without `others`: out, lse and grad_out."""
-        found = unaligned_others(others)
-        return self._replace(unaligned=self.unaligned + found) if found else self
+    def asked_for(self, extra: frozenset[str], direction: str = "forward") -> AttentionProblem:
+        """The problem with features that tensors do not show."""
+        return self._replace(features=self.features | extra, direction=direction)
 
     def placed(self, names: Container[str]) -> AttentionProblem:
         """The problem where the tensors of these names lie at multiples of 16 bytes."""
@@ -281,6 +274,32 @@ class AttentionProblem(NamedTuple):
         keys = self.B * self.Hkv * self.N * (self.D + self.Dv)
         passes = 2 if self.direction == "backward" else 1
         return passes * (queries + keys) * self.dtype.itemsize
+
+
+class Held(int):
+    """Stands for a tensor: the number of the first field that holds it."""
+
+
+class Description(NamedTuple):
+    """All that kernels depend on of a call beside the numbers in its tensors."""
+
+    problem: AttentionProblem
+    fields: tuple[Any, ...]  # `fields_of` its inputs
+
+
+def describe(inputs: AttentionInputs) -> Description | None:
+    """The description of a forward; None where no query meets a key."""
+    if is_empty(inputs):
+        return None
+    return Description(AttentionProblem.of(inputs), fields_of(inputs))
+
+
+def fields_of(inputs: AttentionInputs) -> tuple[Any, ...]:
+    """The fields without their tensors, in whose places there are `Held`."""
+    first: dict[int, int] = {}
+    return tuple(
+        [Held(first.setdefault(id(v), place)) if isinstance(v, Tensor) else v for place, v in enumerate(inputs)]
+    )
 
 
 def lengths_of(inputs: AttentionInputs) -> tuple[int, int, int]:

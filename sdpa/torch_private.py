@@ -118,11 +118,6 @@ class TransformTypes:
 TransformType = TransformTypes()
 
 
-def is_gradtrackingtensor(tensor: torch.Tensor) -> bool:
-    """Whether functorch wrapped a tensor, which it leaves so when a transform ends."""
-    return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
-
-
 def unwrapped(argument: Any) -> Any:
     """An argument without what functorch left around it when a transform ended; outside of all transforms."""
     return torch.func.debug_unwrap(argument) if isinstance(argument, torch.Tensor) else argument

@@ -50,8 +50,18 @@ class Options(NamedTuple):
     sinks: Tensor | None = None
 
 
+class Call(NamedTuple):
+    """A call's arguments, as they are checked and normalised."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: Options
+    places: Any  # Documents, Pages or None
+
+
 class Sizes(NamedTuple):
-    """The dimensions that masks are checked against, and the batch dimensions as they were given."""
+    """The dimensions that masks are checked against and fitted to, and the batch dimensions as they were given."""
 
     B: int
     H: int
@@ -60,8 +70,9 @@ class Sizes(NamedTuple):
     lead: tuple[int, ...]
 
 
-def check_dense(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
+def check_dense(call: Call) -> Sizes:
     """Check a call of scaled_dot_product_attention."""
+    query, key, value, options, _ = call
     check_tensors(query, key, value)
     check_sizes(query, key, value)
     check_options(options)
@@ -71,8 +82,10 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor, options: Options) -> 
     H = max(heads_k, heads_v) if H == 1 and not options.enable_gqa else H
     check_sinks(options.sinks, query, H)
     mask = check_mask_argument(options, query)
+    sizes = Sizes(math.prod(lead), H, query.shape[-2], key.shape[-2], tuple(lead))
     if mask is not None:
-        check_mask(mask, query, Sizes(math.prod(lead), H, query.shape[-2], key.shape[-2], tuple(lead)))
+        check_mask(mask, query, sizes)
+    return sizes
 
 
 def check_options(options: Options, function: str = "scaled_dot_product_attention") -> None:

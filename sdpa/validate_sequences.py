@@ -11,6 +11,7 @@ from sdpa.mask import Mask, is_integer
 from sdpa.scalars import as_int, type_name
 from sdpa.validate import (
     NAMES,
+    Call,
     Options,
     Sizes,
     check_count,
@@ -56,19 +57,23 @@ def documents_of(cu_q: Tensor, cu_k: Tensor, max_q: Any, max_k: Any) -> Document
     return Documents(cu_q, cu_k, max_q, max_k)
 
 
-def check_packed(query: Tensor, key: Tensor, value: Tensor, options: Options, documents: Documents) -> None:
+def check_packed(call: Call) -> Sizes:
     """Check a call of varlen_attention."""
+    query, key, value, options, documents = call
     check_rows(query, key, value, documents)
     check_options(options, "varlen_attention")
     mask = check_fields("varlen_attention", options, query, PACKED_REFUSES)
     H = check_sequence_heads(query, key, value, options)
+    B = documents.cu_q.shape[0] - 1
+    sizes = Sizes(B, H, documents.max_q, documents.max_k, (B,))
     if mask is not None:
-        B = documents.cu_q.shape[0] - 1
-        check_mask(mask, query, Sizes(B, H, documents.max_q, documents.max_k, (B,)))
+        check_mask(mask, query, sizes)
+    return sizes
 
 
-def check_paged(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: Options, pages: Pages) -> None:
+def check_paged(call: Call) -> Sizes:
     """Check a call of paged_attention."""
+    query, key_cache, value_cache, options, pages = call
     check_caches(query, key_cache, value_cache, pages)
     check_options(options, "paged_attention")
     mask = check_fields("paged_attention", options, query, PAGED_REFUSES)
@@ -78,10 +83,12 @@ def check_paged(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: 
             f'sequence, but got Mask(align="{mask.align}").'
         )
     H = check_sequence_heads(query, key_cache, value_cache, options, PAGED_NAMES)
+    B, M, N = *query.shape[:2], pages.block_table.shape[1] * key_cache.shape[1]
+    sizes = Sizes(B, H, M, N, (B,))
     if mask is not None:
-        B, M, N = *query.shape[:2], pages.block_table.shape[1] * key_cache.shape[1]
-        check_mask(mask, query, Sizes(B, H, M, N, (B,)))
+        check_mask(mask, query, sizes)
     refuse_gradients(query, key_cache, value_cache, options.sinks)
+    return sizes
 
 
 def check_sequence_heads(

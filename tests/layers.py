@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.nested",
     ),
     # The memory of calls, and one direction of what it remembers.
-    "calls": ("sdpa.calls", "sdpa.passes"),
+    "calls": ("sdpa.calls",),
     "operators": ("sdpa.operators", "sdpa.flops"),
     "derivatives": ("sdpa.derivatives", "sdpa.decomposed"),
     # Graphs of torch's functions, and the operator in them.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import sdpa
-from sdpa.calls import CALLS
-from sdpa.passes import Pass
+from sdpa.calls import CALLS, Pass
 from sdpa.prepared import Prepared, PreparedWeights
 
 DENSE, PACKED, PAGED = "scaled_dot_product_attention", "varlen_attention", "paged_attention"

@@ -78,11 +78,11 @@ def test_a_backward_names_what_it_reads_beside_them(anywhere):
     out, lse, grad_out = at(2, 1, 2, 16, 8), at(1, 1, 2, 16, dtype=FLOAT32), at(4, 1, 2, 16, 8)
     found = AttentionProblem.of(given, "backward", others=(out, lse, grad_out))
     assert dict(found.unaligned) == {"k": 2, "out": 4, "lse": 4, "grad_out": 8}
-    assert AttentionProblem.of(given, "backward").beside((out, lse, grad_out)) == found
     alike = AttentionProblem.of(given, "backward")
-    assert alike.beside((given.q, None, given.q)) is alike
+    assert AttentionProblem.of(given, "backward", others=(given.q, None, given.q)) == alike
     summed = torch.ones((), dtype=BFLOAT16).expand(1, 2, 16, 8)
-    assert alike.beside((given.q, lse[..., 1:], summed)).unaligned[1:] == (("lse", 8),), "kernels copy these themselves"
+    found = AttentionProblem.of(given, "backward", others=(given.q, lse[..., 1:], summed))
+    assert found.unaligned[1:] == (("lse", 8),), "kernels copy these themselves"
 
 
 def test_on_a_cpu_addresses_do_not_matter():

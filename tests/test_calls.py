@@ -21,8 +21,7 @@ from helpers import integers
 from sdpa import calls as memory
 from sdpa import entry
 from sdpa import scaled_dot_product_attention as attend
-from sdpa.calls import CALLS
-from sdpa.passes import Pass
+from sdpa.calls import CALLS, Pass
 
 pytestmark = pytest.mark.usefixtures("nothing_remembered")
 

@@ -11,10 +11,9 @@ import sdpa
 from helpers import OPCHECKS
 from sdpa import calls as memory
 from sdpa import operators
-from sdpa.calls import CALLS
+from sdpa.calls import CALLS, Pass
 from sdpa.dispatch import select
 from sdpa.operators import BACKWARD, FORWARD, WEIGHTS, backward_arguments, call_weights, forward_arguments
-from sdpa.passes import Pass
 from sdpa.problem import Results
 from sdpa.testing import Case, make_inputs
 

@@ -8,7 +8,7 @@ from remembered import PACKED, Other, prepared, remembered
 from torch.utils.checkpoint import checkpoint
 
 import sdpa
-from sdpa import entry, kinds, varlen_attention
+from sdpa import entry, sequences, varlen_attention
 from sdpa.prepared import PreparedRows
 
 NODE = "AttentionBackward"
@@ -18,7 +18,7 @@ T, LONGEST = 10, 7
 @pytest.fixture(autouse=True)
 def packed(nothing_remembered, monkeypatch):
     """A device whose kernels take packed sequences as they are: here math, which takes everything."""
-    for module in (entry, kinds):
+    for module in (entry, sequences):
         monkeypatch.setattr(module, "served_form", lambda inputs: inputs)
 
 

@@ -104,8 +104,8 @@ def _forward_again(
     run, forget = functions()
     address: Any = _operator("record_forward")(*inputs[:FIRST_OPTION], **options, out=results.out, lse=needs_lse)
     made = (results.out, results.lse) if needs_lse and results.lse is not None else (results.out,)
-    numbers = {id(tensor): number for number, tensor in enumerate(read_of(inputs))}
-    places = [numbers[id(value)] for value in inputs if isinstance(value, Tensor)]
+    numbers: dict[int, int] = {}  # of the tensors that are given: one in two fields is given once
+    places = [numbers.setdefault(id(value), len(numbers)) for value in inputs if isinstance(value, Tensor)]
     recording = Recording(
         given=len(places),
         device=-1,

@@ -1,9 +1,9 @@
 """What runs a repeated call, in C++: from its arguments to the driver, or to the CPU's library.
 
     recognise   finds what was prepared for a call like one before    entry.py, calls.py
-    Repeated    one direction of a prepared call                      passes.py
+    Repeated    one direction of a prepared call                      calls.py
     Launches    its recorded launches, by addresses                   kernels/triton/recorded.py, kernels/cpu/flash.py
-    Operator    torch's own operator, where the kernel is one         prepared.py
+    Operator    torch's own operator, where the kernel is one         calls.py
 
 Everything that they do is done in Python, too, where a call is not recognised. Without `_native` (`BUILT` is false)
 that is so for every call: slower, never wrong.

@@ -1,4 +1,4 @@
-// One direction of a prepared call: its recorded launches, else the ordinary way to its kernel (passes.py).
+// One direction of a prepared call: its recorded launches, else the ordinary way to its kernel (calls.py).
 
 #include "shared.h"
 
