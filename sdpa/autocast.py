@@ -75,10 +75,14 @@ class Casts(Repeated):
     def first_time(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self.calls += 1
         found = [cast(t, self.dtype) for t in tensors]
-        is_each = all(f is not t and not t.requires_grad for f, t in zip(found, tensors, strict=True))
-        if self.calls == 2 and tensors[0].is_cuda and is_each:
-            self.again = self.recorded(tensors)
+        if self.calls == 2 and all(f is not t for f, t in zip(found, tensors, strict=True)):
+            one_launch = tensors[0].is_cuda and not any(t.requires_grad for t in tensors)
+            self.again = (self.recorded(tensors) if one_launch else None) or self.one_by_one
         return found
+
+    def one_by_one(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        dtype = self.dtype
+        return query.to(dtype), key.to(dtype), value.to(dtype)
 
     def recovered(self, error: Exception, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [cast(t, self.dtype) for t in tensors]

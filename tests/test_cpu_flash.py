@@ -434,19 +434,28 @@ def test_freed_storage_is_refused(freed, calls, offset):
         sdpa.scaled_dot_product_attention(*given, kernel="cpu_flash")
 
 
-def test_a_recorded_forward_is_freed(monkeypatch):
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_recorded_call_is_freed(direction, monkeypatch):
     freed, known = [], flash.functions()
-    monkeypatch.setattr(flash, "functions", lambda: known._replace(forget_forward=freed.append))
+    monkeypatch.setattr(flash, "functions", lambda: known._replace(forget=freed.append))
     first = make(Case(S, {}), torch.float32, 0)
-    again = flash.record((first,), AttentionProblem.of(first), None)[1]
+    results = run_forward(first)
+    learning = (results, Results(results.out, None)) if direction == "backward" else ()
+    again = flash.record((first, *learning), AttentionProblem.of(first, direction), None)[1]
     assert not freed
     del again
     gc.collect()
     assert len(freed) == 1
-    known.forget_forward(*freed)
+    known.forget(*freed)
 
 
 AGAIN = {
+    "plain": lambda: {},
+    "allowed and segments": lambda: {
+        "allowed": coins(1, 1, S.M, S.N),
+        "q_segments": lengths(1, 2)[:, None].expand(-1, S.M).contiguous(),
+        "k_segments": lengths(1, 2)[:, None].expand(-1, S.N).contiguous(),
+    },
     "lengths": lambda: {"k_lengths": lengths(5, 20), "q_lengths": lengths(9, 14)},
     "dropout": lambda: {"dropout_p": 0.3, "rng": torch.randint(1 << 40, (2,))},
     "sinks and softcap": lambda: {"sinks": random(S.H), "softcap": 2.0},
@@ -471,8 +480,29 @@ def test_calls_of_every_kind_made_again(kind):
     _, again = flash.record((first, results, upstream), asked, None)
     found = again(*read_of(second), *expected, *other)
     wanted = flash.backward(second, expected, other, asked)
+    if kind != "bias" and second.sinks is None:
+        assert isinstance(again, flash.Launches), "by addresses"
+        assert again(*read_of(second), *expected, other.out) is None, "without the gradient of the log-sum-exp"
     assert [g is None for g in found] == [g is None for g in wanted]
     assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True) if w is not None)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_made_again_lie_as_the_first_ones(turned):
+    """In the order of memory (B, M, H, D) where q, k and v lie so."""
+    first, second = (make(Case(S, {}), torch.float32, seed) for seed in (0, 1))
+    if turned:
+        first, second = (
+            i._replace(**{n: getattr(i, n).transpose(1, 2).contiguous().transpose(1, 2) for n in "qkv"})
+            for i in (first, second)
+        )
+    problem = AttentionProblem.of(first, "backward")
+    results, others = run_forward(first), run_forward(second)
+    gradients, again = flash.record((first, results, Results(results.out, None)), problem, None)
+    found = again(*second[:3], *others, others.out)
+    wanted = flash.backward(second, others, Results(others.out, None), problem)
+    assert [g.stride() for g in found[:3]] == [g.stride() for g in gradients[:3]] == [g.stride() for g in wanted[:3]]
+    assert all(map(torch.equal, found[:3], wanted[:3])) and found[3] is found[4] is None
 
 
 def test_a_tensor_in_two_fields_is_given_once_again():
@@ -484,3 +514,10 @@ def test_a_tensor_in_two_fields_is_given_once_again():
     assert again(*second[:3]) is None
     out, lse = again(*read_of(second))
     assert torch.equal(out, flash.forward(second, problem).out) and lse is None  # nobody asked for it
+    results, others = run_forward(first), run_forward(second)
+    backward = AttentionProblem.of(first, "backward")
+    again = flash.record((first, results, Results(results.out, None)), backward, None)[1]
+    assert again(*second[:3], *others, others.out) is None
+    found = again(*read_of(second), *others, others.out)
+    wanted = flash.backward(second, others, Results(others.out, None), backward)
+    assert all(map(torch.equal, found[:3], wanted[:3]))

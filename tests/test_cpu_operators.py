@@ -69,6 +69,18 @@ def test_a_forward_is_recorded_with_its_output(out):
         OPERATORS.record_forward(*tensors(), SCALE, out=out)
 
 
+@pytest.mark.parametrize("wrong", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("given", [None, torch.zeros(B, H, M + N, DV), torch.zeros(B, H, M, D, dtype=torch.float64)])
+def test_a_backward_is_recorded_with_its_gradients(wrong, given):
+    q, k, v = tensors()
+    out, lse = OPERATORS.flash_forward(q, k, v, SCALE)
+    like = dict(zip(("dq", "dk", "dv"), OPERATORS.flash_backward(out, q, k, v, out, lse, SCALE)[:3], strict=True))
+    with pytest.raises(RuntimeError, match=f"cpu_flash: expected {wrong}"):
+        OPERATORS.record_backward(out, q, k, v, out, lse, SCALE, **{**like, wrong: given})
+    with pytest.raises(RuntimeError, match="with sinks is not recorded"):
+        OPERATORS.record_backward(out, q, k, v, out, lse, SCALE, sinks=torch.zeros(H), **like)
+
+
 @pytest.mark.parametrize("wrong", ["grad_out", "out", "lse", "grad_lse"])
 def test_a_backward_refuses_results_of_other_sizes(wrong):
     q, k, v = tensors()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -58,32 +58,13 @@ def record(
     follows it in a backward) without asking anything, in a plain tuple."""
     inputs, *learning = tensors
     results = (backward if learning else forward)(*tensors, problem, tile)
-    names = [name for name in OPTIONS if isinstance(getattr(inputs, name), Tensor)]
-    if not learning and BUILT:
-        return results, _forward_again(inputs, problem, tile, results)
-    if not learning or len(read_of(inputs)) < FIRST_NUMBER + len(names):  # one tensor in two places
-        return results, _refilling(tensors, problem, tile)
-    if _is_plain(problem, inputs, tile, learning[1]):
-        return results, _dense_backward_again(inputs)
-    band, numbers = inputs[FIRST_NUMBER:FIRST_OPTION], _options(inputs, tile)
-    numbers = {name: value for name, value in numbers.items() if name not in names}
-    run_back, count = _operator("flash_backward"), len(names)
-    bias_grad, sinks = "bias_grad" in problem.features, inputs.sinks is not None
-
-    def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, grad_out, *upstream = rest[count:]
-        masks = dict(zip(names, rest[:count], strict=True))
-        grad_lse = upstream[0] if upstream else None
-        dq, dk, dv, dbias, dsinks = run_back(
-            grad_out, q, k, v, out, lse, *band, grad_lse=grad_lse, bias_grad=bias_grad, **masks, **numbers
-        )
-        return dq, dk, dv, dbias if bias_grad else None, dsinks if sinks else None
-
-    return results, again
+    if BUILT and "bias_grad" not in problem.features and (not learning or inputs.sinks is None):
+        return results, _by_addresses(tensors, problem, tile, results)
+    return results, _refilling(tensors, problem, tile)
 
 
-class _RecordedForward(Launches):
-    """A forward of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. The
+class _Recorded(Launches):
+    """A call of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. The
     operator itself is called under a profiler, for tensors without memory, and for its errors."""
 
     __slots__ = ("address", "forget")
@@ -97,44 +78,46 @@ class _RecordedForward(Launches):
         self.forget(self.address)
 
 
-def _forward_again(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None, results: Results
+def _by_addresses(
+    tensors: tuple, problem: AttentionProblem, tile: Tile | None, results: Results | Gradients
 ) -> Callable[..., Any]:
-    needs_lse, options = "lse" in problem.features, _options(inputs, tile)
-    run, forget = functions()
-    address: Any = _operator("record_forward")(*inputs[:FIRST_OPTION], **options, out=results.out, lse=needs_lse)
-    made = (results.out, results.lse) if needs_lse and results.lse is not None else (results.out,)
+    """A forward, or a backward that gives the gradients of q, k and v alone."""
+    inputs, *learning = tensors
+    given, options = inputs[:FIRST_OPTION], _options(inputs, tile)
+    made: Sequence[Any]
+    finish: tuple[int, ...]
+    if learning:
+        (out, lse), upstream = learning
+        made, finish, beside = results[:3], (0, 1, 2, -1, -1), 3 + (upstream.lse is not None)
+        like: Any = dict(zip(("dq", "dk", "dv"), made, strict=True))
+        address: Any = _operator("record_backward")(
+            upstream.out, *given[:3], out, lse, *given[3:], grad_lse=upstream.lse, **options, **like
+        )
+    else:
+        has_lse, beside = "lse" in problem.features and results[1] is not None, 0
+        made, finish = (results[:2], (0, 1)) if has_lse else (results[:1], (0, -1))
+        address = _operator("record_forward")(*given, **options, out=results[0], lse=has_lse)
     numbers: dict[int, int] = {}  # of the tensors that are given: one in two fields is given once
     places = [numbers.setdefault(id(value), len(numbers)) for value in inputs if isinstance(value, Tensor)]
+    expected = len(numbers) + beside
+    places += range(len(numbers), expected)
+    run, forget = functions()
     recording = Recording(
         given=len(places),
         device=-1,
-        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made),
+        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made if tensor is not None),
         empty=empty_strided_cpu,
         steps=((None, (run, address)),),
-        finish=(0, 1) if needs_lse else (0, -1),
+        finish=finish,
         watched=profiler_enabled,
         low=LOW_ADDRESS,
         check_memory=lambda tensors: all(map(has_memory, tensors)),
         unaligned=False,
     )
-    recorded = _RecordedForward(recording, address, forget)
-    if len(numbers) == len(places):
+    recorded = _Recorded(recording, address, forget)
+    if len(places) == expected:
         return recorded
-    return lambda *given: recorded(*[given[number] for number in places]) if len(given) == len(numbers) else None
-
-
-def _dense_backward_again(inputs: AttentionInputs) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of what has nothing but a band, a bias and a dense mask."""
-    band, run_back = inputs[FIRST_NUMBER:FIRST_OPTION], _operator("flash_backward_dense")
-    before, after = (None,) * (inputs.bias is None), (None,) * (inputs.allowed is None)
-
-    def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
-        *masks, out, lse, grad_out = rest
-        given = (grad_out, q, k, v, out, lse, *band, *before, *masks, *after)
-        return (*run_back(*given), None, None)
-
-    return again
+    return lambda *given: recorded(*[given[place] for place in places]) if len(given) == expected else None
 
 
 def _refilling(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Results | Gradients]:

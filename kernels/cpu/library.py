@@ -47,16 +47,16 @@ def _load() -> str | None:
 class Functions(NamedTuple):
     """The library's functions that are called past torch."""
 
-    run_forward: int  # the address of a function (recorded, addresses) -> 0 where it went well
-    forget_forward: Callable[[int], None]
+    run: int  # the address of a function (recorded, addresses) -> 0 where it went well
+    forget: Callable[[int], None]
 
 
 @cache
 def functions() -> Functions:
     library = ctypes.CDLL(str(LIBRARY))
-    forget = library.sdpa_cpu_forget_forward
+    forget = library.sdpa_cpu_forget
     forget.argtypes, forget.restype = [ctypes.c_void_p], None
-    return Functions(ctypes.cast(library.sdpa_cpu_run_forward, ctypes.c_void_p).value or 0, forget)
+    return Functions(ctypes.cast(library.sdpa_cpu_run, ctypes.c_void_p).value or 0, forget)
 
 
 def isa() -> str:

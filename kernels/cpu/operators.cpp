@@ -271,14 +271,66 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   put(stack, out, lse);
 }
 
-// A forward that was checked, for others of the same form, whose tensors differ in their addresses alone.
-struct RecordedForward {
+// A call that was checked, for others of the same form, whose tensors differ in their addresses alone.
+struct Recorded {
+  explicit Recorded(const Call& call) : params(call.params), has_rng(call.rng.has_value()) {
+    for (const std::optional<Tensor>& tensor : call.kept) given.push_back(tensor.has_value());
+    if (has_rng) rng_stride = call.rng->stride(0);
+  }
+  virtual ~Recorded() = default;
+
+  // Run it with the addresses of q, k, v, of the optional tensors that are there in the order of the arguments, of what
+  // a backward reads beside them, and of the results.
+  virtual void run(char* const* addresses) const = 0;
+
+ protected:
   AttentionParams params;
-  View out;
+
+  // The arguments at these addresses, which then begin behind them.
+  AttentionParams params_at(char* const*& addresses) const {
+    AttentionParams p = params;
+    p.q.data = *addresses++, p.k.data = *addresses++, p.v.data = *addresses++;
+    View* const views[] = {&p.bias,       &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments,
+                           &p.k_segments, &p.prefix,  &p.alibi,     &p.sinks};
+    for (size_t i = 0; i < given.size(); ++i) {
+      if (!given[i]) continue;
+      if (*views[i]) views[i]->data = *addresses;
+      ++addresses;
+    }
+    if (has_rng) {
+      const auto* words = reinterpret_cast<const uint64_t*>(*addresses++);
+      p.philox_key = words[0], p.philox_offset = words[rng_stride];
+    }
+    p.threads = torch::stable::get_num_threads();
+    return p;
+  }
+
+ private:
   std::vector<bool> given;  // which optional tensors there are, an empty one too, whose view is absent
-  bool has_rng, has_lse;
-  int64_t rng_stride;  // in words
+  bool has_rng;
+  int64_t rng_stride = 0;  // in words
 };
+
+struct RecordedForward final : Recorded {
+  View out;
+  bool has_lse;
+  RecordedForward(const Call& call, const View& out, bool has_lse) : Recorded(call), out(out), has_lse(has_lse) {}
+
+  void run(char* const* addresses) const override {
+    const AttentionParams p = params_at(addresses);
+    ForwardResults results = {out, has_lse ? addresses[1] : nullptr};
+    results.out.data = addresses[0];
+    run_forward(p, results);
+  }
+};
+
+// A result of a recorded call: its memory order is that of the others' results.
+View result_like(const char* name, const std::optional<Tensor>& given, Sizes wanted, Dtype dtype) {
+  STD_TORCH_CHECK(given.has_value(), "cpu_flash: expected ", name, ", whose memory order the others get");
+  check_sizes(name, given->sizes(), wanted);
+  STD_TORCH_CHECK(dtype_of(*given) == dtype, "cpu_flash: expected ", name, " in the dtype of q");
+  return view_of(*given);
+}
 
 void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
@@ -290,36 +342,9 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   const bool has_lse = in.next<bool>();
   call.read();
   const AttentionParams& p = call.params;
-  STD_TORCH_CHECK(out.has_value(), "cpu_flash: expected out, whose memory order the others get");
-  check_sizes("out", out->sizes(), {p.B, p.H, p.M, p.Dv});
-  STD_TORCH_CHECK(dtype_of(*out) == p.q.dtype, "cpu_flash: expected out in the dtype of q");
-  std::vector<bool> given;
-  for (const std::optional<Tensor>& tensor : call.kept) given.push_back(tensor.has_value());
-  const int64_t rng_stride = call.rng ? call.rng->stride(0) : 0;
-  auto* recorded = new RecordedForward{p, view_of(*out), given, call.rng.has_value(), has_lse, rng_stride};
+  const Recorded* recorded =
+      new RecordedForward(call, result_like("out", out, {p.B, p.H, p.M, p.Dv}, p.q.dtype), has_lse);
   put(stack, reinterpret_cast<int64_t>(recorded));
-}
-
-// The addresses of q, k, v, of the optional tensors that are there in the order of the arguments, of the output, and of
-// the log-sum-exp where it is wanted.
-void run_again(const RecordedForward& recorded, char* const* addresses) {
-  AttentionParams p = recorded.params;
-  p.q.data = *addresses++, p.k.data = *addresses++, p.v.data = *addresses++;
-  View* const views[] = {&p.bias,       &p.allowed, &p.q_lengths, &p.k_lengths, &p.q_segments,
-                         &p.k_segments, &p.prefix,  &p.alibi,     &p.sinks};
-  for (size_t i = 0; i < recorded.given.size(); ++i) {
-    if (!recorded.given[i]) continue;
-    if (*views[i]) views[i]->data = *addresses;
-    ++addresses;
-  }
-  if (recorded.has_rng) {
-    const auto* words = reinterpret_cast<const uint64_t*>(*addresses++);
-    p.philox_key = words[0], p.philox_offset = words[recorded.rng_stride];
-  }
-  p.threads = torch::stable::get_num_threads();
-  ForwardResults results = {recorded.out, recorded.has_lse ? addresses[1] : nullptr};
-  results.out.data = addresses[0];
-  run_forward(p, results);
 }
 
 // A gradient that is summed in the type computed in, and returned in the type of its tensor.
@@ -382,42 +407,93 @@ void backward_in(StableIValue* stack, const Call& call, BackwardTensors tensors,
     put(stack, dq, dk, dv, dbias.finish(tools.plain), dsinks.finish(tools.plain));
 }
 
+// What a backward reads.
+struct BackwardCall : Call {
+  Tensor grad_out, out, lse;
+  std::optional<Tensor> grad_lse;
+  BackwardTensors tensors;
+
+  void take_all_tensors(Arguments* in) {
+    grad_out = in->next<Tensor>();
+    take_tensors(in);
+    out = in->next<Tensor>();
+    lse = in->next<Tensor>();
+    take_band(in);
+  }
+
+  void read_all() {
+    read();
+    const AttentionParams& p = params;
+    check_sizes("out", out.sizes(), {p.B, p.H, p.M, p.Dv});
+    check_sizes("grad_out", grad_out.sizes(), {p.B, p.H, p.M, p.Dv});
+    check_sizes("lse", lse.sizes(), {p.B, p.H, p.M});
+    tensors.out = view_of(out);
+    tensors.grad_out = view_of(grad_out);
+    tensors.lse = view_of(lse);
+    tensors.grad_lse = optional_view("grad_lse", grad_lse, true, {p.B, p.H, p.M}, false);
+    const Dtype compute = p.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
+    STD_TORCH_CHECK(tensors.lse.dtype == compute && (!grad_lse || tensors.grad_lse.dtype == compute),
+                    "cpu_flash: expected lse and its gradient in float32, or float64 for float64 inputs");
+    STD_TORCH_CHECK(tensors.out.dtype == p.q.dtype && tensors.grad_out.dtype == p.q.dtype,
+                    "cpu_flash: expected out and grad_out in the dtype of q");
+  }
+};
+
 template <bool kDense>
 void flash_backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  const Tensor grad_out = in.next<Tensor>();
-  Call call;
-  call.take_tensors(&in);
-  const Tensor out = in.next<Tensor>(), lse = in.next<Tensor>();
-  call.take_band(&in);
-  std::optional<Tensor> grad_lse;
+  BackwardCall call;
+  call.take_all_tensors(&in);
   bool bias_grad = false;
   if (kDense) {
     call.take_dense(&in);
   } else {
-    grad_lse = in.next_optional();
+    call.grad_lse = in.next_optional();
     call.take_options(&in);
     bias_grad = in.next<bool>();
   }
-  call.read();
-  const AttentionParams& p = call.params;
-  check_sizes("out", out.sizes(), {p.B, p.H, p.M, p.Dv});
-  check_sizes("grad_out", grad_out.sizes(), {p.B, p.H, p.M, p.Dv});
-  check_sizes("lse", lse.sizes(), {p.B, p.H, p.M});
-  BackwardTensors tensors;
-  tensors.out = view_of(out);
-  tensors.grad_out = view_of(grad_out);
-  tensors.lse = view_of(lse);
-  tensors.grad_lse = optional_view("grad_lse", grad_lse, true, {p.B, p.H, p.M}, false);
-  const Dtype compute = call.params.q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
-  STD_TORCH_CHECK(tensors.lse.dtype == compute && (!grad_lse || tensors.grad_lse.dtype == compute),
-                  "cpu_flash: expected lse and its gradient in float32, or float64 for float64 inputs");
-  STD_TORCH_CHECK(tensors.out.dtype == call.params.q.dtype && tensors.grad_out.dtype == call.params.q.dtype,
-                  "cpu_flash: expected out and grad_out in the dtype of q");
-  if (compute == Dtype::kFloat64)
-    backward_in<kDense, double>(stack, call, tensors, bias_grad);
+  call.read_all();
+  if (call.params.q.dtype == Dtype::kFloat64)
+    backward_in<kDense, double>(stack, call, call.tensors, bias_grad);
   else
-    backward_in<kDense, float>(stack, call, tensors, bias_grad);
+    backward_in<kDense, float>(stack, call, call.tensors, bias_grad);
+}
+
+// A backward that gives the gradients of q, k and v.
+struct RecordedBackward final : Recorded {
+  BackwardTensors tensors;
+  bool has_grad_lse;
+  explicit RecordedBackward(const BackwardCall& call)
+      : Recorded(call), tensors(call.tensors), has_grad_lse(call.grad_lse.has_value()) {}
+
+  void run(char* const* addresses) const override {
+    const AttentionParams p = params_at(addresses);
+    BackwardTensors now = tensors;
+    now.out.data = *addresses++, now.lse.data = *addresses++, now.grad_out.data = *addresses++;
+    if (has_grad_lse) now.grad_lse.data = *addresses++;
+    now.dq.data = *addresses++, now.dk.data = *addresses++, now.dv.data = *addresses++;
+    if (p.q.dtype == Dtype::kFloat64)
+      attention_backward(p, toolbox<double>(p.q.dtype), now);
+    else
+      attention_backward(p, toolbox<float>(p.q.dtype), now);
+  }
+};
+
+void record_backward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  BackwardCall call;
+  call.take_all_tensors(&in);
+  call.grad_lse = in.next_optional();
+  call.take_options(&in);
+  const std::optional<Tensor> dq = in.next_optional(), dk = in.next_optional(), dv = in.next_optional();
+  call.read_all();
+  const AttentionParams& p = call.params;
+  STD_TORCH_CHECK(!call.sinks(), "cpu_flash: a backward with sinks is not recorded");
+  call.tensors.dq = result_like("dq", dq, {p.B, p.H, p.M, p.D}, p.q.dtype);
+  call.tensors.dk = result_like("dk", dk, {p.B, p.Hkv, p.N, p.D}, p.q.dtype);
+  call.tensors.dv = result_like("dv", dv, {p.B, p.Hkv, p.N, p.Dv}, p.q.dtype);
+  const Recorded* recorded = new RecordedBackward(call);
+  put(stack, reinterpret_cast<int64_t>(recorded));
 }
 
 std::string isa() { return instruction_set().name; }
@@ -446,6 +522,9 @@ STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
   library.def(
       ("record_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ", Tensor? out=None, bool lse=False) -> int")
           .c_str());
+  library.def(("record_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + band +
+               "Tensor? grad_lse=None, " + kOptions + ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None) -> int")
+                  .c_str());
   library.def("isa() -> str");
   library.def("isas() -> str");
   library.def("set_isa(str name) -> ()");
@@ -455,6 +534,7 @@ STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CPU, library) {
   library.impl("flash_forward", &flash_forward<false>);
   library.impl("flash_forward_dense", &flash_forward<true>);
   library.impl("record_forward", &record_forward);
+  library.impl("record_backward", &record_backward);
   library.impl("flash_backward", &flash_backward<false>);
   library.impl("flash_backward_dense", &flash_backward<true>);
 }
@@ -468,16 +548,15 @@ STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CompositeExplicitAutograd, library) {
 }  // namespace sdpa_cpu
 
 // Called past torch's dispatcher. A result other than 0: the operator says what is wrong.
-extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run_forward(const void* recorded,
-                                                                           char* const* addresses) {
+extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run(const void* recorded, char* const* addresses) {
   try {
-    sdpa_cpu::run_again(*static_cast<const sdpa_cpu::RecordedForward*>(recorded), addresses);
+    static_cast<const sdpa_cpu::Recorded*>(recorded)->run(addresses);
     return 0;
   } catch (...) {
     return 1;
   }
 }
 
-extern "C" __attribute__((visibility("default"))) void sdpa_cpu_forget_forward(const void* recorded) {
-  delete static_cast<const sdpa_cpu::RecordedForward*>(recorded);
+extern "C" __attribute__((visibility("default"))) void sdpa_cpu_forget(const void* recorded) {
+  delete static_cast<const sdpa_cpu::Recorded*>(recorded);
 }

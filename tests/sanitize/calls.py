@@ -11,7 +11,7 @@ from torch import Tensor
 import sdpa
 from sdpa.kernels.cpu import flash
 from sdpa.kernels.cpu.flash import DENSE, FIRST_OPTION, OPTIONS
-from sdpa.problem import AttentionInputs, AttentionProblem, Tile, read_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 from sdpa.testing import check_inputs
 
 OPERATORS = torch.ops.sdpa_cpu
@@ -47,8 +47,9 @@ def is_dense(problem: Problem) -> bool:
 
 def run(problem: Problem) -> list[Tensor]:
     out, lse = forward(problem.inputs, problem.tile)
-    run_again(problem, out)
-    found = [out, *backward(problem, out, lse)]
+    gradients = backward(problem, out, lse)
+    run_again(problem, Results(out, lse), gradients)
+    found = [out, *gradients]
     if is_dense(problem):
         inputs, given = problem.inputs, problem.inputs[:DENSE]
         dense = OPERATORS.flash_forward_dense(*given)
@@ -57,13 +58,24 @@ def run(problem: Problem) -> list[Tensor]:
     return found
 
 
-def run_again(problem: Problem, out: Tensor) -> None:
-    """The forward by the addresses of its tensors alone."""
-    inputs = problem.inputs
+def run_again(problem: Problem, results: Results, gradients: tuple[Tensor, ...]) -> None:
+    """The forward, and a backward without gradients of a bias or sinks, by the addresses of their tensors alone."""
+    inputs, upstream = problem.inputs, problem.upstream
     _, again = flash.record((inputs,), AttentionProblem.of(inputs), problem.tile)
     found = again(*read_of(inputs))
-    if found is not None and not torch.equal(found[0].nan_to_num(), out.nan_to_num()):
+    if found is not None and not same(found[0], results.out):
         raise AssertionError("a forward that is made again differs")
+    if problem.bias_grad or inputs.sinks is not None:
+        return
+    asked = AttentionProblem.of(inputs, "backward")
+    _, again = flash.record((inputs, results, upstream), asked, problem.tile)
+    found = again(*read_of(inputs), *results, *(t for t in upstream if t is not None))
+    if found is not None and not all(same(f, g) for f, g in zip(found[:3], gradients, strict=False)):
+        raise AssertionError("a backward that is made again differs")
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    return torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
 def operators(seed: int) -> None:
