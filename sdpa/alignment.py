@@ -1,4 +1,5 @@
-"""Alignment of a call's tensors: addresses and strides that are no multiples of 16 bytes, and dimensions of stride 0.
+"""Where a call's tensors lie: addresses and strides that are no multiples of 16 bytes, dimensions of stride 0, and
+whether there is memory at all.
 
 A GPU's wide loads and TMA read from multiples of 16 bytes. CPU kernels read from any address.
 """
@@ -90,3 +91,14 @@ def has_bulk_strides(tensor: Tensor) -> bool:
     does not count."""
     size, strides = tensor.element_size(), zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     return all(n == 1 or (stride > 0 and stride * size % BULK_BYTES == 0) for n, stride in strides)
+
+
+# Below this an address may be an offset into storage that was freed. Memory begins above it, as far as seen; where it
+# does not, storages are asked.
+LOW_ADDRESS = 1 << 32
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is memory behind a tensor's numbers. There is none where its storage was freed, as
+    `untyped_storage().resize_(0)` does, nor behind torch's tensors that only stand for zeros or wrap another tensor."""
+    return tensor.numel() == 0 or (tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0)

@@ -64,8 +64,8 @@ def cast_first(run: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any
 
 
 class Casts(Repeated):
-    """Query, key and value of one form in autocast's dtype. On a GPU one launch does it from the third call on, where
-    each of them is cast and none asks for a gradient."""
+    """Query, key and value of one form in autocast's dtype. From the third call on nothing is asked any more where each
+    of them is cast. On a GPU one launch does it then, where none needs a gradient."""
 
     __slots__ = ("calls", "dtype")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sdpa.alignment import ADDRESS_BITS
+from sdpa.alignment import ADDRESS_BITS, has_memory
 from sdpa.dispatch.caches import CACHES, LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import CURRENT, current_text
@@ -109,11 +109,14 @@ class Calls:
         self.changing = RLock()  # of `known`; re-entrant, since a finaliser may make a call inside of another one
 
     def find(self, state: Hashable, tensors: Sequence[Tensor], make: Callable[[], Any], facts: Facts = NO_FACTS) -> Any:
-        """What is cached for a call like this. Where there is nothing, it is made and cached, unless it is None or a
-        tensor is of a subclass."""
+        """What is cached for a call like this. Where nothing is, `make` is called. What it returns is cached, unless
+        that is None or a tensor is of a subclass. None for tensors that are other ones than their memory says
+        (`is_wrapped`)."""
         for is_alike, found, _, known in self.recent.get(state, ()):
             if is_alike(*tensors) and known == facts:
                 return found
+        if any(map(is_wrapped, tensors)):
+            return None
         key = key_of(state, tensors, facts)
         found = None if key is None else self.known.get(key)
         if found is None:
@@ -150,6 +153,17 @@ class Calls:
         with self.changing:
             self.recent.clear()
             self.known.clear()
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is another one than its memory says: functorch left it behind when a transform ended, torch has
+    still to change its sign, or there is no memory behind it, as behind gradients that are computed in batches."""
+    if torch.func.debug_unwrap(tensor, recurse=False) is not tensor or tensor.is_neg() or tensor.is_nested:
+        return True
+    try:
+        return not has_memory(tensor)
+    except RuntimeError:  # a tensor without a storage
+        return True
 
 
 def check_of(tensors: Sequence[Tensor]) -> Check | None:
@@ -259,7 +273,7 @@ class Pass(Repeated):
 
     def __init__(self, form: Form, choice: Choice, takes_output_alone: bool = False) -> None:
         self.form, self.choice = form, choice
-        # Then torch's own operator is what is called again, where the kernel is one.
+        # Whether the kernel is an operator of torch's, which is then what is called again.
         self.is_native = takes_output_alone and form.numbers is not None and choice.native is not None
         self.again = None  # its recorded launches
         self.is_passing = False  # not expected to be called again: launches are not recorded
@@ -274,8 +288,8 @@ class Pass(Repeated):
         return recover(self.choice, error, *self.nouns(tensors))
 
     def first(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the kernel and record its launches; for later calls whose tensors the recorded launches do not fit, run
-        it again."""
+        """Run the kernel and record its launches, or torch's own operator; for later calls whose tensors the recorded
+        launches do not fit, run the kernel again."""
         form, choice = self.form, self.choice
         count = len(form.places)
         # What hooks of saved tensors return for one tensor may be several, and for several one.

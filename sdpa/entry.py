@@ -54,8 +54,8 @@ from sdpa.torch_private import (
 from sdpa.validate import Call, Options, check_flag
 
 band_of = attrgetter("causal", "align", "window")
-fields_of = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
-NO_FIELDS = tuple(map(type, fields_of(Mask())))
+mask_fields = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
+NO_FIELDS = tuple(map(type, mask_fields(Mask())))
 is_nested_tensor = attrgetter("is_nested")  # has no strides, for which a guard ends the process
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -165,7 +165,7 @@ def look_up(request: Request, parts: tuple[Any, ...], state: Hashable, facts: Fa
     """The same where the latest calls of its state were others; the call is prepared where there was none like it."""
     _, others, given = parts
     tensors = (*request.call[:3], *others)
-    if is_transformed() or any(map(is_wrapped, tensors)):
+    if is_transformed():
         return ordinary(request)
     run = CALLS.find(state, tensors, partial(prepare, request), facts)
     if run is None:
@@ -181,7 +181,7 @@ def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Ten
     form: Hashable = None
     kind = type(mask)
     if kind is Mask:
-        fields = fields_of(mask)
+        fields = mask_fields(mask)
         kinds = tuple(map(type, fields))
         form = band_of(mask)
         if kinds == NO_FIELDS:
@@ -254,17 +254,6 @@ def is_transformed() -> bool:
 def are_plain(*tensors: object) -> bool:
     """Whether all are torch's own tensors or parameters."""
     return all(type(tensor) in PLAIN_TYPES for tensor in tensors)
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is another one than its memory says: functorch left it behind when a transform ended, torch has
-    still to change its sign, or there is no memory behind it."""
-    if torch.func.debug_unwrap(tensor, recurse=False) is not tensor or tensor.is_neg() or tensor.is_nested:
-        return True
-    try:
-        return tensor.numel() > 0 and (tensor.untyped_storage().nbytes() == 0 or tensor.data_ptr() == 0)
-    except RuntimeError:  # a tensor without a storage
-        return True
 
 
 # -- a call that is prepared ------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A dense call, checked, as AttentionInputs: four dimensions, masks as fields, and no copy where strides suffice.
 
-`steps_dense` does the same for a prepared call, where only the numbers in the tensors are unknown.
+`steps_dense` returns what runs before and after the kernel in calls like one, of which all but the numbers in the
+tensors is known.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sdpa.packing import ends_before
 from sdpa.problem import UNLIMITED, AttentionInputs, Description, Results, describe
 from sdpa.validate import Call, Options, Sizes, check_dense, leading_shape
 
-__all__ = ["Call", "Fit", "Options", "Sizes", "Steps", "build_inputs", "normalise", "steps_dense", "with_mask"]
+__all__ = ["Options", "build_inputs", "normalise", "steps_dense", "with_mask"]
 
 # (query, key, value, mask, sinks, places) -> the form's tensors; None where query, key and value are these.
 Gather = Callable[..., Sequence[Tensor]] | None

@@ -53,14 +53,3 @@ def unexpanded(mask: Tensor) -> Tensor:
         if mask.stride(dimension) == 0:
             mask = mask.narrow(dimension, 0, 1)
     return mask
-
-
-# Below this an address may be an offset into storage that was freed. Memory begins above it, as far as seen; where it
-# does not, storages are asked.
-LOW_ADDRESS = 1 << 32
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether there is memory behind a tensor's numbers. There is none where its storage was freed, as
-    `untyped_storage().resize_(0)` does, nor behind torch's tensors that only stand for zeros or wrap another tensor."""
-    return tensor.numel() == 0 or (tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0)

@@ -140,7 +140,8 @@ def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: s
 def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """A kernel's forward: out and lse in the memory layout that the fake promises."""
     tensors, state = state_of("forward", args)
-    found = CALLS.find(state, tensors, partial(prepare_forward, args))
+    prepare = partial(prepare_forward, args)
+    found = CALLS.find(state, tensors, prepare) or prepare()
     if found is None:
         inputs, needs_lse, _ = of_forward(args)
         return empty_results(inputs, needs_lse)
@@ -171,7 +172,8 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
     alias."""
     tensors, state = state_of("backward", args, out, lse, grad_out)
     setting = kept(args[BAND_END + 2] if len(args) > BAND_END + 2 else "", lse)
-    found = CALLS.find((*state, setting), tensors, partial(prepare_backward, (grad_out, out, lse, *args), setting))
+    prepare = partial(prepare_backward, (grad_out, out, lse, *args), setting)
+    found = CALLS.find((*state, setting), tensors, prepare) or prepare()
     if found is None:
         inputs, _, _, bias_grad, _ = of_backward((grad_out, out, lse, *args))
         return zero_gradients(inputs, bias_grad)
@@ -206,7 +208,8 @@ def prepare_backward(args: tuple[Any, ...], setting: str) -> tuple[Pass, list[tu
 def attention_weights(lse: Tensor, *args: Any) -> Tensor:
     """exp(score - lse) after dropout, in the query's dtype; the mean over heads where `average`."""
     tensors, state = state_of("weights", args)
-    run = CALLS.find(state, tensors, partial(prepare_weights, (lse, *args)))
+    prepare = partial(prepare_weights, (lse, *args))
+    run = CALLS.find(state, tensors, prepare) or prepare()
     return fake_weights(lse, *args).zero_() if run is None else run(*run.form.distinct(tensors), lse)
 
 

@@ -6,22 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from sdpa.alignment import ADDRESS_BITS
-from sdpa.calls import AVERAGED, NO_EXTRA, WITH_LSE, Form, Pass
+from sdpa.calls import AVERAGED, CALLS, NO_EXTRA, WITH_LSE, Facts, Form, Pass, form_of
 from sdpa.derivatives import Attention, Pair, differentiable_backward, weights
 from sdpa.dispatch import select
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import torch_toggles
 from sdpa.problem import AttentionProblem, Description, Results, as_batch
 from sdpa.torch_private import deterministic, float32_precision
-
-MAX_BACKWARDS = 16  # of one form, by switches and by the strides and alignment of what comes back and arrives
 
 
 class Prepared:
@@ -30,7 +26,7 @@ class Prepared:
     `attend` takes the form's tensors. It returns a tuple of the output and, where `returns_lse`, the log-sum-exp.
     """
 
-    __slots__ = ("attend", "backwards", "form", "forward", "returns_lse", "run", "setting")
+    __slots__ = ("attend", "form", "forward", "returns_lse", "run", "setting")
     takes_rows = False
 
     def __init__(self, description: Description, learns: bool, returns_lse: bool, setting: str) -> None:
@@ -39,7 +35,6 @@ class Prepared:
         extra = WITH_LSE if learns or returns_lse else NO_EXTRA
         choice = select.choose(description.problem.asked_for(extra), setting, torch_toggles())
         self.forward = Pass(self.form, choice, takes_output_alone=not extra)
-        self.backwards: dict[tuple[Any, ...], Pass] = {}
         self.run: Callable[..., Any] = self.forward  # inside of the node
         self.attend: Callable[..., Any] = partial(Attention.apply, self) if learns else self.forward
 
@@ -52,18 +47,13 @@ class Prepared:
     ) -> Sequence[Tensor | None]:
         """The gradients of q, k, v, bias and sinks, None where there is none. `results` are (out, lse), `upstream`
         their gradients."""
-        grad_out = upstream[0]
-        given = (*tensors, *results, grad_out) if upstream[1] is None else (*tensors, *results, *upstream)
-        address = reduce(or_, [t.data_ptr() for t in given]) & ADDRESS_BITS if grad_out.is_cuda else 0
-        # What hooks of saved tensors return may lie in another way than what was saved.
-        strides = tuple([t.stride() for t in given])
-        switches = torch_toggles(), deterministic(), float32_precision()
-        state = switches, upstream[1] is None, bias_grad, address, strides
-        found = self.backwards.get(state)
+        given = (*tensors, *results, upstream[0]) if upstream[1] is None else (*tensors, *results, *upstream)
+        # Hooks of saved tensors may return others than were saved, and any gradient may arrive.
+        state = self, torch_toggles(), deterministic(), upstream[1] is None, bias_grad
+        facts = Facts(alignment=form_of(given), precision=float32_precision())
+        found = CALLS.find(state, given, partial(self.backward, given, results, upstream, bias_grad), facts)
         if found is None:
-            if len(self.backwards) >= MAX_BACKWARDS:
-                self.backwards.clear()
-            found = self.backwards[state] = self.backward(given, results, upstream, bias_grad)
+            return self.differentiable(tensors, results, upstream, bias_grad)
         found.is_passing = self.forward.is_passing
         return found(*given)
 

@@ -1,6 +1,6 @@
 """Packed and paged calls, checked, as AttentionInputs, and in the form in which a device's kernels take them.
 
-`steps_packed` and `steps_paged` do the same for prepared calls, where only the numbers in the tensors are unknown.
+`steps_packed` and `steps_paged` return what runs before and after the kernel, as `inputs.steps_dense` does.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def steps_packed(call: Call, returns_lse: bool) -> Steps | None:
 
 
 def steps_paged(call: Call, returns_lse: bool) -> Steps | None:
-    """The same of paged calls."""
+    """As `steps_packed`, for paged calls."""
     sizes = check_paged(call)
     with torch.no_grad():
         inputs = normalise_paged(call, sizes)

@@ -97,6 +97,63 @@ def test_ids_that_come_back_as_two_tensors(hook):
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), right)
 
 
+def negative(out):
+    """A gradient that has the negative bit, whose memory holds other numbers, arrives."""
+    return torch.complex(torch.ones_like(out), out).conj().abs().sum()
+
+
+def gradient_of(function, loss, hook=None):
+    q, k, v = (draw(2, 4, 24, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
+    with nullcontext() if hook is None else saved_tensors_hooks(lambda t: t, hook):
+        out = function(q, k, v)
+    return torch.autograd.grad(loss(out), (q, k, v))
+
+
+@pytest.mark.parametrize("kernel", [None, "vendor_cpu_flash", "math"])
+def test_gradients_with_the_negative_bit(kernel):
+    """Between ordinary ones, of which the recorded backward is."""
+    ours = partial(attend, kernel=kernel)
+    for loss in (torch.sum, torch.sum, negative, negative, torch.sum, negative):
+        wanted = gradient_of(F.scaled_dot_product_attention, loss)
+        for one, other in zip(gradient_of(ours, loss), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_without_memory():
+    """torch's zeros without storage: zeros, and later backwards are as before."""
+    q, k, v = (draw(2, 4, 24, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
+    ordinary = torch.randn(2, 4, 24, 32)
+
+    def grads(grad_out):
+        return torch.autograd.grad(attend(q, k, v), (q, k, v), grad_out)
+
+    wanted, *_ = (grads(ordinary) for _ in range(3))
+    for _ in range(2):
+        assert not any(g.any() for g in grads(torch._efficientzerotensor(ordinary.shape)))
+        assert all(map(torch.equal, grads(ordinary), wanted))
+
+
+def test_gradients_in_batches():
+    """torch.autograd.grad(is_grads_batched=True), at the first time and after a backward was recorded."""
+    q, k, v = (draw(1, 2, 5, 8, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
+    batch = torch.randn(3, 1, 2, 5, 8)
+    for _ in range(3):
+        found = torch.autograd.grad(attend(q, k, v), (q, k, v), batch, is_grads_batched=True)
+        for n in range(3):
+            wanted = torch.autograd.grad(attend(q, k, v), (q, k, v), batch[n])
+            assert all(torch.allclose(f[n], w, atol=1e-6) for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("hook", [torch.Tensor.half, torch.Tensor.double, lambda t: t[:1].clone()])
+def test_hooks_that_return_other_tensors_are_refused(hook):
+    """Other dtypes or sizes than were saved, after a backward was recorded."""
+    wanted, *_ = (gradient_of(attend, torch.sum) for _ in range(3))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            gradient_of(attend, torch.sum, hook)
+    assert all(map(torch.equal, gradient_of(attend, torch.sum), wanted))
+
+
 def test_autocast_does_not_reach_backwards():
     """Derivatives that are compositions of torch's operations keep the dtype of their tensors."""
     q, k, v, upstream = (draw(2, 3, 17, 16, dtype=torch.float32, seed=n).requires_grad_() for n in range(4))

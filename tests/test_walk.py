@@ -13,7 +13,7 @@ import sdpa
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = tuple(str(ROOT / folder) + os.sep for folder in ("sdpa", "dispatch", "kernels"))
-MAX_FILES, MAX_CLIMBS = 8, 4  # of a call that is prepared
+MAX_FILES, MAX_CLIMBS = 8, 4  # of a call that is prepared; one climb more where a mask is fitted or a seed drawn
 
 pytestmark = pytest.mark.usefixtures("nothing_remembered")
 
@@ -87,7 +87,8 @@ def test_a_query_is_handed_straight_to_its_kernel(name):
     stays, climbs = walk(query, call)
     assert stays[0] == stays[-1] == "sdpa/functional.py" and "kernels/cpu/flash.py" in stays, stays
     assert stays.count("sdpa/validate.py") == 1, f"checked once, and not in turns with what is normalised: {stays}"
-    assert len(set(stays)) <= MAX_FILES and climbs <= MAX_CLIMBS, (len(set(stays)), climbs, stays)
+    gathers = name not in ("plain", "softcap")
+    assert len(set(stays)) <= MAX_FILES and climbs <= MAX_CLIMBS + gathers, (len(set(stays)), climbs, stays)
 
 
 def test_a_query_that_is_recognised_stays_above():

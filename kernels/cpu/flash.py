@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sdpa.alignment import LOW_ADDRESS, has_memory
 from sdpa.kernels.cpu.library import functions, load_error
-from sdpa.layout import LOW_ADDRESS, has_memory
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
 from sdpa.repeated import BUILT, Launches, Recording
 from sdpa.torch_private import empty_strided_cpu, profiler_enabled

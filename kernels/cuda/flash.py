@@ -1,4 +1,5 @@
-"""The kernel `cuda_flash`: flash attention for Hopper, in the native library (sm90/flash.cuh, flash_backward.cuh)."""
+"""The kernel `cuda_flash`: flash attention for Hopper, in the native library (sm90/flash.cuh, flash_backward.cuh,
+flash_backward_pair.cuh)."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from sdpa.alignment import has_memory
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
 from sdpa.kernels.triton.target import target_of
-from sdpa.layout import has_memory
 from sdpa.problem import Gradients, Results, Tile
 
 # What a pass returns, by the numbers of the tensors that it made.

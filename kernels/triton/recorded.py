@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from sdpa.alignment import LOW_ADDRESS
 from sdpa.kernels.triton.driver_launch import driver_launch
 from sdpa.kernels.triton.launch import Launch, Pass, Placed, device_index, run, with_memory
 from sdpa.kernels.triton.target import target_of
@@ -29,7 +30,6 @@ from sdpa.kernels.triton.triton_private import (
     launcher_of,
     pre_run_hooks,
 )
-from sdpa.layout import LOW_ADDRESS
 from sdpa.repeated import BUILT, MAX_TENSORS, Launches, Recording
 from sdpa.torch_private import empty_strided_cuda
 
