@@ -173,7 +173,7 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
     tensors, state = state_of("backward", args, out, lse, grad_out)
     setting = kept(args[BAND_END + 2] if len(args) > BAND_END + 2 else "", lse)
     prepare = partial(prepare_backward, (grad_out, out, lse, *args), setting)
-    found = CALLS.find((*state, setting), tensors, prepare) or prepare()
+    found = CALLS.find((*state, setting), (*tensors, out, lse, grad_out), prepare) or prepare()
     if found is None:
         inputs, _, _, bias_grad, _ = of_backward((grad_out, out, lse, *args))
         return zero_gradients(inputs, bias_grad)
@@ -207,9 +207,9 @@ def prepare_backward(args: tuple[Any, ...], setting: str) -> tuple[Pass, list[tu
 
 def attention_weights(lse: Tensor, *args: Any) -> Tensor:
     """exp(score - lse) after dropout, in the query's dtype; the mean over heads where `average`."""
-    tensors, state = state_of("weights", args)
+    tensors, state = state_of("weights", args, lse)
     prepare = partial(prepare_weights, (lse, *args))
-    run = CALLS.find(state, tensors, prepare) or prepare()
+    run = CALLS.find(state, (*tensors, lse), prepare) or prepare()
     return fake_weights(lse, *args).zero_() if run is None else run(*run.form.distinct(tensors), lse)
 
 
@@ -223,8 +223,8 @@ def prepare_weights(args: tuple[Any, ...]) -> Pass | None:
 
 
 def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """The tensors among an operator's arguments, and the rest by which `calls` recognises a call. Of the tensors in
-    `beside` only strides and alignment are part of it."""
+    """The tensors among an operator's arguments, and the rest by which `calls` recognises a call, the alignment of all
+    tensors among it."""
     if len(args) <= BAND_END + 2 and direction != "backward":  # a plain call
         tensors, numbers = args[:3], args[3:]
     else:
@@ -232,8 +232,7 @@ def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tu
         numbers = tuple([Tensor if isinstance(value, Tensor) else value for value in args[3:]])
         place = CU_K + (3 if direction == "backward" else 2)
         numbers = (*numbers, len(args) > place and args[place] is args[place - 1])
-    lies = tuple([tensor.stride() for tensor in beside])
-    return tensors, (direction, numbers, lies, switches(), form_of((*tensors, *beside)))
+    return tensors, (direction, numbers, switches(), form_of((*tensors, *beside)))
 
 
 def empty_results(inputs: AttentionInputs, needs_lse: bool) -> tuple[Tensor, Tensor]:

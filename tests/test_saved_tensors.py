@@ -102,11 +102,11 @@ def negative(out):
     return torch.complex(torch.ones_like(out), out).conj().abs().sum()
 
 
-def gradient_of(function, loss, hook=None):
+def gradient_of(function, loss, hook=None, create_graph=False):
     q, k, v = (draw(2, 4, 24, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
     with nullcontext() if hook is None else saved_tensors_hooks(lambda t: t, hook):
         out = function(q, k, v)
-    return torch.autograd.grad(loss(out), (q, k, v))
+    return torch.autograd.grad(loss(out), (q, k, v), create_graph=create_graph)
 
 
 @pytest.mark.parametrize("kernel", [None, "vendor_cpu_flash", "math"])
@@ -144,14 +144,31 @@ def test_gradients_in_batches():
             assert all(torch.allclose(f[n], w, atol=1e-6) for f, w in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("hook", [torch.Tensor.half, torch.Tensor.double, lambda t: t[:1].clone()])
-def test_hooks_that_return_other_tensors_are_refused(hook):
+def test_hooks_that_return_other_tensors_are_refused(hook, create_graph):
     """Other dtypes or sizes than were saved, after a backward was recorded."""
-    wanted, *_ = (gradient_of(attend, torch.sum) for _ in range(3))
+    wanted, *_ = (gradient_of(attend, torch.sum, None, create_graph) for _ in range(3))
+
+    def changed(tensor):
+        return tensor if tensor.requires_grad and tensor.is_leaf else hook(tensor)  # the results, not what was given
+
     for _ in range(2):
         with pytest.raises(RuntimeError):
-            gradient_of(attend, torch.sum, hook)
-    assert all(map(torch.equal, gradient_of(attend, torch.sum), wanted))
+            gradient_of(attend, torch.sum, changed, create_graph)
+    assert all(map(torch.equal, gradient_of(attend, torch.sum, None, create_graph), wanted))
+
+
+@pytest.mark.parametrize("name", ["grad_out", "out", "lse"])
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.double, lambda t: t[:1].clone()])
+def test_the_operator_refuses_other_tensors_after_a_recorded_backward(name, change):
+    q, k, v = (draw(2, 4, 24, 32, dtype=torch.float32, seed=seed) for seed in range(3))
+    out, lse = torch.ops.sdpa.attention_forward(q, k, v, 0.2, needs_lse=True)
+    given = {"grad_out": out, "out": out.clone(), "lse": lse}
+    for _ in range(3):
+        torch.ops.sdpa.attention_backward(**given, q=q, k=k, v=v, scale=0.2)
+    with pytest.raises(RuntimeError, match="cpu_flash: expected"):
+        torch.ops.sdpa.attention_backward(**{**given, name: change(given[name])}, q=q, k=k, v=v, scale=0.2)
 
 
 def test_autocast_does_not_reach_backwards():

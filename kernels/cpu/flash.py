@@ -21,7 +21,6 @@ TILES = (Tile(768, 384),)
 
 # Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there. The last
 # ones, of packed and paged calls, never come here.
-FIRST_NUMBER = AttentionInputs._fields.index("scale")
 DENSE = AttentionInputs._fields.index("allowed") + 1
 FIRST_OPTION = AttentionInputs._fields.index("bias")
 END = AttentionInputs._fields.index("cu_q")
@@ -105,7 +104,7 @@ def _by_addresses(
     recording = Recording(
         given=len(places),
         device=-1,
-        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made if tensor is not None),
+        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made),
         empty=empty_strided_cpu,
         steps=((None, (run, address)),),
         finish=finish,
