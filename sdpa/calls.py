@@ -42,7 +42,7 @@ from sdpa.torch_private import (
 )
 
 MAX_CALLS = 4096  # a server with more shapes prepares the least recently used ones again
-MAX_STATES = 1024
+MAX_STATES = 1024  # a backward has one of its own for each form
 LATEST = 4  # calls of a state that are compared before a key is built
 PLAIN_TYPES = frozenset({Tensor, Parameter})
 
@@ -91,12 +91,16 @@ def switches() -> tuple[Any, ...]:
 
 
 def form_of(tensors: Sequence[Tensor]) -> int:
-    """The bits of the addresses below multiples of 16 bytes, on a GPU; guards and keys do not hold them."""
+    """The bits of the addresses below multiples of 16 bytes, on a GPU; guards and keys do not hold them. 0 where a
+    tensor has no address, as gradients in batches have none: `find` takes no such tensor."""
     if not tensors[0].is_cuda:
         return 0
     address = 0
-    for tensor in tensors:
-        address |= tensor.data_ptr()
+    try:
+        for tensor in tensors:
+            address |= tensor.data_ptr()
+    except RuntimeError:
+        return 0
     return address & ADDRESS_BITS
 
 

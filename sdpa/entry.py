@@ -153,7 +153,6 @@ def is_number(given: object) -> bool:
 
 
 def facts_of(tensors: Sequence[Tensor]) -> Facts:
-    """Raises RuntimeError for a tensor on a GPU that has no memory."""
     query = tensors[0]
     autocast = autocast_dtype(query) if autocast_is_on() else None
     if not query.is_cuda:

@@ -140,8 +140,7 @@ def call_weights(inputs: AttentionInputs, lse: Tensor, average: bool, setting: s
 def attention_forward(*args: Any) -> tuple[Tensor, Tensor]:
     """A kernel's forward: out and lse in the memory layout that the fake promises."""
     tensors, state = state_of("forward", args)
-    prepare = partial(prepare_forward, args)
-    found = CALLS.find(state, tensors, prepare) or prepare()
+    found = found_or_made(state, tensors, partial(prepare_forward, args))
     if found is None:
         inputs, needs_lse, _ = of_forward(args)
         return empty_results(inputs, needs_lse)
@@ -173,7 +172,7 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
     tensors, state = state_of("backward", args, out, lse, grad_out)
     setting = kept(args[BAND_END + 2] if len(args) > BAND_END + 2 else "", lse)
     prepare = partial(prepare_backward, (grad_out, out, lse, *args), setting)
-    found = CALLS.find((*state, setting), (*tensors, out, lse, grad_out), prepare) or prepare()
+    found = found_or_made((*state, setting), (*tensors, out, lse, grad_out), prepare)
     if found is None:
         inputs, _, _, bias_grad, _ = of_backward((grad_out, out, lse, *args))
         return zero_gradients(inputs, bias_grad)
@@ -208,8 +207,7 @@ def prepare_backward(args: tuple[Any, ...], setting: str) -> tuple[Pass, list[tu
 def attention_weights(lse: Tensor, *args: Any) -> Tensor:
     """exp(score - lse) after dropout, in the query's dtype; the mean over heads where `average`."""
     tensors, state = state_of("weights", args, lse)
-    prepare = partial(prepare_weights, (lse, *args))
-    run = CALLS.find(state, (*tensors, lse), prepare) or prepare()
+    run = found_or_made(state, (*tensors, lse), partial(prepare_weights, (lse, *args)))
     return fake_weights(lse, *args).zero_() if run is None else run(*run.form.distinct(tensors), lse)
 
 
@@ -220,6 +218,12 @@ def prepare_weights(args: tuple[Any, ...]) -> Pass | None:
     problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
     choice = select(problem, weights_setting(effective(setting), problem.device_type))
     return Pass(Form(fields_of(inputs)), choice)
+
+
+def found_or_made(state: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Any]) -> Any:
+    """What is cached for a call, or prepared for it; None where no query meets a key. Tensors without memory, for which
+    nothing is cached, are the kernel's to refuse."""
+    return CALLS.find(state, tensors, prepare) or prepare()
 
 
 def state_of(direction: str, args: tuple[Any, ...], *beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:

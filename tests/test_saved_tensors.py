@@ -133,10 +133,11 @@ def test_gradients_without_memory():
         assert all(map(torch.equal, grads(ordinary), wanted))
 
 
-def test_gradients_in_batches():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_in_batches(device):
     """torch.autograd.grad(is_grads_batched=True), at the first time and after a backward was recorded."""
-    q, k, v = (draw(1, 2, 5, 8, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
-    batch = torch.randn(3, 1, 2, 5, 8)
+    q, k, v = (draw(1, 2, 5, 8, dtype=torch.float32, seed=seed).to(device).requires_grad_() for seed in range(3))
+    batch = torch.randn(3, 1, 2, 5, 8, device=device)
     for _ in range(3):
         found = torch.autograd.grad(attend(q, k, v), (q, k, v), batch, is_grads_batched=True)
         for n in range(3):

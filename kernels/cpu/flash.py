@@ -59,6 +59,9 @@ def record(
     results = (backward if learning else forward)(*tensors, problem, tile)
     if BUILT and "bias_grad" not in problem.features and (not learning or inputs.sinks is None):
         return results, _by_addresses(tensors, problem, tile, results)
+    given = sum(isinstance(value, Tensor) for value in inputs)
+    if learning and len(read_of(inputs)) == given:  # no tensor is in two places
+        return results, _backward_again(inputs, problem, tile)
     return results, _refilling(tensors, problem, tile)
 
 
@@ -117,6 +120,25 @@ def _by_addresses(
     if len(places) == expected:
         return recorded
     return lambda *given: recorded(*[given[place] for place in places]) if len(given) == expected else None
+
+
+def _backward_again(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Any]:
+    """A backward that gives gradients of a bias or of sinks, too: the operator, whose options are put together once."""
+    names = [name for name in OPTIONS if isinstance(getattr(inputs, name), Tensor)]
+    numbers = {name: value for name, value in _options(inputs, tile).items() if name not in names}
+    band, run_back, count = inputs[3:FIRST_OPTION], _operator("flash_backward"), len(names)
+    bias_grad, sinks = "bias_grad" in problem.features, inputs.sinks is not None
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+        out, lse, grad_out, *upstream = rest[count:]
+        masks = dict(zip(names, rest[:count], strict=True))
+        grad_lse = upstream[0] if upstream else None
+        dq, dk, dv, dbias, dsinks = run_back(
+            grad_out, q, k, v, out, lse, *band, grad_lse=grad_lse, bias_grad=bias_grad, **masks, **numbers
+        )
+        return dq, dk, dv, dbias if bias_grad else None, dsinks if sinks else None
+
+    return again
 
 
 def _refilling(tensors: tuple, problem: AttentionProblem, tile: Tile | None) -> Callable[..., Results | Gradients]:
