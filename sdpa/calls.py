@@ -68,8 +68,8 @@ class Facts(NamedTuple):
     """What guards do not see of a call's tensors. None is what need not be asked again where guards take them."""
 
     autocast: torch.dtype | None = None  # guards see whether it is on, by the dispatch keys
-    alignment: int | None = None  # `form_of`, on a GPU
-    precision: str | None = None  # of float32 products, on a GPU
+    alignment: int | None = None  # `form_of`: of forwards on a GPU, and of every backward (0 on a CPU)
+    precision: str | None = None  # of float32 products: of forwards on a GPU, and of every backward
 
 
 NO_FACTS = Facts()
