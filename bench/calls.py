@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 import sdpa
 import sdpa.nn
 from sdpa.bench.timing import Call
-from sdpa.bench.workload import Refusal, Workload
+from sdpa.bench.workload import Refusal, Workload, pack, unpack
 
 DROPOUT = 0.1
 SOFTCAP = 2.0  # near the scores of random tensors, so that who leaves it out is wrong
@@ -31,13 +30,22 @@ def as_it_is(out: Tensor) -> Tensor:
     return out
 
 
+def leaves_of(work: Workload) -> tuple[Tensor, ...]:
+    return work.leaves
+
+
 @dataclass(frozen=True)
 class Form:
-    """How a call is made; `read` brings what ours or torch's returns into one form for both."""
+    """How a call is made; `read` brings what ours or torch's returns into one form for both. `leaves` are what its
+    backward gives gradients of, `upstream` brings the gradient of (B, H, M, Dv) into the form of its output, and
+    `standard` gradients into that of q, k and v."""
 
     ours: Callable[[Workload, str | None], Call]
     torch: Callable[[Workload], Call]
     read: Callable[[Any], Tensor] = as_it_is
+    leaves: Callable[[Workload], tuple[Tensor, ...]] = leaves_of
+    upstream: Callable[[Tensor], Tensor] = as_it_is
+    standard: Callable[[Tensor], Tensor] = as_it_is
 
 
 def our_call(work: Workload, kernel: str | None = None) -> Call:
@@ -104,21 +112,25 @@ def joined(results: tuple[Tensor, ...]) -> Tensor:
 
 
 def packed(work: Workload) -> tuple[Any, ...]:
-    """The row's documents one after the other: q, k and v as (T, heads, D), cu_q, cu_k, max_q, max_k."""
-    lengths = work.problem.document_lengths()
-    ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=work.q.device)
-    rows = (t.detach()[0].transpose(0, 1).contiguous() for t in work.qkv)
-    return (*rows, ends, ends, max(lengths), max(lengths))
+    """q, k and v as (T, heads, D), cu_q, cu_k, max_q, max_k."""
+    rows = work.packed
+    return (*rows.leaves, rows.ends, rows.ends, rows.longest, rows.longest)
+
+
+def packed_leaves(work: Workload) -> tuple[Tensor, ...]:
+    return work.packed.leaves
 
 
 def varlen(work: Workload, kernel: str | None) -> Call:
-    given = {"is_causal": True} | named(kernel)
+    given = {"is_causal": True} | work.options | named(kernel)
     return partial(sdpa.varlen_attention, *packed(work), **given)
 
 
 def torch_varlen(work: Workload) -> Call:
     """torch's varlen_attn; where it takes no such tensors, the closest call has the documents as a mask."""
     if not has_varlen(work):
+        if work.problem.differentiates:
+            raise Refusal(f"torch's varlen_attn takes half precisions on a GPU, got {work.q.dtype} on {work.q.device}")
         return torch_plain(work)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -127,8 +139,8 @@ def torch_varlen(work: Workload) -> Call:
 
 
 def unpacked(out: Tensor) -> Tensor:
-    """(T, H, Dv) -> (1, H, T, Dv)"""
-    return out if out.dim() == 4 else out.transpose(0, 1)[None]
+    """(T, heads, D) -> (1, heads, T, D)"""
+    return out if out.dim() == 4 else unpack(out, 1)
 
 
 def module_of(kind: type[torch.nn.Module], work: Workload) -> torch.nn.Module:
@@ -157,7 +169,7 @@ FORMS = {
     "softcap": Form(partial(plain, softcap=SOFTCAP), no_softcap),
     "return_lse": Form(partial(plain, return_lse=True), torch_with_lse, joined),
     "kernel": Form(by_name, torch_plain),
-    "varlen": Form(varlen, torch_varlen, unpacked),
+    "varlen": Form(varlen, torch_varlen, unpacked, packed_leaves, pack, unpacked),
     "module": Form(
         partial(module_call, sdpa.nn.MultiheadAttention),
         partial(module_call, torch.nn.MultiheadAttention),

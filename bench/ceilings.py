@@ -77,7 +77,7 @@ def main() -> None:
     print(f"{facts['description']} ({facts['device']}), one thread; {versions}")
     try:
         for problem, ours, most in measure((*FORWARDS, *DECODES)):
-            print(f"{problem.label:<44} {ours:7.4g} of {most:7.4g} {problem.unit}: {ours / most:.1%}", flush=True)
+            print(f"{problem.label:<48} {ours:7.4g} of {most:7.4g} {problem.unit}: {ours / most:.1%}", flush=True)
     except RuntimeError as error:
         raise SystemExit(f"sdpa: {error}") from None
 

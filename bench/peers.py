@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sdpa.bench.calls import FORMS, our_call, torch_call
 from sdpa.bench.problems import Problem
 from sdpa.bench.timing import Call
-from sdpa.bench.workload import Refusal, Workload, alibi_slopes
+from sdpa.bench.workload import Refusal, Workload, alibi_slopes, pack, unpack
 
 # The math backend writes scores out in float32; more than this takes its time without winning.
 MOST_SCORES = 8e9
@@ -52,7 +52,9 @@ class Contestant:
 
 
 def contestant(name: str, call: Call, work: Workload) -> Contestant:
-    return Contestant(name, call, work.leaves, work.grad_out, read=FORMS[work.problem.call].read)
+    form = FORMS[work.problem.call]
+    upstream = form.upstream(work.grad_out)
+    return Contestant(name, call, form.leaves(work), upstream, read=form.read, standard=form.standard)
 
 
 def ours(work: Workload, kernel: str | None) -> Contestant:
@@ -130,26 +132,49 @@ def compiled_flex(device: str) -> Callable[..., Any]:
 
 
 def flash4(work: Workload) -> Contestant:
-    """FlashAttention-4 in CuTe DSL; its tensors are (B, N, H, D)."""
+    """FlashAttention-4 in CuTe DSL; its tensors are (B, N, H, D), and its documents packed sequences."""
     p = work.problem
-    require_plain(p)
-    if p.mask not in ("none", "causal"):
-        raise Refusal(f"asked for the masks none and causal, got {p.mask}")
-    if p.mask == "causal" and p.M != p.N:
+    if p.call not in ("", "varlen"):
+        require_plain(p)
+    if p.mask not in ("none", "causal", "window", "segments"):
+        raise Refusal(f"asked for the masks none, causal, window and segments, got {p.mask}")
+    if p.mask != "none" and p.M != p.N:
         raise Refusal(f"its causal mask is aligned to the bottom right, got M={p.M} and N={p.N}")
+    return flash4_packed(work) if p.mask == "segments" else flash4_batched(work)
+
+
+def flash4_batched(work: Workload) -> Contestant:
     from flash_attn.cute import flash_attn_func
+
+    p = work.problem
+    masked: dict[str, dict[str, Any]] = {"window": {"window_size": (p.window, 0)}, "causal": {"causal": True}}
 
     def swap(tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2)
 
     q, k, v = (swap(t.detach()).contiguous().requires_grad_(p.needs_grad) for t in work.qkv)
-
-    def forward() -> Tensor:
-        out = flash_attn_func(q, k, v, causal=p.mask == "causal")
-        return swap(out[0] if isinstance(out, tuple) else out)
-
     grad_out = swap(swap(work.grad_out).contiguous())
-    return Contestant("fa4", forward, (q, k, v), grad_out, standard=swap)
+    forward = partial(flash_attn_func, q, k, v, **masked.get(p.mask, {}))
+    return Contestant("fa4", lambda: swap(first(forward())), (q, k, v), grad_out, standard=swap)
+
+
+def flash4_packed(work: Workload) -> Contestant:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    rows = work.packed
+    options = {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), rows.ends),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), rows.longest),
+        "causal": True,
+    }
+    read = partial(unpack, B=work.problem.B)
+    forward = partial(flash_attn_varlen_func, *rows.leaves, **options)
+    return Contestant("fa4", lambda: first(forward()), rows.leaves, pack(work.grad_out), standard=read, read=read)
+
+
+def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The output of a call that returns more in some versions."""
+    return results[0] if isinstance(results, tuple) else results
 
 
 TORCH_BACKENDS = {

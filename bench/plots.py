@@ -70,10 +70,10 @@ def plot(path: Path, suite: str, records: Sequence[Record]) -> None:
 
 def panels_of(records: Sequence[Record]) -> Panels:
     """A panel per direction, head size and mask with the lengths along it; where that would leave a single group in
-    each, a panel per direction and head size with the masks along it."""
+    most, a panel per direction and head size with the masks along it."""
     figures = figures_of(records)
     panels = grouped(figures, panel_title, place_of)
-    if any(len(groups) > 1 for groups in panels.values()):
+    if 2 * sum(len(groups) > 1 for groups in panels.values()) > len(panels):
         return panels
     return grouped(figures, lambda p: panel_title(p).split(" mask ")[0], lambda p: f"{p.mask}\n{place_of(p)}")
 

@@ -92,13 +92,19 @@ def papers_grid(direction: str) -> tuple[Problem, ...]:
 
 
 def gpu_gqa() -> tuple[Problem, ...]:
-    """Query heads that share key/value heads, as in models of 8 and 70 billion parameters."""
+    """Query heads that share key/value heads, as in models of 7, 8 and 70 billion parameters, and keys wider than
+    values, as in multi-head latent attention (DeepSeek-V2)."""
     cells = [
         Problem(TOKENS // N, H, N, N, 128, mask=mask, Hkv=8, **HALF)
         for H, N, mask in product((32, 64), (2048, 8192), ("none", "causal"))
     ]
     backward = [replace(cell, direction="backward") for cell in cells if cell.mask == "causal" and cell.H == 32]
-    return (*cells, *backward, Problem(2, 64, 8192, 8192, 128, mask="causal", direction="backward", Hkv=8, **HALF))
+    training: dict[str, Any] = {"D": 128, "mask": "causal", "direction": "backward", **HALF}
+    backward.append(Problem(2, 64, 8192, 8192, Hkv=8, **training))
+    # Lengths that are no multiple of a tile, as texts have.
+    backward += [Problem(4, H, N, N, Hkv=Hkv, **training) for (H, Hkv), N in product(((32, 8), (28, 4)), (2000, 3333))]
+    latent = [Problem(4, 16, 4096, 4096, 192, Dv=128, mask="causal", direction=d, **HALF) for d in DIRECTIONS]
+    return (*cells, *backward, *latent)
 
 
 def gpu_decode() -> tuple[Problem, ...]:
@@ -116,6 +122,7 @@ def gpu_mask() -> tuple[Problem, ...]:
         *(Problem(**short, mask=m, direction=d) for d, m in product(DIRECTIONS, ("lengths", "padding"))),
         *(Problem(**long, mask=m, direction=d) for d, m in product(DIRECTIONS, ("window", "alibi", "segments"))),
         Problem(**long, mask="allowed"),
+        *(Problem(1, 16, TOKENS, TOKENS, 128, mask="segments", call="varlen", direction=d, **HALF) for d in DIRECTIONS),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,6 +55,14 @@ class Workload:
             return (*self.qkv, self.torch_mask)
         return self.qkv
 
+    @cached_property
+    def packed(self) -> Packed:
+        """The documents of all batch entries as packed sequences, which a backward gives gradients of."""
+        lengths = self.problem.document_lengths() * self.problem.B
+        ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=self.q.device)
+        q, k, v = (pack(t.detach()).requires_grad_(self.problem.needs_grad) for t in self.qkv)
+        return Packed(q, k, v, ends, max(lengths))
+
     @property
     def out_dtype(self) -> torch.dtype:
         return AUTOCAST if self.problem.call == "autocast" else self.q.dtype
@@ -66,6 +76,31 @@ class Workload:
         """What a call says beside its tensors and its mask."""
         causal = {"is_causal": True} if self.problem.mask == "causal" else {}
         return causal | ({"enable_gqa": True} if self.problem.H != self.problem.Hkv else {})
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences one after the other: q, k and v are (T, heads, D or Dv), `ends` where each begins, and the end."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ends: Tensor
+    longest: int
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+
+def pack(tensor: Tensor) -> Tensor:
+    """(B, heads, N, D) -> (B * N, heads, D), contiguous"""
+    return tensor.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def unpack(tensor: Tensor, B: int) -> Tensor:
+    """(B * N, heads, D) -> (B, heads, N, D)"""
+    return tensor.unflatten(0, (B, -1)).transpose(1, 2)
 
 
 def make_workload(problem: Problem, seed: int = 0) -> Workload:

@@ -36,7 +36,7 @@ def test_suite_is_well_formed(name):
         assert problem.mask in MASKS and problem.direction in DIRECTIONS and problem.layout in ("bhmd", "bmhd")
         assert problem.H % problem.Hkv == 0 and problem.flops() > 0
         assert isinstance(problem.torch_dtype, torch.dtype)
-        assert len(problem.label) <= 44, problem.label  # the width of the table's column
+        assert len(problem.label) <= 48, problem.label  # the width of the table's column
     assert len({problem.label for problem in problems}) == len(problems)
 
 
@@ -74,7 +74,12 @@ def test_the_papers_grid(name):
 
 def test_gpu_suites_hold_what_they_promise():
     assert all(p.device == "cuda" for cells in GPU_SUITES.values() for p in cells)
-    assert {(p.H, p.Hkv, p.N) for p in GPU_SUITES["gpu-gqa"]} == {(h, 8, n) for h in (32, 64) for n in (2048, 8192)}
+    heads = {(p.H, p.Hkv, p.N) for p in GPU_SUITES["gpu-gqa"] if p.D == p.Dv}
+    full = {(h, 8, n) for h in (32, 64) for n in (2048, 8192)}
+    assert heads == full | {(*h, n) for h in ((32, 8), (28, 4)) for n in (2000, 3333)}
+    latent = [(p.D, p.Dv, p.direction) for p in GPU_SUITES["gpu-gqa"] if p.D != p.Dv]
+    assert latent == [(192, 128, "forward"), (192, 128, "backward")]
+    assert {p.direction for p in GPU_SUITES["gpu-mask"] if p.call == "varlen"} == {"forward", "backward"}
     assert {(p.B, p.M, p.N) for p in GPU_SUITES["gpu-decode"] if p.Hkv == 8} == {
         (1, 1, 8192), (1, 1, 131072), (16, 1, 8192), (64, 1, 4096), (1, 4, 8192), (16, 4, 8192),
     }  # fmt: skip

@@ -202,14 +202,65 @@ def test_a_peer_that_is_wrong_is_never_timed(spoil, direction, reason, monkeypat
     assert honest.seconds and row.best() == honest and row.own.seconds
 
 
+def test_packed_sequences_in_training():
+    (row,) = contest.measure_cell(
+        "s", replace(TINY, B=1, M=40, N=40, call="varlen", mask="segments", direction="backward"), FAST
+    )
+    assert row.own.seconds and row.own.error < 1e-5
+    (torchs,) = row.peers
+    assert torchs.reason == "torch's varlen_attn takes half precisions on a GPU, got torch.float32 on cpu"
+
+
+def attend_rows(q, k, v, allowed):
+    """(B, N, H, D) by torch's attention, with heads that share keys."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = allowed.expand(q.shape[0], 1, *allowed.shape)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attn_func(q, k, v, causal=False, window_size=(None, None)):
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    seen = distance >= 0 if causal or window_size[1] == 0 else distance == distance
+    return attend_rows(q, k, v, seen & (distance <= (window_size[0] or distance.max()))), None
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+    ids = torch.searchsorted(cu_seqlens_q, torch.arange(len(q)), right=True)
+    seen = (ids[:, None] == ids) & torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    return attend_rows(q[None], k[None], v[None], seen)[0]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"mask": "causal", "Hkv": 2},
+        {"mask": "window", "window": 7},
+        {"mask": "segments", "B": 2},
+        {"mask": "segments", "B": 1, "call": "varlen"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_flash_attention_4_is_given_and_gives(asked, direction, monkeypatch):
+    """With a module in its place that has its form, and torch's numbers."""
+    module = types.SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(cute=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    problem = replace(TINY, **{"B": 2, "M": 40, "N": 40, "direction": direction} | asked)
+    (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("fa4",)))
+    assert row.peers[0].seconds and row.peers[0].error < 1e-5, row.peers[0]
+
+
 def test_peers_refuse_in_a_sentence(monkeypatch):
     asked = replace(FAST, peers=("fa4", "math"))
     monkeypatch.setattr(peers, "MOST_SCORES", 1e4)
     (row,) = contest.measure_cell("s", replace(TINY, Hkv=4), asked)
     assert "flash_attn" in row.peers[0].reason
     assert row.peers[1].reason == "expected scores below 0 GB, got 0" and row.best() is None and row.ratio() is None
-    (row,) = contest.measure_cell("s", replace(TINY, mask="window"), asked)
-    assert "asked for the masks none and causal, got window" in row.peers[0].reason
+    (row,) = contest.measure_cell("s", replace(TINY, mask="alibi"), asked)
+    assert "asked for the masks none, causal, window and segments, got alibi" in row.peers[0].reason
     (row,) = contest.measure_cell("s", replace(TINY, M=4, mask="causal"), asked)
     assert "M=4 and N=40" in row.peers[0].reason
 

@@ -162,7 +162,7 @@ def test_a_picture_has_a_panel_per_head_size_and_mask():
         assert [place for place, _ in groups] == ["512", "1024", "2048", "4096", "8192", "16384"]
         assert all(set(bars) == {"sdpa (default)", "sdpa triton_flash", "cudnn", "fa4"} for _, bars in groups)
     masks = plots.panels_of([record.as_record(row) for row in some_rows("gpu-mask")])
-    assert sorted(len(groups) for groups in masks.values()) == [3, 3, 3, 4]
+    assert sorted(len(groups) for groups in masks.values()) == [3, 3, 4, 5]
     with pytest.raises(ValueError, match="no timed cell"):
         plots.plot("p.png", "gpu-mask", records)
 

@@ -28,7 +28,7 @@ from sdpa.dispatch.context import backend_name
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 SLOWER = 0.9  # below this share of the best peer's speed a row is red
-LINE = "{:<44} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
+LINE = "{:<48} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def line(row: Row) -> str:
     peers += f"; {own.note}" if own.note == NOT_TORCHS else ""
     if own.seconds is None or own.timing is None:
         color = "red" if own.failed else "yellow"
-        return f"[{color}]{escape(f'{label:<44} {own.name:<18} {own.reason}  {peers}')}"
+        return f"[{color}]{escape(f'{label:<48} {own.name:<18} {own.reason}  {peers}')}"
     name = f"({own.kernel})" if own.name in (DEFAULT, OWN) else own.kernel
     ratio, torch_ratio = row.ratio(), row.torch_ratio
     ratios = ["" if number is None else f"{number:.3f}" for number in (ratio, torch_ratio)]

@@ -264,7 +264,7 @@ def measure_all(
             for problem in todo:
                 if time.monotonic() >= end:
                     break
-                bar.update(task, description=f"{problem.label:<44}")
+                bar.update(task, description=f"{problem.label:<48}")
                 contest = tuner.Contest(book.kernels, list(book.entries.values()), report)
                 contest.ready = ready or contest.ready
                 limit = SECONDS_PER_RACER if problem.device.startswith("cuda") else SECONDS_PER_PROBLEM
