@@ -158,6 +158,7 @@ def prepare_forward(args: tuple[Any, ...]) -> tuple[Pass, tuple[int, ...], bool,
     """The pass of calls like this one, the strides of its output, whether it gives the log-sum-exp, and its setting.
     None where no query meets a key."""
     inputs, needs_lse, setting = of_forward(args)
+    check(inputs)
     if is_empty(inputs):
         return None
     problem = AttentionProblem.of(inputs, extra=WITH_LSE if needs_lse else NO_EXTRA)
@@ -195,6 +196,7 @@ def attention_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *args: Any) -
 def prepare_backward(args: tuple[Any, ...], setting: str) -> tuple[Pass, list[tuple[int, ...]]] | None:
     """The pass, and the strides of the gradients of q, k and v."""
     inputs, results, upstream, bias_grad, _ = of_backward(args)
+    check(inputs)
     if is_empty(inputs):
         return None
     asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
@@ -213,11 +215,23 @@ def attention_weights(lse: Tensor, *args: Any) -> Tensor:
 
 def prepare_weights(args: tuple[Any, ...]) -> Pass | None:
     inputs, _, average, setting = of_weights(args)
+    check(inputs)
     if is_empty(inputs):
         return None
     problem = AttentionProblem.of(inputs, "weights", AVERAGED if average else NO_EXTRA)
     choice = select(problem, weights_setting(effective(setting), problem.device_type))
     return Pass(Form(fields_of(inputs)), choice)
+
+
+def check(inputs: AttentionInputs) -> None:
+    """Refuse what the public functions never give, and a graph that was put together by hand may."""
+    for name, t in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True):
+        if t.dim() != 4:
+            raise ValueError(f"expected {name} as (batch, heads, length, head size), got shape {tuple(t.shape)}")
+    rng = inputs.rng
+    if inputs.dropout_p and (rng is None or rng.dtype != torch.int64 or rng.shape != (2,)):
+        got = "none" if rng is None else f"{rng.dtype} of shape {tuple(rng.shape)}"
+        raise ValueError(f"dropout_p = {inputs.dropout_p} needs rng, two int64 numbers (seed, offset), got {got}")
 
 
 def found_or_made(state: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Any]) -> Any:

@@ -129,6 +129,24 @@ def test_they_follow_switches_and_settings():
     assert remembered("forward") == remembered("backward") == 4
 
 
+@pytest.mark.parametrize("setting", ["", "math", "cpu_flash"])
+def test_what_only_a_graph_by_hand_gives_is_refused(setting):
+    q = torch.randn(1, 2, 5, 8)
+    results = FORWARD(q, q, q, 1.0, -1, -1, False, True, setting)
+    for rng in (None, torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
+        for call in (
+            lambda **kw: FORWARD(q, q, q, 1.0, setting=setting, **kw),
+            lambda **kw: BACKWARD(q, *results, q, q, q, 1.0, setting=setting, **kw),
+            lambda **kw: WEIGHTS(results[1], q, q, q, 1.0, setting=setting, **kw),
+        ):
+            with pytest.raises(ValueError, match=r"dropout_p = 0.5 needs rng, two int64 numbers \(seed, offset\), got"):
+                call(dropout_p=0.5, rng=rng)
+    for bad in (q[0], q[None]):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"expected q as \(batch, heads, length, head size\), got shape"):
+                FORWARD(bad, bad, bad, 1.0, setting=setting)
+
+
 def test_they_follow_deterministic_mode():
     inputs = make_inputs(PLAIN_CASES[0])
     results = Results(*FORWARD(*forward_arguments(inputs, True, "")))
