@@ -86,9 +86,10 @@ def timed(
     reasons = failure.reasons(kernel, tile, problem)
     if reasons:
         return Candidate(kernel, reasons, None, "")
+    slower = cost.ordering(kernel, problem)  # tables are measured without torch.use_deterministic_algorithms
     if table is not None and kernel.name in table.seconds:
-        return Candidate(kernel, (), table.seconds[kernel.name], table.source, tile, measured=True)
-    return Candidate(kernel, (), cost.estimate(kernel, problem, tile), "estimated", tile)
+        return Candidate(kernel, (), table.seconds[kernel.name] * slower, table.source, tile, measured=True)
+    return Candidate(kernel, (), cost.estimate(kernel, problem, tile) * slower, "estimated", tile)
 
 
 def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:

@@ -143,6 +143,11 @@ def slowing(kernel: Kernel, problem: AttentionProblem) -> float:
     return max((SLOWING[got] for got in found), default=1.0)
 
 
+def ordering(kernel: Kernel, problem: AttentionProblem) -> float:
+    """The factor of time for a kernel that adds in one order, because bits must not vary."""
+    return kernel.order_cost if problem.deterministic and problem.direction in kernel.varies_in else 1.0
+
+
 def copying(problem: AttentionProblem, names: Iterable[str]) -> float:
     """Seconds to copy the tensors of these names: each is read and written once, in a launch of its own."""
     whole = {name.removesuffix("_rows") for name in names}

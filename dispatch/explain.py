@@ -26,6 +26,7 @@ class Row:
     source: str
     tile: tuple[int, ...] | None = None  # BLOCK_M, BLOCK_N, warps, stages
     copies: str = ""  # which tensors would be copied first, as a clause
+    varies: bool = False  # whether the bits of its results may vary from call to call
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Explanation:
 
 
 def with_tile(row: Row) -> str:
-    """The source of the time, with the tile where a kernel has several, and the copies it includes."""
+    """The source of the time, the tile where a kernel has several, the copies it includes, and whether bits vary."""
     tile = [str(size) for size in row.tile or () if size]
     note = f"{row.source}, tile {' x '.join(tile[:2])}{warps_of(tile)}" if tile else row.source
-    return f"{note}, {row.copies}" if row.copies else note
+    return ", ".join(filter(None, (note, row.copies, "bits vary" if row.varies else "")))
 
 
 def warps_of(tile: list[str]) -> str:
@@ -110,4 +111,5 @@ def row_of(candidate: Candidate, problem: AttentionProblem, chosen: str | None, 
         status = "able" if allows(Setting.decode(setting), toggles, candidate.kernel) else "disabled"
     tile = None if candidate.tile is None else tuple(candidate.tile)
     copies = copied(problem, candidate.copies) if candidate.copies else ""
-    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source, tile, copies)
+    varies = candidate.able and candidate.kernel.varies(problem)
+    return Row(name, status, candidate.reasons, candidate.seconds, candidate.source, tile, copies, varies)

@@ -55,7 +55,9 @@ class Kernel:
     summary: str
     directions: tuple[str, ...] = ("forward", "backward")
     max_head_size: int | None = None
-    deterministic: bool = True
+    deterministic: bool = True  # under torch.use_deterministic_algorithms at least
+    varies_in: tuple[str, ...] = ()  # directions in which its sums come in any order without that, and bits vary
+    order_cost: float = 1.0  # the factor of time in these directions where bits must not vary
     efficiency: float = 0.5
     overhead: float = 5e-6
     backward_overhead: float | None = None
@@ -103,6 +105,10 @@ class Kernel:
         """The tensors that the kernel cannot read where they lie."""
         need = min(self.alignment, 1) if self.copies_rows(problem) else self.alignment
         return tuple(name for name, got in problem.unaligned if got < need and name in self.aligned)
+
+    def varies(self, problem: AttentionProblem) -> bool:
+        """Whether the bits of its results may vary from call to call."""
+        return problem.direction in self.varies_in and not problem.deterministic
 
     def copies_rows(self, problem: AttentionProblem) -> bool:
         return bool(self.pads_heads and problem.D % self.pads_heads)

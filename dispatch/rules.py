@@ -160,15 +160,18 @@ def hopper_only(problem: AttentionProblem) -> str | None:
     return f"is made for compute capability 9.0, got {got[0]}.{got[1]}"
 
 
+LARGEST_IN_ORDER = 128  # flash_backward.cuh; above it flash_backward_pair.cuh adds in any order
+
+
 def cuda_backward(problem: AttentionProblem) -> str | None:
     """What the CUDA kernel's backward lacks, beside its forward."""
     if problem.direction != "backward":
         return None
-    if problem.deterministic:
-        return "adds gradients in an order that varies, and torch.use_deterministic_algorithms(True) is set"
-    if "segments" in problem.features:
-        return "has no backward of segments"
-    return None
+    largest = max(problem.D, problem.Dv)
+    if not problem.deterministic or (largest <= LARGEST_IN_ORDER and "segments" not in problem.features):
+        return None
+    where = "with segments" if largest <= LARGEST_IN_ORDER else f"above head size {LARGEST_IN_ORDER}, got {largest}"
+    return f"adds gradients in an order that varies {where}, and torch.use_deterministic_algorithms(True) is set"
 
 
 def eighths(problem: AttentionProblem) -> str | None:

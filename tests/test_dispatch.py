@@ -16,7 +16,7 @@ import torch
 
 import helpers
 import sdpa
-from sdpa.dispatch import apple, cost, device, explain, select
+from sdpa.dispatch import apple, candidates, cost, device, explain, select, tuning
 from sdpa.dispatch.catalog import ALL_DTYPES, EVERYTHING, KERNELS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting
 from sdpa.dispatch.kernel import FAMILIES, Kernel
@@ -406,3 +406,33 @@ def test_a_row_is_data():
     assert dataclasses.is_dataclass(Kernel) and hash(KERNELS[0]) == hash(KERNELS[0])
     with pytest.raises(dataclasses.FrozenInstanceError):
         KERNELS[0].name = "other"
+
+
+def test_a_backward_whose_bits_vary_says_so():
+    adding = {"cuda_flash", "vendor_cudnn", "vendor_flash", "vendor_efficient"}
+    backward = problem(direction="backward")
+    assert {kernel.name for kernel in KERNELS if kernel.varies(backward)} == adding
+    assert not any(
+        kernel.varies(problem()) or kernel.varies(backward._replace(deterministic=True)) for kernel in KERNELS
+    )
+    row = explain.Row("cuda_flash", "chosen", (), 1e-3, "measured", varies=True)
+    text = str(explain.Explanation(backward, (row, dataclasses.replace(row, varies=False)), "cuda_flash", "fastest"))
+    assert [line.endswith("measured, bits vary") for line in text.splitlines()[-2:]] == [True, False]
+
+
+def test_the_time_of_an_order_is_counted():
+    kernel = by_name()["cuda_flash"]
+    asked = problem(device="cuda", dtype=torch.bfloat16, direction="backward", deterministic=True, D=128, Dv=128)
+    assert cost.ordering(kernel, asked) == 1.15
+    for other in (asked._replace(deterministic=False), asked._replace(direction="forward")):
+        assert cost.ordering(kernel, other) == 1.0
+    assert all(cost.ordering(each, asked) == 1.0 for each in KERNELS if not each.varies_in)
+    for more, reason in (
+        ({"D": 192}, "above head size 128, got 192"),
+        ({"features": frozenset({"segments"})}, "with segments"),
+    ):
+        limits = kernel.limits(asked._replace(**more))
+        assert any(f"in an order that varies {reason}, and torch.use_deterministic" in limit for limit in limits)
+    table = tuning.Measurement({"cuda_flash": 1.0}, "a table", {})
+    times = [candidates.timed(kernel, asked._replace(deterministic=mode), table, ()).time for mode in (False, True)]
+    assert times == [1.0, 1.15]

@@ -49,6 +49,14 @@ const Device& device_of(int index) {
   return device;
 }
 
+// Makes the device's context current. The driver makes TMA descriptors, and has none in a thread that called nothing of
+// the runtime: as autograd's thread, when all memory comes from the allocator's cache. A DeviceGuard calls nothing
+// where it finds its device set.
+void make_context_current(int device) {
+  const cudaError_t status = cudaSetDevice(device);
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " on device ", device);
+}
+
 Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
                   int32_t index) {
   AtenTensorHandle handle;
@@ -125,6 +133,7 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   const int64_t H = q.size(1), D = q.size(3), Dv = v.size(3), Hkv = k.size(1);
   set_sizes(p, q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  make_context_current(q.get_device());
   const Device& device = device_of(q.get_device());
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
@@ -263,7 +272,8 @@ bool sums_groups(MaskKind mask, const BackwardParams& p) {
 }
 
 // What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v.
-Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, cudaStream_t stream) {
+Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, bool deterministic,
+                          cudaStream_t stream) {
   const int64_t block = instance.BLOCK_M;
   const int64_t blocks = p.cu_q ? p.query_rows / block + p.B : (p.M + block - 1) / block;
   const int64_t heads = p.cu_q ? p.H : int64_t{p.B} * p.H, rows = heads * blocks * block;
@@ -274,8 +284,14 @@ Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, c
   p.key_blocks = static_cast<int>(key_blocks);
   const int64_t keys =
       p.tile_heads < p.group ? (p.cu_k ? p.Hkv : int64_t{p.B} * p.Hkv) * key_blocks * kBackwardKeys : 0;
-  const Tensor workspace = new_tensor({rows * (2 + instance.D) + keys * (instance.D + instance.Dv)}, {1},
-                                      aoti_torch_dtype_float32(), p.device);
+  const int64_t semaphores = deterministic ? heads * blocks + 1 : 0;  // and the counter of work tiles
+  const int64_t entries = p.q_ids.data ? p.B : 0;                     // with segments
+  const int64_t row_ids = entries * blocks * (block + kRangeNumbers);
+  const int64_t key_ids = entries * key_blocks * 2 * (kWarpgroupRows + kRangeNumbers), spans = entries * key_blocks * 2;
+  static_assert(sizeof(RowSpan) == 2 * sizeof(float));
+  const int64_t sums = rows * (2 + instance.D) + keys * (instance.D + instance.Dv);  // a multiple of 16 bytes
+  const Tensor workspace =
+      new_tensor({sums + row_ids + key_ids + spans + semaphores}, {1}, aoti_torch_dtype_float32(), p.device);
   p.base2 = static_cast<float*>(workspace.data_ptr());
   p.delta = p.base2 + rows;
   p.grad_q_acc = p.delta + rows;
@@ -284,17 +300,39 @@ Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, c
     p.grad_v_acc = p.grad_k_acc + keys * instance.D;
     cudaMemsetAsync(p.grad_k_acc, 0, keys * (instance.D + instance.Dv) * sizeof(float), stream);
   }
+  if (deterministic) {
+    static_assert(sizeof(int32_t) == sizeof(float));
+    p.semaphores = reinterpret_cast<int32_t*>(p.base2 + sums + row_ids + key_ids + spans);
+    p.counter = p.semaphores + semaphores - 1;
+  }
+  p.row_ids = reinterpret_cast<int32_t*>(p.base2 + sums);
+  p.key_ids = p.row_ids + row_ids;
+  p.row_spans = reinterpret_cast<RowSpan*>(p.key_ids + key_ids);
   return workspace;
 }
 
+// Which instances of the backward take `p`, whose ids of segments are set.
+MaskKind backward_mask(BackwardParams& p, const Tensor& q, const Tensor& k, const std::optional<Tensor>& q_segments,
+                       const std::optional<Tensor>& k_segments, bool deterministic) {
+  if (q_segments.has_value() || k_segments.has_value()) {
+    STD_TORCH_CHECK(q_segments.has_value() && k_segments.has_value() && !p.cu_q && !deterministic,
+                    "cuda_flash: expected q_segments and k_segments, neither packed nor deterministic");
+    p.q_ids = ids_of("q_segments", *q_segments, q.size(2), q);
+    p.k_ids = ids_of("k_segments", *k_segments, k.size(2), q);
+    return MaskKind::kSegments;
+  }
+  const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
+  const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f;
+  const bool causal = p.left == kUnlimited && p.right == 0;
+  return plain && unlimited ? MaskKind::kNone : plain && causal ? MaskKind::kCausal : MaskKind::kBand;
+}
+
 // The gradients of q, k and v, and with `delta_wanted` the delta of each row, of which the gradient of sinks is made.
-std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,
-                                                          Tensor lse, std::optional<Tensor> grad_lse, double scale,
-                                                          int64_t left, int64_t right, bool bottom_right,
-                                                          std::optional<Tensor> k_lengths,
-                                                          std::optional<Tensor> q_lengths, double softcap,
-                                                          std::optional<Tensor> cu_q, std::optional<Tensor> cu_k,
-                                                          int64_t max_q, int64_t max_k, bool delta_wanted) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
+    Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, std::optional<Tensor> grad_lse, double scale,
+    int64_t left, int64_t right, bool bottom_right, std::optional<Tensor> k_lengths, std::optional<Tensor> q_lengths,
+    double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k, int64_t max_q, int64_t max_k,
+    bool delta_wanted, bool deterministic, std::optional<Tensor> q_segments, std::optional<Tensor> k_segments) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
@@ -305,13 +343,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(Tensor grad_out, Tenso
   p.grad_lse = grad_lse.has_value() ? lse_of("grad_lse", *grad_lse, q) : nullptr;
   set_options(p, q, k, scale, left, right, bottom_right, k_lengths, q_lengths, softcap, cu_q, cu_k, max_q, max_k);
   set_sizes(p, q, k, v);
-  const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
-  const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f;
-  const bool causal = p.left == kUnlimited && p.right == 0;
-  const MaskKind mask = plain && unlimited ? MaskKind::kNone : plain && causal ? MaskKind::kCausal : MaskKind::kBand;
+  const MaskKind mask = backward_mask(p, q, k, q_segments, k_segments, deterministic);
   const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
+  make_context_current(p.device);
   p.sm_count = device_of(p.device).sm_count;
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
@@ -322,21 +358,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(Tensor grad_out, Tenso
                  delta_wanted ? std::vector<int64_t>{rows[1] * rows[2], rows[2], 1} : std::vector<int64_t>{1},
                  aoti_torch_dtype_float32(), p.device);
   p.group = p.H / p.Hkv;
-  p.tile_heads = sums_groups(mask, p) ? 1 : p.group;
+  p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
-  const Tensor workspace = allocate_workspace(p, *instance, static_cast<cudaStream_t>(stream));
+  const Tensor workspace = allocate_workspace(p, *instance, deterministic, static_cast<cudaStream_t>(stream));
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
   p.scale_log2 = p.scale * 1.44269504f;
   // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
   const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
   const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);
-  const int64_t heads = std::clamp(fitting, grows(mask, p) ? kFewestGrowing : 1, kMostHeads);
+  const int64_t heads = std::clamp(fitting, !deterministic && grows(mask, p) ? kFewestGrowing : 1, kMostHeads);
   p.section = static_cast<int>(std::min(heads, int64_t{p.B} * (p.H / p.tile_heads)));
   const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
   STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
-  if (tiles > p.sm_count) p.counter = take_counter(p.device, stream);
+  if (tiles > p.sm_count && !deterministic) p.counter = take_counter(p.device, stream);
   if (delta_wanted) {
     p.delta_rows = static_cast<float*>(delta.data_ptr());
     if (p.cu_q) cudaMemsetAsync(p.delta_rows, 0, delta.numel() * sizeof(float), static_cast<cudaStream_t>(stream));
@@ -364,7 +400,8 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? grad_lse, float "
       "scale, int left, int right, bool bottom_right, Tensor? k_lengths, Tensor? q_lengths, float softcap, Tensor? "
       "cu_q, "
-      "Tensor? cu_k, int max_q, int max_k, bool delta_wanted) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? cu_k, int max_q, int max_k, bool delta_wanted, bool deterministic=False, Tensor? q_segments=None, "
+      "Tensor? k_segments=None) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {

@@ -63,7 +63,9 @@ def backward(
     grad_lse = None if upstream.lse is None else upstream.lse.contiguous()
     lengths, packed = (inputs.k_lengths, inputs.q_lengths), (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
     has_sinks = inputs.sinks is not None
-    dq, dk, dv, delta = operators()[3](*given, grad_lse, *inputs[3:7], *lengths, inputs.softcap, *packed, has_sinks)
+    ids = () if inputs.q_segments is None else (in_rows(inputs.q_segments), in_rows(inputs.k_segments))
+    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *ids)
+    dq, dk, dv, delta = operators()[3](*given, grad_lse, *inputs[3:7], *lengths, *asked)
     return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, given[-1], delta) if has_sinks else None)
 
 
@@ -123,7 +125,8 @@ def backward_again(
         return None
     refill, count = refill_of(inputs), len(read_of(inputs))
     if count == 3 and is_plain(inputs, results, upstream):
-        run, options = operators()[3], (*inputs[3:7], None, None, 0.0, None, None, 0, 0, False)
+        options = (*inputs[3:7], None, None, 0.0, None, None, 0, 0, False, problem.deterministic)
+        run = operators()[3]
 
         def again(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *upstream: Tensor) -> Gradients:
             grad_out, grad_lse = (*upstream, None)[:2]

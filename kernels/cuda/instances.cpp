@@ -23,7 +23,7 @@ const Instance kInstances[] = {
 
 const BackwardInstance kBackwardInstances[] = {
 #define INSTANCE(name, element, D, Dv, mask) \
-  {Element::element, D, Dv, MaskKind::mask, backward_tile_of<D>().BLOCK_M, &launch_##name},
+  {Element::element, D, Dv, MaskKind::mask, backward_tile_of<D, MaskKind::mask>().BLOCK_M, &launch_##name},
 #include "backward_instances.def"
 #undef INSTANCE
 };

@@ -5,9 +5,12 @@
 namespace sdpa_cuda {
 
 // The keys and rows of one batch entry. Keys are counted from its first one, rows likewise.
+//
+// MaskKind::kSegments stands here for its band. KeySegments (key_segments.cuh) has its ids.
 template <MaskKind KIND, int BLOCK_M, int BLOCK_N>
 struct KeyMask {
-  static constexpr bool BAND = KIND == MaskKind::kBand, CAUSAL = KIND == MaskKind::kCausal;
+  static constexpr bool SEGMENTS = KIND == MaskKind::kSegments, BAND = SEGMENTS || KIND == MaskKind::kBand,
+                        CAUSAL = KIND == MaskKind::kCausal;
   static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
     return rows_between(BAND ? p.cu_q : nullptr, batch, p.M);
   }
@@ -50,10 +53,16 @@ struct KeyMask {
   }
 
   // The block of rows that a block of keys begins with. Neighbouring blocks of keys begin with different ones, because
-  // all add to the gradients of the rows they visit. Under a mask they begin apart as it is.
-  CUTE_DEVICE static int start(Blocks rows, int key_block) {
+  // all add to the gradients of the rows they visit. Under a mask they begin apart as it is. Where they add in their
+  // order, each has to visit its rows in the same one.
+  CUTE_DEVICE static int start(Blocks rows, int key_block, bool in_order = false) {
     int const count = rows.end - rows.begin;
-    return rows.begin + (!BAND && !CAUSAL && count > 0 ? key_block * (BLOCK_N / BLOCK_M) % count : 0);
+    return rows.begin + (!BAND && !CAUSAL && count > 0 && !in_order ? key_block * (BLOCK_N / BLOCK_M) % count : 0);
+  }
+
+  // The last block of keys that visits block m of rows.
+  CUTE_DEVICE int last_visit(int m) const {
+    return ((BAND || CAUSAL ? cute::min(N, (m + 1) * BLOCK_M + shift + (BAND ? right : 0)) : N) - 1) / BLOCK_N;
   }
 
   // Whether some row of the block from row0 on does not see some of the kWarpgroupRows keys from key0 on.

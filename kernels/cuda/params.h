@@ -14,6 +14,7 @@ struct View {
 constexpr int kMaxDevices = 64;     // something is remembered of so many; for some of it a device is a bit of 64
 constexpr int kWarpgroupRows = 64;  // rows of queries of one consumer warpgroup: the M of a WGMMA
 constexpr int kBackwardKeys = 2 * kWarpgroupRows;  // keys of a block of the backward
+constexpr int kRangeNumbers = 4;                   // a range of ids, and what makes 16 bytes full
 constexpr int kUnlimited = 1 << 29;  // a side of the band without a limit; the sum of two still fits in an int
 
 struct FlashParams {
@@ -62,6 +63,11 @@ struct alignas(16) Span {
   int begin, end, unmasked_begin, unmasked_end;
 };
 
+// The blocks of rows from begin to end - 1 have all rows that see a key of a block of the backward.
+struct alignas(8) RowSpan {
+  int begin, end;
+};
+
 // Of instances of MaskKind::kSegments: a row sees, of the keys inside its band, those of its own id.
 struct SegmentParams : FlashParams {
   Ids q_ids, k_ids;  // (B, M), (B, N): any numbers in any order
@@ -86,6 +92,15 @@ struct BackwardParams : FlashParams {
   // has all heads that share its keys (tile_heads == group)
   float *grad_k_acc = nullptr, *grad_v_acc = nullptr;
   float* delta_rows = nullptr;  // delta as lse lies; null where nobody asks for it
+  // Where gradients are to have the same bits each time: (B, H, row_blocks), the block of keys whose turn it is to add
+  // to a block of rows, from the last one to the first; `counter` is behind them. Null: in any order.
+  int32_t* semaphores = nullptr;
+  // Of instances of MaskKind::kSegments. The kernel find_row_spans fills what follows the ids before the pass begins.
+  // Blocks of ids are followed by their range, in kRangeNumbers.
+  Ids q_ids, k_ids;              // (B, M), (B, N)
+  int32_t* row_ids = nullptr;    // (B, row_blocks, BLOCK_M + kRangeNumbers)
+  int32_t* key_ids = nullptr;    // (B, 2 * key_blocks, kWarpgroupRows + kRangeNumbers)
+  RowSpan* row_spans = nullptr;  // (B, key_blocks)
   int row_blocks = 0, key_blocks = 0;
   int group = 1;           // heads of queries that share one of keys
   int tile_heads = 1;      // so many of them are in one work tile, one after the other

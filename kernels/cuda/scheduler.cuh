@@ -69,15 +69,22 @@ struct TileScheduler {
 
 // The same for work tiles that are blocks of BLOCK_N keys. Sections are of the heads of work tiles: L2 keeps the rows
 // that their blocks all read and add to. The first keys, which most rows see under a causal mask, come first.
+//
+// Where blocks of keys add to a row in their order, the last keys come first. Under a causal mask a block of keys then
+// seldom waits: it visits rows from the first one that sees it, and the block behind it began as many rows further
+// down. Every index is drawn there, the first ones too, and when it is begun: a block of keys waits only for those that
+// were begun before it, however few thread blocks the GPU has room for.
 struct KeyScheduler {
   int blocks, tiles, section, last, grid;
   int tile_heads;
+  bool in_order;
   cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
 
   // Each work tile is of so many thread blocks.
   KeyScheduler(BackwardParams const& p, int BLOCK_N, int cluster = 1)
       : blocks((p.N + BLOCK_N - 1) / BLOCK_N),
         tile_heads(p.tile_heads),
+        in_order(p.semaphores),
         by_head(p.H / p.tile_heads),
         by_group(p.group) {
     int const heads = p.B * (p.H / p.tile_heads);
@@ -88,7 +95,10 @@ struct KeyScheduler {
     by_section = section * blocks, by_width = section, by_last_width = heads - last;
   }
 
-  CUTE_DEVICE int next(int index, int32_t* counter) const { return next_index(index, counter, tiles, grid); }
+  CUTE_DEVICE int first(int index, int32_t* counter) const { return in_order ? atomicAdd(counter, 1) : index; }
+  CUTE_DEVICE int next(int index, int32_t* counter) const {
+    return in_order ? atomicAdd(counter, 1) : next_index(index, counter, tiles, grid);
+  }
 
   CUTE_DEVICE WorkTile work_tile(int index) const {
     int part, inside, block, entry, batch, head;
@@ -96,6 +106,7 @@ struct KeyScheduler {
     int const first = part * section;
     (first == last ? by_last_width : by_width)(block, entry, inside);
     by_head(batch, head, first + entry);
+    if (in_order) block = blocks - 1 - block;
     return {block, head * tile_heads, batch, by_group.div(head * tile_heads)};
   }
 };

@@ -35,7 +35,8 @@ struct RowGrid {
   }
 };
 
-// Before: base2 and delta of each row, and zeros for its sums.
+// Before: base2 and delta of each row, zeros for its sums, and where blocks of keys add in their order, whose turn it
+// is.
 template <class C>
 __global__ void __launch_bounds__(kRowThreads)
     prepare_rows(__grid_constant__ BackwardParams const p, __grid_constant__ RowGrid const grid) {
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kLanes = lanes_of(C::DV), kRowsOfBlock = kRowThreads / kLanes;
   int block, head, batch;
   grid.decode(block, head, batch);
+  if (p.semaphores && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
   Rows const rows = C::MaskPolicy::queries(p, batch);
   int const lane = threadIdx.x % kLanes, row = block * kRowsOfBlock + threadIdx.x / kLanes;
   if (block * kRowsOfBlock >= (rows.count + C::BLOCK_M - 1) / C::BLOCK_M * C::BLOCK_M) return;
@@ -71,6 +73,8 @@ __global__ void __launch_bounds__(kRowThreads)
     p.delta[place] = delta;
     if (p.delta_rows && row < rows.count) p.delta_rows[given] = delta;
   }
+  if (p.semaphores && row % C::BLOCK_M == 0 && lane == 0)
+    p.semaphores[place / C::BLOCK_M] = typename C::MaskPolicy(p, batch).last_visit(row / C::BLOCK_M);
   float4* const sums = reinterpret_cast<float4*>(p.grad_q_acc + place * C::D);
 #pragma unroll
   for (int i = lane; i < C::D / 4; i += kLanes) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -1,5 +1,5 @@
-// Flash attention backward for sm_90a: one persistent, warp-specialised pass over blocks of keys, of one producer warp
-// and two consumer warpgroups.
+// Flash attention backward for sm_90a: one persistent, warp-specialised pass over blocks of keys, of one producer warp,
+// two consumer warpgroups, and a thread that adds gradients of q where they are to have the same bits each time.
 //
 // A thread block owns BLOCK_N = 128 keys, and visits all blocks of rows of queries that see some of them. Each consumer
 // has 64 keys, whose gradients stay in its registers. Scores and dP are computed transposed, keys by rows, so that the
@@ -14,10 +14,14 @@
 //   grad_q   [BLOCK_M, D]  += dS^T k            of all 128 keys
 //
 // The schedule of a consumer. Time runs to the right; S, P, V, K and Q are the WGMMAs of scores, dP, grad_v, grad_k and
-// grad_q of a block of rows, and "ds" computes weights and dS, and writes dS to shared memory.
+// grad_q of a block of rows, and "ds" computes weights and dS, and writes dS to shared memory. Above head size 64:
 //
-//   WGMMA    S0 P0             V0 K0 Q-  S1 P1             V1 K1 Q0  S2 P2             V2 K2 Q1  S3 ...
-//   threads         [ ds0   ]          [add]      [ ds1   ]       [add 0]     [ ds2   ]       [add 1]
+//   WGMMA    S0 P0             V0 Q- K0 S1 P1             V1 Q0 K1 S2 P2             V2 Q1 K2 S3 ...
+//   threads         [ ds0   ]       [add]    [ ds1   ]         [add 0]   [ ds2   ]         [add 1]
+//
+// There grad_q is written to shared memory beside the WGMMA of grad_k, which has one of its operands in registers:
+// beside that of scores, which reads both, either waits for the other one. Up to head size 64 the order is V K Q S P,
+// which is faster there (docs/log/hopper-backward.md).
 //
 // Where heads that share keys have work tiles of their own, the epilogue adds grad_k and grad_v to float32 sums
 // likewise.
@@ -25,9 +29,11 @@
 // grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
 // a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
 #pragma once
+#include "../key_segments.cuh"
 #include "../params.h"
 #include "../scheduler.cuh"
 #include "backward_rows.cuh"
+#include "backward_softmax.cuh"
 #include "parts.cuh"
 #include "tiles.cuh"
 
@@ -44,13 +50,14 @@ struct BackwardConfig {
   static constexpr MaskKind MASK = MASK_;
   static constexpr int D = D_, DV = DV_, CONSUMERS = 2, BLOCK_N = kRows * CONSUMERS;
   static_assert(BLOCK_N == kBackwardKeys);
-  static constexpr int BLOCK_M = backward_tile_of<D>().BLOCK_M, DS_STAGES = backward_tile_of<D>().ds_stages;
+  static constexpr int BLOCK_M = backward_tile_of<D, MASK>().BLOCK_M, DS_STAGES = backward_tile_of<D, MASK>().ds_stages;
   static constexpr int STAGES = 2;       // of q, and of grad_out
   static constexpr int FIRST_STEP = 24;  // counting begins where all barriers are in their first phase
   static_assert(FIRST_STEP % (2 * STAGES) == 0 && FIRST_STEP % (2 * DS_STAGES) == 0);
   static_assert(kOddTile % (2 * STAGES) == 0 && kOddTile % (2 * DS_STAGES) == 0);
+  static constexpr bool ADDS_BESIDE_GRAD_K = D > 64;
   static constexpr bool DS_EMPTY = DS_STAGES < 4;  // whether a barrier says when a stage of dS has been read
-  static constexpr bool BAND = MASK == MaskKind::kBand;
+  static constexpr bool SEGMENTS = MASK == MaskKind::kSegments, BAND = SEGMENTS || MASK == MaskKind::kBand;
   static constexpr bool SPLIT_D =
       BLOCK_M == kRows;  // a consumer's half of grad_q is one of the columns, or of the rows
   static constexpr int DQ_COLUMNS = SPLIT_D ? D / 2 : D;
@@ -107,14 +114,18 @@ struct BackwardStorage {
   alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDO>> grad_out;
   alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDS>> ds;
   alignas(128) float grad_q[C::CONSUMERS * kWarps][C::BLOCK_M * C::D / (C::CONSUMERS * kWarps)];  // of each warp
+  int target, key0;  // of grad_q: the block of rows that it is added to, or kNoTile, and the first key of its block
   alignas(128) float base2[C::STAGES][C::BLOCK_M];
   alignas(128) float delta[C::STAGES][C::BLOCK_M];
+  IdsOfTile<C> ids;
   WorkTileOfKeys tile;  // whose keys are in k
   uint64_t k_full, v_full, kv_empty, ds_full[C::DS_STAGES], ds_empty[C::DS_STAGES];
   uint64_t q_full[C::STAGES], q_empty[C::STAGES], do_full[C::STAGES], do_empty[C::STAGES];
+  uint64_t grad_q_full, grad_q_empty;
 
   CUTE_DEVICE void init_barriers() {
     constexpr int kArrivals = C::CONSUMERS * kWarps;  // one thread of each warp arrives
+    Empty::init(&grad_q_full, kArrivals), Empty::init(&grad_q_empty, 1);
     Full::init(&k_full, 1);
     Full::init(&v_full, 1);
     Empty::init(&kv_empty, C::CONSUMERS * kThreads);  // every thread reads the index, and arrives
@@ -181,14 +192,17 @@ struct BackwardProducer {
     Tensor sV = slice_v.partition_D(make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{}));
     Tensor sDO = slice_do.partition_D(make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDO{}));
     uint32_t end_step = C::FIRST_STEP;
-    for (int index = blockIdx.x, after; index < scheduler.tiles; index = after) {
-      after = scheduler.next(index, p.counter);  // drawn long before it is needed
+    // A work tile is drawn long before it is needed, unless others may wait for it.
+    int after = 0;
+    for (int index = scheduler.first(blockIdx.x, p.counter); index < scheduler.tiles;
+         index = p.semaphores ? scheduler.next(index, p.counter) : after) {
+      if (!p.semaphores) after = scheduler.next(index, p.counter);
       WorkTile const w = scheduler.work_tile(index);
       Rows const queries = C::MaskPolicy::queries(p, w.batch), keys = C::MaskPolicy::keys(p, w.batch);
       if (C::BAND && w.block * C::BLOCK_N >= keys.count) continue;
       typename C::MaskPolicy const mask(p, w.batch);
-      Blocks const rows = mask.blocks(w.block * C::BLOCK_N);
-      int const count = rows.end - rows.begin, start = C::MaskPolicy::start(rows, w.block);
+      Blocks const rows = rows_of_tile<C>(p, mask, w.batch, w.block);
+      int const count = rows.end - rows.begin, start = C::MaskPolicy::start(rows, w.block, p.semaphores);
       auto const after_row = [&](int m) { return m + 1 == rows.end ? rows.begin : m + 1; };
       auto const from = make_coord(queries.first, _0{}, _0{});
       Tensor tQ =
@@ -206,6 +220,7 @@ struct BackwardProducer {
       auto load_q = [&](int m) {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
+        load_row_ids<C, Full, SM90_BULK_COPY_G2S>(p, w.batch, m, s.ids, i, s.q_full[i]);
         load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i),
              p.base2 + int64_t(first_block_of<C>(p, w.batch, head) + m) * C::BLOCK_M, s.base2[i], s.q_full[i]);
         q_state.advance();
@@ -223,6 +238,7 @@ struct BackwardProducer {
       end_step += p.tile_heads * count;
       publish(s.tile, {index, w.block * C::BLOCK_N, rows.begin, rows.end, start, first_block_of<C>(p, w.batch, head),
                        end_step ^ (kv_state.phase() ? kOddTile : 0), mask.N, mask.rows, mask.shift});
+      load_key_ids<C, Full, SM90_BULK_COPY_G2S>(p, w.batch, 2 * w.block, 2, s.ids, s.k_full);
       load_keys(tma_k, tK, sK(_, _, _, _0{}), s.k_full);
       if (any) load_do(start);
       load_keys(tma_v, tV, sV(_, _, _, _0{}), s.v_full);
@@ -241,63 +257,6 @@ struct BackwardProducer {
     Full::arrive(&s.k_full);
   }
 };
-
-// Sets the rows from `first` on of a tile in shared memory to 0. Behind a length lies anything, and behind a packed
-// sequence the next one. A NaN there times a weight of 0 would be NaN. Every consumer writes these zeros for itself.
-template <int ROWS, class Tile>
-CUTE_DEVICE void clear_from(Tile const& tile, int first) {
-  int const id = opaque(threadIdx.x), thread = id % kThreads;  // not kept in registers for this
-  constexpr int kChunks = decltype(size<1>(tile))::value / 8;  // of 16 bytes, which the swizzle leaves together
-  for (int i = cute::max(0, first) * kChunks + thread; i < ROWS * kChunks; i += kThreads)
-    *reinterpret_cast<uint4*>(const_cast<void*>(static_cast<void const*>(&tile(i / kChunks, i % kChunks * 8)))) =
-        make_uint4(0, 0, 0, 0);
-  cutlass::arch::fence_view_async_shared();
-  cutlass::arch::NamedBarrier::sync(kThreads, id / kThreads);
-}
-
-// Scores become weights. `base2` and `delta` are of the thread's first row; its rows are two of every eight.
-template <class Scores>
-CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, float scale_log2) {
-#pragma unroll
-  for (int j = 0; j < size<1>(scores) / 2; ++j) {
-    float2 const base = *reinterpret_cast<float2 const*>(base2 + 8 * j);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      scores(i, 2 * j) = exp2f(scores(i, 2 * j) * scale_log2 - base.x);
-      scores(i, 2 * j + 1) = exp2f(scores(i, 2 * j + 1) * scale_log2 - base.y);
-    }
-  }
-}
-
-// dP becomes dS.
-template <class Scores, class Weights>
-CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* delta) {
-#pragma unroll
-  for (int j = 0; j < size<1>(dp) / 2; ++j) {
-    float2 const d = *reinterpret_cast<float2 const*>(delta + 8 * j);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      dp(i, 2 * j) = weights(i, 2 * j) * (dp(i, 2 * j) - d.x);
-      dp(i, 2 * j + 1) = weights(i, 2 * j + 1) * (dp(i, 2 * j + 1) - d.y);
-    }
-  }
-}
-
-// What `cap` adds to a derivative: dS times 1 - tanh^2, with the tanh found again from the weight. `base2` is the
-// thread's first row's.
-template <class Scores, class Weights>
-CUTE_DEVICE void uncap(Scores& ds, Weights const& weights, float const* base2, BackwardParams const& p) {
-  float const inverse = 1.f / (p.softcap * float(M_LOG2E));
-#pragma unroll
-  for (int j = 0; j < size<1>(ds); ++j) {
-    float const base = base2[j / 2 * 8 + j % 2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float const tanh = (log2f(weights(i, j)) + base) * inverse;
-      ds(i, j) = weights(i, j) > 0.f ? ds(i, j) * (1.f - tanh * tanh) : 0.f;
-    }
-  }
-}
 
 // The gradients of a consumer's keys and values, from registers to memory.
 template <class C, class GradK, class GradV>
@@ -338,12 +297,59 @@ CUTE_DEVICE void add_gradients(BackwardParams const& p, WorkTile const& at, Acc 
   add(grad_v, p.grad_v_acc + place * C::BLOCK_N * C::DV + warp);
 }
 
+// The epilogue of a work tile.
+template <class C, class GradK, class GradV>
+CUTE_DEVICE void finish_tile(BackwardParams const& p, WorkTile const& at, GradK& grad_k, GradV const& grad_v,
+                             BackwardStorage<C>& s, float* staged, int consumer) {
+  if (p.grad_k_acc)
+    add_gradients<C>(p, at, grad_k, grad_v, s, staged);
+  else
+    store_gradients<C>(p, at, grad_k, grad_v, consumer, threadIdx.x % kThreads);
+}
+
+// The thread that adds gradients of q where they are to have the same bits each time. Blocks of keys add to a block of
+// rows from the last one to the first, and consumers need not wait for their turn.
+template <class C>
+CUTE_DEVICE void add_staged(BackwardParams const& p, BackwardStorage<C>& s) {
+  constexpr int kSums = C::BLOCK_M * C::D;  // of a block of rows
+  if (!p.semaphores) return;
+  for (uint32_t phase = 0;; phase ^= 1) {
+    Empty::wait(&s.grad_q_full, phase);
+    int const target = *const_cast<int const volatile*>(&s.target), key0 = *const_cast<int const volatile*>(&s.key0);
+    if (target == kNoTile) break;
+    wait_for_turn(p.semaphores + target, key0 / C::BLOCK_N);
+    add_later(p.grad_q_acc + int64_t(target) * kSums, s.grad_q[0], kSums * sizeof(float));
+    wait_until_read();
+    Empty::arrive(&s.grad_q_empty);
+    wait_until_added();
+    pass_turn(p.semaphores + target);
+  }
+}
+
+// Of consumers: grad_q, which `write` writes to shared memory, for that thread; with kNoTile its end.
+template <class C, class Write>
+CUTE_DEVICE void hand_over(BackwardStorage<C>& s, uint32_t step, int target, int key0, Write const& write) {
+  Empty::wait(&s.grad_q_empty, step & 1 ^ 1);
+  write();
+  if (threadIdx.x == kThreads)
+    *const_cast<int volatile*>(&s.target) = target, *const_cast<int volatile*>(&s.key0) = key0;
+  if (threadIdx.x % 32 == 0) Empty::arrive(&s.grad_q_full);
+}
+
+// A fragment that a consumer's loop does not change. Where registers are full, they have no room for its descriptors.
+template <class C, class Fragment>
+CUTE_DEVICE auto in_loop(Fragment const& fragment) {
+  if constexpr (C::ADDS_BESIDE_GRAD_K)
+    return anew(fragment);
+  else
+    return fragment;
+}
+
 // A consumer warpgroup: all of its work tiles, one after the other.
 template <class C>
 CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s, KeyScheduler const& scheduler,
                                   int consumer) {
   using E = typename C::E;
-  using Mask = typename C::MaskPolicy;
   int const thread = threadIdx.x % kThreads;
   bool const signals = thread % 32 == 0;
   typename C::MmaS mma_s;
@@ -356,15 +362,11 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   auto slice_dv = mma_dv.get_slice(thread);
   auto slice_dk = mma_dk.get_slice(thread);
   auto slice_dq = mma_dq.get_slice(thread);
-  Tensor sK = make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutK{});             // [BLOCK_N, D, 1]
-  Tensor sKt = make_tensor(make_smem_ptr(s.k.data()), typename C::LayoutKt{});           // [D, BLOCK_N, 1]
-  Tensor sV = make_tensor(make_smem_ptr(s.v.data()), typename C::LayoutV{});             // [BLOCK_N, DV, 1]
-  Tensor sQ = make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQ{});             // [BLOCK_M, D, stages]
-  Tensor sQt = make_tensor(make_smem_ptr(s.q.data()), typename C::LayoutQt{});           // [D, BLOCK_M, stages]
-  Tensor sDO = make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDO{});    // [BLOCK_M, DV, stages]
-  Tensor sDOt = make_tensor(make_smem_ptr(s.grad_out.data()), typename C::LayoutDOt{});  // [DV, BLOCK_M, stages]
-  Tensor sDS = make_tensor(make_smem_ptr(s.ds.data()), typename C::LayoutDS{});          // [BLOCK_M, BLOCK_N, stages]
-  Tensor sDSt = make_tensor(make_smem_ptr(s.ds.data()), typename C::LayoutDSt{});        // [BLOCK_N, BLOCK_M, stages]
+  auto const tile = [](auto& memory, auto layout) { return make_tensor(make_smem_ptr(memory.data()), layout); };
+  Tensor sK = tile(s.k, typename C::LayoutK{});           // [BLOCK_N, D, 1]
+  Tensor sV = tile(s.v, typename C::LayoutV{});           // [BLOCK_N, DV, 1]
+  Tensor sQ = tile(s.q, typename C::LayoutQ{});           // [BLOCK_M, D, stages]
+  Tensor sDO = tile(s.grad_out, typename C::LayoutDO{});  // [BLOCK_M, DV, stages]
   auto const own_keys = make_coord(consumer, _0{});
   Tensor k = slice_s.make_fragment_A(
       slice_s.partition_A(local_tile(sK(_, _, _0{}), Shape<Int<kRows>, Int<C::D>>{}, own_keys)));  // [64, D]
@@ -372,12 +374,13 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       slice_dp.partition_A(local_tile(sV(_, _, _0{}), Shape<Int<kRows>, Int<C::DV>>{}, own_keys)));  // [64, DV]
   Tensor q = slice_s.make_fragment_B(slice_s.partition_B(sQ));
   Tensor grad_out = slice_dp.make_fragment_B(slice_dp.partition_B(sDO));
-  Tensor q_t = slice_dk.make_fragment_B(slice_dk.partition_B(sQt));
-  Tensor grad_out_t = slice_dv.make_fragment_B(slice_dv.partition_B(sDOt));
+  Tensor q_t = slice_dk.make_fragment_B(slice_dk.partition_B(tile(s.q, typename C::LayoutQt{})));
+  Tensor grad_out_t = slice_dv.make_fragment_B(slice_dv.partition_B(tile(s.grad_out, typename C::LayoutDOt{})));
   Tensor ds_rows = slice_dq.make_fragment_A(slice_dq.partition_A(  // [64, BLOCK_N, stages]
-      local_tile(sDS, Shape<Int<kRows>, Int<C::BLOCK_N>>{}, make_coord(C::SPLIT_D ? 0 : consumer, _0{}, _))));
+      local_tile(tile(s.ds, typename C::LayoutDS{}), Shape<Int<kRows>, Int<C::BLOCK_N>>{},
+                 make_coord(C::SPLIT_D ? 0 : consumer, _0{}, _))));
   Tensor k_t = slice_dq.make_fragment_B(slice_dq.partition_B(  // [DQ_COLUMNS, BLOCK_N]
-      local_tile(sKt(_, _, _0{}), Shape<Int<C::DQ_COLUMNS>, Int<C::BLOCK_N>>{},
+      local_tile(tile(s.k, typename C::LayoutKt{})(_, _, _0{}), Shape<Int<C::DQ_COLUMNS>, Int<C::BLOCK_N>>{},
                  make_coord(C::SPLIT_D ? consumer : 0, _0{}))));
   Tensor scores = partition_fragment_C(mma_s, Shape<Int<kRows>, Int<C::BLOCK_M>>{});      // [64 keys, BLOCK_M]
   Tensor dp = partition_fragment_C(mma_dp, Shape<Int<kRows>, Int<C::BLOCK_M>>{});         // [64 keys, BLOCK_M]
@@ -393,8 +396,9 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   auto const copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, E>{}, mma_s);
   auto slice_ds = copy_ds.get_slice(thread);
   Tensor ds_source = slice_ds.retile_S(make_tensor(ds.data(), dp.layout()));
-  Tensor ds_target = slice_ds.partition_D(
-      local_tile(sDSt, Shape<Int<kRows>, Int<C::BLOCK_M>>{}, make_coord(consumer, _0{}, _)));  // [.., stages]
+  Tensor ds_target =
+      slice_ds.partition_D(local_tile(tile(s.ds, typename C::LayoutDSt{}), Shape<Int<kRows>, Int<C::BLOCK_M>>{},
+                                      make_coord(consumer, _0{}, _)));  // [.., stages]
 
   constexpr int kSums = C::BLOCK_M * C::D;  // of a block of rows
   float* const staged = s.grad_q[consumer * kWarps + thread / 32];
@@ -409,26 +413,18 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     auto const after = [&](int m) { return m + 1 == work.end ? work.begin : m + 1; };
     clear(grad_k);
     clear(grad_v);
-    // What lies behind lengths, or behind a packed sequence, becomes zeros.
-    auto clear_rows = [&](auto const& tile, int m) {
-      int const first = work.rows - m * C::BLOCK_M;
-      if (C::BAND && first < C::BLOCK_M && (p.cu_q || p.q_lengths)) clear_from<C::BLOCK_M>(tile, first);
-    };
-    auto clear_keys = [&](auto const& tile) {
-      int const first = work.N - work.key0;
-      if (C::BAND && first < C::BLOCK_N && (p.cu_k || p.k_lengths)) clear_from<C::BLOCK_N>(tile, first);
-    };
+    bool const rows_end = C::BAND && (p.cu_q || p.q_lengths), keys_end = C::BAND && (p.cu_k || p.k_lengths);
     auto issue_scores = [&](uint32_t step, int m) {
       Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
-      clear_rows(sQ(_, _, step % C::STAGES), m);
+      if (C::BAND) clear_behind<C::BLOCK_M>(sQ(_, _, step % C::STAGES), work.rows - m * C::BLOCK_M, rows_end);
       forget(scores);
-      issue_wgmma<true>(mma_s, k, q(_, _, _, step % C::STAGES), scores);
+      issue_wgmma<true>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores);
     };
     auto issue_dp = [&](uint32_t step, int m) {
       Full::wait(&s.do_full[step % C::STAGES], step / C::STAGES & 1);
-      clear_rows(sDO(_, _, step % C::STAGES), m);
+      if (C::BAND) clear_behind<C::BLOCK_M>(sDO(_, _, step % C::STAGES), work.rows - m * C::BLOCK_M, rows_end);
       forget(dp);
-      issue_wgmma<true>(mma_dp, v, grad_out(_, _, _, step % C::STAGES), dp);
+      issue_wgmma<true>(mma_dp, in_loop<C>(v), grad_out(_, _, _, step % C::STAGES), dp);
     };
     // From scores and dP to weights, and to dS in registers and in shared memory.
     auto make_ds = [&]() __attribute__((always_inline)) {
@@ -438,44 +434,62 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       warpgroup_fence_operand(scores);
       if (C::BAND && p.softcap > 0.f) cap(scores, p);
       exponentiate(score_rows, base2, p.scale_log2);
-      Mask const mask(p, work.N, work.rows, work.shift);
+      typename C::MaskPolicy const mask(p, work.N, work.rows, work.shift);
       int const row0 = m * C::BLOCK_M, key0 = work.key0 + consumer * kRows;
       if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
+      uint32_t const counted = opaque(step);  // as an int it would be negative in every second work tile
+      part_segments<C>(score_rows, coords, s.ids, counted % C::STAGES, opaque(threadIdx.x) / kThreads - 1);
       warpgroup_wait<0>();  // dP is done
       warpgroup_fence_operand(dp);
       differentiate(dp_rows, score_rows, delta);
       if (C::BAND && p.softcap > 0.f) uncap(dp_rows, score_rows, base2, p);
+      // Weights first, because ds has registers that scores had.
+      if (C::ADDS_BESIDE_GRAD_K) convert(scores, weights);
       convert(dp, ds);
       if (C::DS_EMPTY) Empty::wait(&s.ds_empty[step % C::DS_STAGES], step / C::DS_STAGES & 1 ^ 1);
       copy(copy_ds, ds_source, ds_target(_, _, _, step % C::DS_STAGES));
       cutlass::arch::fence_view_async_shared();
-      convert(scores, weights);
+      if (!C::ADDS_BESIDE_GRAD_K) convert(scores, weights);
       __syncwarp();
       if (signals) Empty::arrive(&s.ds_full[step % C::DS_STAGES]);
     };
     auto begin_grad_q = [&](uint32_t step) {
       Empty::wait(&s.ds_full[step % C::DS_STAGES], step / C::DS_STAGES & 1);
       forget(grad_q);
-      issue_wgmma<true>(mma_dq, ds_rows(_, _, _, step % C::DS_STAGES), k_t, grad_q);
+      issue_wgmma<true>(mma_dq, ds_rows(_, _, _, step % C::DS_STAGES), in_loop<C>(k_t), grad_q);
     };
     auto add_grad_q = [&](uint32_t step) {
       warpgroup_fence_operand(grad_q);
       if (target < 0) return;
       if (C::DS_EMPTY && signals) Empty::arrive(&s.ds_empty[step % C::DS_STAGES]);
-      stage_and_add(grad_q, staged, p.grad_q_acc + int64_t(target) * kSums + (staged - s.grad_q[0]));
+      if (p.semaphores)
+        hand_over(s, step, target, work.key0, [&] { stage(grad_q, staged); });
+      else
+        stage_and_add(grad_q, staged, p.grad_q_acc + int64_t(target) * kSums + (staged - s.grad_q[0]));
     };
     // The WGMMAs with weights and dS, beside the next block's scores and dP.
     auto use_ds = [&](auto more) __attribute__((always_inline)) {
+      auto const release_q = [&] {
+        warpgroup_fence_operand(grad_k);
+        if (signals) Empty::arrive(&s.q_empty[step % C::STAGES]);
+      };
       issue_wgmma<false>(mma_dv, weights, grad_out_t(_, _, _, step % C::STAGES), grad_v);
+      if constexpr (C::ADDS_BESIDE_GRAD_K) begin_grad_q(step - 1);
       issue_wgmma<false>(mma_dk, ds, q_t(_, _, _, step % C::STAGES), grad_k);
-      begin_grad_q(step - 1);
-      warpgroup_wait<1>();  // grad_v and grad_k are done, grad_q may not be
+      if constexpr (!C::ADDS_BESIDE_GRAD_K) begin_grad_q(step - 1);
+      warpgroup_wait<1>();  // all but the last one are done
       warpgroup_fence_operand(grad_v);
-      warpgroup_fence_operand(grad_k);
-      if (signals) Empty::arrive(&s.do_empty[step % C::STAGES]), Empty::arrive(&s.q_empty[step % C::STAGES]);
+      if (signals) Empty::arrive(&s.do_empty[step % C::STAGES]);
+      if constexpr (C::ADDS_BESIDE_GRAD_K)
+        add_grad_q(step - 1);
+      else
+        release_q();
       if constexpr (more.value) issue_scores(step + 1, after(m));
-      warpgroup_wait<more.value ? 1 : 0>();  // grad_q is done
-      add_grad_q(step - 1);
+      warpgroup_wait<more.value ? 1 : 0>();  // the last one is done
+      if constexpr (C::ADDS_BESIDE_GRAD_K)
+        release_q();
+      else
+        add_grad_q(step - 1);
       if constexpr (more.value) issue_dp(step + 1, after(m));
       ++step;
       target = head_block + m;
@@ -483,10 +497,10 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       if (m == work.start) head_block += p.row_blocks;  // the next head of the group
     };
     if (work.begin < work.end) {
-      clear_keys(sK(_, _, _0{}));
+      if (C::BAND) clear_behind<C::BLOCK_N>(sK(_, _, _0{}), work.N - work.key0, keys_end);
       issue_scores(step, m);
       Full::wait(&s.v_full, step / kOddTile);
-      clear_keys(sV(_, _, _0{}));
+      if (C::BAND) clear_behind<C::BLOCK_N>(sV(_, _, _0{}), work.N - work.key0, keys_end);
       issue_dp(step, m);
       make_ds();
 #pragma unroll 1
@@ -501,15 +515,12 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     } else {
       Full::wait(&s.v_full, step / kOddTile);
     }
-    // The epilogue: the gradients of keys and values from registers to memory. The work tile is computed again, because
-    // nothing of it stayed in registers.
+    // The work tile is computed again, because nothing of it stayed in registers.
     WorkTile const done = scheduler.work_tile(__shfl_sync(0xffffffff, work.index, 0));
     Empty::arrive(&s.kv_empty);
-    if (p.grad_k_acc)
-      add_gradients<C>(p, done, grad_k, grad_v, s, staged);
-    else
-      store_gradients<C>(p, done, grad_k, grad_v, consumer, thread);
+    finish_tile<C>(p, done, grad_k, grad_v, s, staged, consumer);
   }
+  if (p.semaphores) hand_over(s, step, kNoTile, 0, [] {});
   // The additions have to have been read from shared memory before the thread block ends.
   if (signals) wait_until_read();
 }
@@ -532,6 +543,8 @@ __global__ void __launch_bounds__(C::THREADS, 1)
   __syncthreads();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::PRODUCER_REGISTERS>();
+    // The thread ends here: in a branch beside this one, the producer would not have uniform registers.
+    if (threadIdx.x == 32) return add_staged<C>(p, s);
     if (threadIdx.x / 32 == 0 && elect_one_sync())
       BackwardProducer<C, TmaQ, TmaK, TmaV, TmaDO>{tma_q, tma_k, tma_v, tma_do, p, s}.run(scheduler);
   } else {
@@ -558,6 +571,7 @@ int launch_alone(BackwardParams const& p, cudaStream_t stream) {
   cudaError_t const refused = allow_shared_memory<C>(kernel, bytes, p.device);
   if (refused != cudaSuccess) return refused;
   KeyScheduler const scheduler(p, C::BLOCK_N);
+  if constexpr (C::SEGMENTS) launch_find_row_spans<C>(p, stream);
   launch_prepare_rows<C>(p, stream);
   kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
   launch_finish_rows<C>(p, stream);

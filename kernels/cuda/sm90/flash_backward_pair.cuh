@@ -174,6 +174,7 @@ CUTE_DEVICE void consume_values(BackwardParams const& p, PairStorage<C>& s, KeyS
     typename C::MaskPolicy const mask(p, c.work().N, c.work().rows, c.work().shift);
     int const row0 = c.m * C::BLOCK_M, key0 = c.work().key0;
     if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
+    part_segments<C>(score_rows, coords, s.ids, i, 0);
     c.release(s.q_empty[i]);
     Empty::wait(&s.weights_empty[x], c.exchange_phase_of(c.step) ^ 1);
 #pragma unroll
@@ -450,6 +451,7 @@ int launch_pairs(BackwardParams const& p, cudaStream_t stream) {
   cudaError_t const refused = allow_shared_memory<C>(kernel, bytes, p.device);
   if (refused != cudaSuccess) return refused;
   KeyScheduler const scheduler(p, C::BLOCK_N, kPair);
+  if constexpr (C::SEGMENTS) launch_find_row_spans<C>(p, stream);
   launch_prepare_rows<C>(p, stream);
   kernel<<<kPair * scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
   launch_finish_rows<C>(p, stream);

@@ -58,12 +58,13 @@ struct PairStorage {
   alignas(128) float4 weights[C::EXCHANGES][C::BLOCK_M * kRows / (4 * kThreads)][kThreads];  // as registers hold them
   alignas(128) float base2[C::STAGES][C::BLOCK_M];
   alignas(128) float delta[C::STAGES][C::BLOCK_M];
+  IdsOfTile<C> ids;
   WorkTileOfKeys tile;   // whose keys are in k
   WorkTileOfKeys drawn;  // of the producer
   // What the producer remembers, because its registers are few: the index of its next work tile, how many times it
-  // asked for one, how many it took, the count of steps after the present one's last one, its head of queries, and its
-  // position in grad_out.
-  int after, head;
+  // asked for one, how many it took, the count of steps after the present one's last one, its head of queries, with
+  // segments its batch entry, and its position in grad_out.
+  int after, head, batch;
   uint32_t asked, taken, end, ring;
   uint32_t next;  // the index that the first thread block draws for the second one
   uint64_t k_full, v_full, kv_empty, next_full, next_empty;
@@ -192,10 +193,13 @@ struct PairProducer {
       int m;
       auto volatile& head = *const_cast<int volatile*>(&s.head);
       head = w.head;
+      auto volatile& batch = *const_cast<int volatile*>(&s.batch);
+      if (C::SEGMENTS) batch = w.batch;
       auto const block = [&] { return int64_t(work.head_block + m) * C::BLOCK_M; };
       auto const load_q = [&] {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
+        load_row_ids<C, Full, SM90_BULK_COPY_G2S>(p, batch, m, s.ids, i, s.q_full[i]);
         Full::arrive_and_expect_tx(&s.q_full[i], 2 * kHalfBytes + kNumbers);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -222,7 +226,7 @@ struct PairProducer {
       };
       {
         typename C::MaskPolicy const mask(p, w.batch);
-        Blocks const rows = mask.blocks(w.block * C::BLOCK_N);
+        Blocks const rows = rows_of_tile<C>(p, mask, w.batch, w.block);
         m = C::MaskPolicy::start(rows, w.block);
         end = q_state.count + p.tile_heads * (rows.end - rows.begin);
         publish(s.drawn, {index, (w.block * kPair + int(rank())) * kRows, rows.begin, rows.end, m,
@@ -232,6 +236,7 @@ struct PairProducer {
       if (q_state.count != end) load_q();  // before there is room for the keys
       Empty::wait(&s.kv_empty, s.taken & 1 ^ 1);
       publish(s.tile, work);
+      load_key_ids<C, Full, SM90_BULK_COPY_G2S>(p, batch, w.block * kPair + rank(), 1, s.ids, s.k_full);
       load_keys(slice_k, slice_v, mK(_, _, w.kv_head, keys.batch), mV(_, _, w.kv_head, keys.batch), keys.first,
                 w.block);
       ++s.taken;

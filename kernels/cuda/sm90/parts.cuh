@@ -16,6 +16,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "../mask.cuh"
 #include "../params.h"
 
 namespace sdpa_cuda {
@@ -69,6 +70,13 @@ CUTE_DEVICE void issue_wgmma(Mma& mma, A const& a, B const& b, Acc& acc) {
     mma.accumulate_ = GMMA::ScaleOut::One;
   }
   warpgroup_commit_batch();
+}
+
+// A fragment in shared memory whose descriptors are computed where they are used. Those of a loop's invariants would be
+// kept in registers for the whole loop.
+template <class Fragment>
+CUTE_DEVICE auto anew(Fragment const& fragment) {
+  return make_tensor(fragment.data() + opaque(0), fragment.layout());
 }
 
 template <class Target, class Source>
@@ -138,19 +146,59 @@ CUTE_DEVICE void add_later(float* target, float const* source, int bytes) {
 // Waits until the numbers that this thread adds later have been read from shared memory.
 CUTE_DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Adds a warp's registers of an accumulator to `sums` by way of `staged`, in the order that write_sums reads.
+// Waits until the numbers that this thread adds later have been added.
+CUTE_DEVICE void wait_until_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Waits until it is this block's turn, and sees what those before it added.
+CUTE_DEVICE void wait_for_turn(int32_t const* semaphore, int block) {
+  int32_t found;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(semaphore) : "memory");
+  while (found != block);
+}
+
+// It is the turn of the block in front.
+CUTE_DEVICE void pass_turn(int32_t* semaphore) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], -1;" ::"l"(semaphore) : "memory");
+}
+
+// Writes a warp's registers of an accumulator to shared memory, in the order that write_sums reads.
 template <class Acc>
-CUTE_DEVICE void stage_and_add(Acc const& acc, float* staged, float* sums) {
+CUTE_DEVICE void stage(Acc const& acc, float* staged) {
   int const lane = threadIdx.x % 32;
-  if (lane == 0) wait_until_read();  // what was staged before
-  __syncwarp();
 #pragma unroll
   for (int j = 0; j < size(acc) / 4; ++j)
     *reinterpret_cast<float4*>(staged + (j * 32 + lane) * 4) =
         make_float4(acc(4 * j), acc(4 * j + 1), acc(4 * j + 2), acc(4 * j + 3));
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
-  if (lane == 0) add_later(sums, staged, 32 * size(acc) * sizeof(float));
+}
+
+// The same, and adds them to `sums`.
+template <class Acc>
+CUTE_DEVICE void stage_and_add(Acc const& acc, float* staged, float* sums) {
+  if (threadIdx.x % 32 == 0) wait_until_read();  // what was staged before
+  __syncwarp();
+  stage(acc, staged);
+  if (threadIdx.x % 32 == 0) add_later(sums, staged, 32 * size(acc) * sizeof(float));
+}
+
+// Sets the rows from `first` on of a tile in shared memory to 0. Behind a length lies anything, and behind a packed
+// sequence the next one. A NaN there times a weight of 0 would be NaN. Every consumer writes these zeros for itself.
+template <int ROWS, class Tile>
+CUTE_DEVICE void clear_from(Tile const& tile, int first) {
+  int const id = opaque(threadIdx.x), thread = id % kThreads;  // not kept in registers for this
+  constexpr int kChunks = decltype(size<1>(tile))::value / 8;  // of 16 bytes, which the swizzle leaves together
+  for (int i = cute::max(0, first) * kChunks + thread; i < ROWS * kChunks; i += kThreads)
+    *reinterpret_cast<uint4*>(const_cast<void*>(static_cast<void const*>(&tile(i / kChunks, i % kChunks * 8)))) =
+        make_uint4(0, 0, 0, 0);
+  cutlass::arch::fence_view_async_shared();
+  cutlass::arch::NamedBarrier::sync(kThreads, id / kThreads);
+}
+
+// The same where a tile has `count` rows, and a length or a packed sequence may end before its last one.
+template <int ROWS, class Tile>
+CUTE_DEVICE void clear_behind(Tile const& tile, int count, bool may_end) {
+  if (count < ROWS && may_end) clear_from<ROWS>(tile, count);
 }
 
 // Queries or keys for TMA: (rows, D, heads, batch).
