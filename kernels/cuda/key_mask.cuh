@@ -6,7 +6,7 @@ namespace sdpa_cuda {
 
 // The keys and rows of one batch entry. Keys are counted from its first one, rows likewise.
 //
-// MaskKind::kSegments stands here for its band. KeySegments (key_segments.cuh) has its ids.
+// MaskKind::kSegments stands here for its band. Its ids are in key_segments.cuh.
 template <MaskKind KIND, int BLOCK_M, int BLOCK_N>
 struct KeyMask {
   static constexpr bool SEGMENTS = KIND == MaskKind::kSegments, BAND = SEGMENTS || KIND == MaskKind::kBand,

@@ -195,7 +195,8 @@ CUTE_DEVICE void clear_from(Tile const& tile, int first) {
   cutlass::arch::NamedBarrier::sync(kThreads, id / kThreads);
 }
 
-// The same where a tile has `count` rows, and a length or a packed sequence may end before its last one.
+// The same for a tile of which `count` rows are of its sequence. Without lengths and packed sequences, TMA wrote zeros
+// behind these.
 template <int ROWS, class Tile>
 CUTE_DEVICE void clear_behind(Tile const& tile, int count, bool may_end) {
   if (count < ROWS && may_end) clear_from<ROWS>(tile, count);

@@ -47,8 +47,8 @@ struct BackwardTile {
 constexpr int kSharedBytes = 227 * 1024;
 
 // Both gradients of 64 keys take 128 registers of a thread at D = 128, which leaves scores and dP of 64 rows. At D = 64
-// they are of 128 rows, with which four stages of dS would not fit into shared memory.
-// Segments' ids leave room for two there.
+// they are of 128 rows, with which four stages of dS would not fit into shared memory, and beside the ids of segments
+// no three.
 template <int D, MaskKind MASK>
 constexpr BackwardTile backward_tile_of() {
   return D <= 64 ? BackwardTile{128, MASK == MaskKind::kSegments ? 2 : 3} : BackwardTile{64, 4};
