@@ -7,6 +7,7 @@ import torch
 from sdpa.alignment import PLACED
 from sdpa.dispatch.kernel import ROWS, Kernel
 from sdpa.dispatch.rules import (
+    alibi_backward,
     apple_silicon,
     bias_forward,
     bias_in_query_dtype,
@@ -86,9 +87,9 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=HALF,
         features=frozenset(
             {"band", "bottom_right", "k_lengths", "q_lengths", "segments", "sinks", "softcap", "packed", "gqa", "lse"}
-            | {"backward", "lse_grad"}
+            | {"alibi", "backward", "lse_grad"}
         ),
-        summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap",
+        summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap; ALiBi backward",
         varies_in=("backward",),
         max_head_size=256,
         efficiency=0.78,  # forward and backward ahead of cuDNN's in the mean (docs/log/call-path.md)
@@ -98,7 +99,7 @@ KERNELS: tuple[Kernel, ...] = (
         order_cost=1.15,  # docs/log/hopper-backward.md
         alignment=16,
         aligned=ROWS | {"out", "grad_out"},
-        rules=(cuda_backward, packed_or_segments, eighths, positive_strides, hopper_only),
+        rules=(cuda_backward, alibi_backward, packed_or_segments, eighths, positive_strides, hopper_only),
     ),
     Kernel(
         name="triton_hopper",

@@ -174,6 +174,15 @@ def cuda_backward(problem: AttentionProblem) -> str | None:
     return f"adds gradients in an order that varies {where}, and torch.use_deterministic_algorithms(True) is set"
 
 
+def alibi_backward(problem: AttentionProblem) -> str | None:
+    """The derivative of a softcap is found again from the weight, which has ALiBi's penalty in it."""
+    if "alibi" not in problem.features:
+        return None
+    if problem.direction != "backward":
+        return "knows ALiBi slopes in the backward only"
+    return "takes ALiBi slopes or a softcap, got both" if "softcap" in problem.features else None
+
+
 def eighths(problem: AttentionProblem) -> str | None:
     sizes = (problem.D, problem.Dv)
     if all(size > 0 and size % HALF_ALIGNMENT == 0 for size in sizes):

@@ -38,6 +38,12 @@ def problem(**changes):
 SENTENCES = {
     "device": ("vendor_flash", {}, "runs on cuda, got cpu"),
     "dtype": ("vendor_flash", {}, "takes bfloat16, float16, got float32"),
+    "alibi forward": ("cuda_flash", {"features": frozenset({"alibi"})}, "knows ALiBi slopes in the backward only"),
+    "alibi and softcap": (
+        "cuda_flash",
+        {"features": frozenset({"alibi", "softcap"}), "direction": "backward"},
+        "takes ALiBi slopes or a softcap, got both",
+    ),
     "head_size": ("vendor_flash", {"D": 320}, "takes head sizes up to 256, got D = 320, Dv = 64"),
     "direction": ("vendor_math", {"direction": "backward"}, "has no backward pass"),
     "feature": ("vendor_flash", {"features": frozenset({"bias"})}, "does not support an additive attention bias"),

@@ -5,6 +5,7 @@ Its gradients by mask and size are held against float64 in test_gpu_cuda.py, bes
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 
@@ -122,6 +123,61 @@ def test_the_gradient_of_the_log_sum_exp(mask, D):
     for _ in range(3):  # recorded at the second call, and run again at the third
         for found, exact in zip(gradients("cuda_flash", q, k, v), wanted, strict=True):
             assert (found.double() - exact).norm() <= 6e-3 * exact.norm()
+
+
+ALIBI = {
+    **CORNERS,
+    "window": Mask(window=(90, 3)),
+    "lengths": Mask(causal=True, lengths=torch.tensor([300, 65]), query_lengths=torch.tensor([1, 250])),
+    "segments": Mask(segments=(torch.arange(513) // 97, torch.arange(1025) // 130)),
+}
+
+
+@pytest.mark.parametrize("D, Dv", SIZES)
+@pytest.mark.parametrize("kind", ALIBI)
+def test_alibi(kind, D, Dv):
+    """Slopes of all batch entries or of each, heads that share keys. The forward is another kernel's."""
+    backward, H = by_name()["cuda_flash"].load().backward, 4
+    for (M, N), slopes in itertools.product(((70, 70), (513, 300), (300, 1025)), (torch.rand(H), torch.rand(2, H))):
+        ids = ALIBI[kind].segments
+        options = {} if ids is None else {"segments": (ids[0][:M].cuda(), ids[1][:N].cuda())}
+        ends = [getattr(ALIBI[kind], name) for name in ("lengths", "query_lengths")]
+        if ends[0] is not None:
+            options = {"lengths": ends[0].clamp(max=N).cuda(), "query_lengths": ends[1].clamp(max=M).cuda()}
+        mask = dataclasses.replace(ALIBI[kind], alibi=(slopes / 8).cuda(), **options)
+        q, k, v = (
+            torch.randn(2, h, n, d, device="cuda", dtype=BFLOAT16) for h, n, d in ((H, M, D), (2, N, D), (2, N, Dv))
+        )
+        exact = [t.double().requires_grad_() for t in (q, k, v)]
+        out, lse = sdpa.scaled_dot_product_attention(*exact, mask, enable_gqa=True, return_lse=True, kernel="math")
+        up = torch.randn(2, H, M, Dv, device="cuda", dtype=BFLOAT16)
+        wanted = torch.autograd.grad(out, exact, up.double())
+        inputs = build_inputs(q, k, v, Options(mask, enable_gqa=True))
+        results = Results(out.detach().to(BFLOAT16), lse.detach().float())
+        found = backward(inputs, results, Results(up, None), problem_of(inputs, "backward"))
+        for name, one, other in zip("qkv", found[:3], wanted, strict=True):
+            assert (one.double() - other).norm() <= 6e-3 * other.norm(), (name, M, N, slopes.shape)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_alibi_of_packed_sequences(D):
+    """As of each sequence alone, with slopes of its own."""
+    backward, lengths = by_name()["cuda_flash"].load().backward, [n for n in LENGTHS if n]
+    inputs = packed(lengths, lengths, D, Mask(causal=True))
+    slopes, up = torch.rand(len(lengths), inputs.q.shape[1], device="cuda") / 8, torch.randn_like(inputs.q)
+    alone = []
+    for (begin, end), own in zip(itertools.pairwise(inputs.cu_q.tolist()), slopes, strict=True):
+        mask = Mask(causal=True, alibi=own)
+        q, k, v, grad_out = (t[:, :, begin:end] for t in (inputs.q, inputs.k, inputs.v, up))
+        results = Results(*sdpa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, return_lse=True))
+        one = build_inputs(q, k, v, Options(mask, enable_gqa=True))
+        gradients = backward(one, results, Results(grad_out, None), problem_of(one, "backward"))
+        alone.append((*results, *gradients[:3]))
+    out, lse, *wanted = (torch.cat(parts, 2) for parts in zip(*alone, strict=True))
+    inputs = inputs._replace(alibi=slopes)
+    found = backward(inputs, Results(out, lse), Results(up, None), problem_of(inputs, "backward"))
+    for one, other in zip(found[:3], wanted, strict=True):
+        assert (one.double() - other.double()).norm() <= 2e-3 * other.double().norm()
 
 
 @pytest.mark.parametrize("D", [64, 72, 128, 192, 256])

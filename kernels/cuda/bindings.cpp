@@ -322,9 +322,21 @@ MaskKind backward_mask(BackwardParams& p, const Tensor& q, const Tensor& k, cons
     return MaskKind::kSegments;
   }
   const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
-  const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f;
+  const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f && !p.slopes;
   const bool causal = p.left == kUnlimited && p.right == 0;
   return plain && unlimited ? MaskKind::kNone : plain && causal ? MaskKind::kCausal : MaskKind::kBand;
+}
+
+// Slopes of ALiBi, (B, H) or (1, H) for all batch entries.
+void set_slopes(BackwardParams& p, const Tensor& t, const Tensor& q) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 2 && (t.size(0) == 1 || t.size(0) == p.B) &&
+                      t.size(1) == p.H && (p.H == 1 || t.stride(1) == 1) && t.get_device() == q.get_device(),
+                  "cuda_flash: expected alibi as ", p.H, " float32 numbers side by side, for each of ", p.B,
+                  " sequences or for all, on the device of q, but got ", t.numel(), " in ", t.dim(),
+                  " dimensions, of another dtype, device or stride perhaps");
+  STD_TORCH_CHECK(p.softcap == 0.f, "cuda_flash: expected alibi or a softcap, got both");
+  p.slopes = static_cast<const float*>(t.data_ptr());
+  p.slopes_batch = t.size(0) == 1 ? 0 : static_cast<int>(t.stride(0));
 }
 
 // The gradients of q, k and v, and with `delta_wanted` the delta of each row, of which the gradient of sinks is made.
@@ -332,7 +344,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, std::optional<Tensor> grad_lse, double scale,
     int64_t left, int64_t right, bool bottom_right, std::optional<Tensor> k_lengths, std::optional<Tensor> q_lengths,
     double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k, int64_t max_q, int64_t max_k,
-    bool delta_wanted, bool deterministic, std::optional<Tensor> q_segments, std::optional<Tensor> k_segments) {
+    bool delta_wanted, bool deterministic, std::optional<Tensor> q_segments, std::optional<Tensor> k_segments,
+    std::optional<Tensor> alibi) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
@@ -343,6 +356,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   p.grad_lse = grad_lse.has_value() ? lse_of("grad_lse", *grad_lse, q) : nullptr;
   set_options(p, q, k, scale, left, right, bottom_right, k_lengths, q_lengths, softcap, cu_q, cu_k, max_q, max_k);
   set_sizes(p, q, k, v);
+  if (alibi.has_value()) set_slopes(p, *alibi, q);
   const MaskKind mask = backward_mask(p, q, k, q_segments, k_segments, deterministic);
   const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
@@ -401,7 +415,7 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "scale, int left, int right, bool bottom_right, Tensor? k_lengths, Tensor? q_lengths, float softcap, Tensor? "
       "cu_q, "
       "Tensor? cu_k, int max_q, int max_k, bool delta_wanted, bool deterministic=False, Tensor? q_segments=None, "
-      "Tensor? k_segments=None) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? k_segments=None, Tensor? alibi=None) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {

@@ -63,8 +63,8 @@ def backward(
     grad_lse = None if upstream.lse is None else upstream.lse.contiguous()
     lengths, packed = (inputs.k_lengths, inputs.q_lengths), (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
     has_sinks = inputs.sinks is not None
-    ids = () if inputs.q_segments is None else (in_rows(inputs.q_segments), in_rows(inputs.k_segments))
-    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *ids)
+    rows = [None if t is None else in_rows(t) for t in (inputs.q_segments, inputs.k_segments, inputs.alibi)]
+    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *rows)
     dq, dk, dv, delta = operators()[3](*given, grad_lse, *inputs[3:7], *lengths, *asked)
     return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, given[-1], delta) if has_sinks else None)
 
@@ -178,9 +178,9 @@ def sinks_of(inputs: AttentionInputs) -> Tensor | None:
     return None if inputs.sinks is None else inputs.sinks.float().contiguous()
 
 
-def in_rows(ids: Tensor) -> Tensor:
-    """(B|1, positions) whose numbers lie side by side."""
-    return ids if ids.stride(1) == 1 else ids.contiguous()
+def in_rows(numbers: Tensor) -> Tensor:
+    """Ids (B|1, positions) or slopes (B|1, H), those of a batch entry side by side."""
+    return numbers if numbers.stride(1) == 1 else numbers.contiguous()
 
 
 @cache

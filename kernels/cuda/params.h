@@ -95,6 +95,9 @@ struct BackwardParams : FlashParams {
   // Where gradients are to have the same bits each time: (B, H, row_blocks), the block of keys whose turn it is to add
   // to a block of rows, from the last one to the first; `counter` is behind them. Null: in any order.
   int32_t* semaphores = nullptr;
+  // ALiBi: (B, H), of which one batch entry's row begins slopes_batch numbers after the row before; null: none.
+  const float* slopes = nullptr;
+  int slopes_batch = 0;
   // Of instances of MaskKind::kSegments. The kernel find_row_spans fills what follows the ids before the pass begins.
   // Blocks of ids are followed by their range, in kRangeNumbers.
   Ids q_ids, k_ids;              // (B, M), (B, N)

@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(kRowThreads)
     prepare_rows(__grid_constant__ BackwardParams const p, __grid_constant__ RowGrid const grid) {
   using E = typename C::E;
   constexpr int kLanes = lanes_of(C::DV), kRowsOfBlock = kRowThreads / kLanes;
+  let_kernel_behind_begin();
   int block, head, batch;
   grid.decode(block, head, batch);
   if (p.semaphores && blockIdx.x == 0 && threadIdx.x == 0) *p.counter = 0;
@@ -113,6 +114,7 @@ __global__ void __launch_bounds__(kRowThreads)
     finish_rows(__grid_constant__ BackwardParams const p, __grid_constant__ RowGrid const grid) {
   using E = typename C::E;
   static_assert(kRowThreads == C::CONSUMERS * kThreads);
+  wait_for_kernel_in_front();
   int block, head, batch;
   grid.decode(block, head, batch);
   if (C::BAND && batch == p.B) {
@@ -166,7 +168,7 @@ void launch_prepare_rows(BackwardParams const& p, cudaStream_t stream) {
 template <class C>
 void launch_finish_rows(BackwardParams const& p, cudaStream_t stream) {
   RowGrid const grid{(p.M + C::BLOCK_M - 1) / C::BLOCK_M, p.H};
-  finish_rows<C><<<grid.blocks * p.H*(p.B + (p.cu_q ? 1 : 0)), kRowThreads, 0, stream>>>(p, grid);
+  launch_early(finish_rows<C>, grid.blocks * p.H * (p.B + (p.cu_q ? 1 : 0)), kRowThreads, 0, stream, p, grid);
 }
 
 template <class C>

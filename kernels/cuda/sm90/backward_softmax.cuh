@@ -18,6 +18,34 @@ CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, float scale_lo
   }
 }
 
+// The same with ALiBi (Press et al., arXiv 2108.12409): less `slope` times the distance of row and key. `coords` are
+// the (key, row) of each score, and `distance` is that of the row 0 and the key 0 among these.
+template <class Scores, class Coords>
+CUTE_DEVICE void exponentiate_alibi(Scores& scores, Coords const& coords, float const* base2, float scale_log2,
+                                    float slope, int distance) {
+  float const slope_log2 = slope * float(M_LOG2E);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float const first = distance + int(get<1>(coords(i, 0))) - int(get<0>(coords(i, 0)));
+#pragma unroll
+    for (int j = 0; j < size<1>(scores); ++j) {
+      int const further = int(get<1>(coords(i, j))) - int(get<1>(coords(i, 0)));  // a constant
+      float const penalty = slope_log2 * fabsf(first + further);
+      scores(i, j) = exp2f(scores(i, j) * scale_log2 - (base2[j / 2 * 8 + j % 2] + penalty));
+    }
+  }
+}
+
+// Either of both. `distance` computes what the second one asks for.
+template <class C, class Scores, class Coords, class Distance>
+CUTE_DEVICE void exponentiate(Scores& scores, Coords const& coords, float const* base2, BackwardParams const& p,
+                              float const& slope, Distance const& distance) {
+  if (C::BAND && p.slopes)
+    exponentiate_alibi(scores, coords, base2, p.scale_log2, slope, distance());
+  else
+    exponentiate(scores, base2, p.scale_log2);
+}
+
 // dP becomes dS.
 template <class Scores, class Weights>
 CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* delta) {

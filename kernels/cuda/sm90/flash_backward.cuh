@@ -117,6 +117,7 @@ struct BackwardStorage {
   int target, key0;  // of grad_q: the block of rows that it is added to, or kNoTile, and the first key of its block
   alignas(128) float base2[C::STAGES][C::BLOCK_M];
   alignas(128) float delta[C::STAGES][C::BLOCK_M];
+  float slopes[C::BAND ? C::STAGES : 1];  // of ALiBi: of the head that a stage's rows are of
   IdsOfTile<C> ids;
   WorkTileOfKeys tile;  // whose keys are in k
   uint64_t k_full, v_full, kv_empty, ds_full[C::DS_STAGES], ds_empty[C::DS_STAGES];
@@ -221,6 +222,7 @@ struct BackwardProducer {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
         load_row_ids<C, Full, SM90_BULK_COPY_G2S>(p, w.batch, m, s.ids, i, s.q_full[i]);
+        if (C::BAND && p.slopes) s.slopes[i] = p.slopes[w.batch * p.slopes_batch + head];
         load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i),
              p.base2 + int64_t(first_block_of<C>(p, w.batch, head) + m) * C::BLOCK_M, s.base2[i], s.q_full[i]);
         q_state.advance();
@@ -433,7 +435,8 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       warpgroup_wait<1>();  // scores are done, dP may not be
       warpgroup_fence_operand(scores);
       if (C::BAND && p.softcap > 0.f) cap(scores, p);
-      exponentiate(score_rows, base2, p.scale_log2);
+      exponentiate<C>(score_rows, coords, base2, p, s.slopes[step % C::STAGES],
+                      [&] { return m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows; });
       typename C::MaskPolicy const mask(p, work.N, work.rows, work.shift);
       int const row0 = m * C::BLOCK_M, key0 = work.key0 + consumer * kRows;
       if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
@@ -541,6 +544,8 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     prefetch_tma_descriptor(tma_do.get_tma_descriptor());
   }
   __syncthreads();
+  wait_for_kernel_in_front();
+  let_kernel_behind_begin();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::PRODUCER_REGISTERS>();
     // The thread ends here: in a branch beside this one, the producer would not have uniform registers.
@@ -573,7 +578,7 @@ int launch_alone(BackwardParams const& p, cudaStream_t stream) {
   KeyScheduler const scheduler(p, C::BLOCK_N);
   if constexpr (C::SEGMENTS) launch_find_row_spans<C>(p, stream);
   launch_prepare_rows<C>(p, stream);
-  kernel<<<scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
+  launch_early(kernel, scheduler.grid, C::THREADS, bytes, stream, tma_q, tma_k, tma_v, tma_do, p, scheduler);
   launch_finish_rows<C>(p, stream);
   if (p.grad_k_acc) launch_finish_keys<C>(p, stream);
   return cudaGetLastError();

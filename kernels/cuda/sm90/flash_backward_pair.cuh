@@ -170,7 +170,8 @@ CUTE_DEVICE void consume_values(BackwardParams const& p, PairStorage<C>& s, KeyS
     int const i = c.stage_of(c.step), x = c.exchange_of(c.step);
     warpgroup_fence_operand(scores);
     if (C::BAND && p.softcap > 0.f) cap(scores, p);
-    exponentiate(score_rows, s.base2[i] + c.pair, p.scale_log2);
+    exponentiate<C>(score_rows, coords, s.base2[i] + c.pair, p, s.slopes[i],
+                    [&] { return c.m * C::BLOCK_M + c.work().shift - c.work().key0; });
     typename C::MaskPolicy const mask(p, c.work().N, c.work().rows, c.work().shift);
     int const row0 = c.m * C::BLOCK_M, key0 = c.work().key0;
     if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
@@ -453,7 +454,7 @@ int launch_pairs(BackwardParams const& p, cudaStream_t stream) {
   KeyScheduler const scheduler(p, C::BLOCK_N, kPair);
   if constexpr (C::SEGMENTS) launch_find_row_spans<C>(p, stream);
   launch_prepare_rows<C>(p, stream);
-  kernel<<<kPair * scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
+  launch_early(kernel, kPair * scheduler.grid, C::THREADS, bytes, stream, tma_q, tma_k, tma_v, tma_do, p, scheduler);
   launch_finish_rows<C>(p, stream);
   if (p.grad_k_acc) launch_finish_keys<C>(p, stream);
   return cudaGetLastError();

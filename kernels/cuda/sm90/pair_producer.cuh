@@ -58,12 +58,13 @@ struct PairStorage {
   alignas(128) float4 weights[C::EXCHANGES][C::BLOCK_M * kRows / (4 * kThreads)][kThreads];  // as registers hold them
   alignas(128) float base2[C::STAGES][C::BLOCK_M];
   alignas(128) float delta[C::STAGES][C::BLOCK_M];
+  float slopes[C::BAND ? C::STAGES : 1];  // of ALiBi: of the head that a stage's rows are of
   IdsOfTile<C> ids;
   WorkTileOfKeys tile;   // whose keys are in k
   WorkTileOfKeys drawn;  // of the producer
   // What the producer remembers, because its registers are few: the index of its next work tile, how many times it
-  // asked for one, how many it took, the count of steps after the present one's last one, its head of queries, with
-  // segments its batch entry, and its position in grad_out.
+  // asked for one, how many it took, the count of steps after the present one's last one, its head of queries and its
+  // batch entry, and its position in grad_out.
   int after, head, batch;
   uint32_t asked, taken, end, ring;
   uint32_t next;  // the index that the first thread block draws for the second one
@@ -194,12 +195,13 @@ struct PairProducer {
       auto volatile& head = *const_cast<int volatile*>(&s.head);
       head = w.head;
       auto volatile& batch = *const_cast<int volatile*>(&s.batch);
-      if (C::SEGMENTS) batch = w.batch;
+      if (C::BAND) batch = w.batch;
       auto const block = [&] { return int64_t(work.head_block + m) * C::BLOCK_M; };
       auto const load_q = [&] {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
         load_row_ids<C, Full, SM90_BULK_COPY_G2S>(p, batch, m, s.ids, i, s.q_full[i]);
+        if (C::BAND && p.slopes) s.slopes[i] = p.slopes[batch * p.slopes_batch + head];
         Full::arrive_and_expect_tx(&s.q_full[i], 2 * kHalfBytes + kNumbers);
 #pragma unroll
         for (int half = 0; half < 2; ++half)

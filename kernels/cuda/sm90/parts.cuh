@@ -99,31 +99,49 @@ CUTE_DEVICE void cap(Scores& scores, FlashParams const& p) {
 }
 
 // Writes rows of the output, which a quad of lanes holds in pairs of columns. A transpose among its lanes gives each
-// lane 16 bytes in a row of memory.
+// lane 16 bytes in a row of memory; an exchange between two quads, whose rows are neighbours, leads to writes of 128
+// bytes, a line of the cache. `row` is this quad's first one, of which the second one is 8 below it.
 template <int D, class E>
 CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int row, int rows, int columns, int lane) {
+  auto const transposed = [&](int i, int b) {  // 32 columns
+    cutlass::Array<uint32_t, 4> x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = words[(4 * b + j) * 2 + i];
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+      bool const high = lane & bit;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j & bit) continue;
+        uint32_t const got = __shfl_xor_sync(0xffffffff, high ? x[j] : x[j | bit], bit);
+        x[j] = high ? got : x[j];
+        x[j | bit] = high ? x[j | bit] : got;
+      }
+    }
+    return x;
+  };
+  auto const write = [&](auto const& x, int at, int column) {
+    if (at < rows && column < columns)
+      *reinterpret_cast<uint4*>(out + at * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
+  };
+  bool const odd = row & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int b = 0; b < D / 32; ++b) {
-      uint32_t x[4];
+    for (int b = 0; b < D / 64; ++b) {
+      auto x = transposed(i, 2 * b), y = transposed(i, 2 * b + 1);
+      // Of the even row, the odd quad gets the right half; of the odd row, the even quad gets the left one.
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] = words[(4 * b + j) * 2 + i];
-#pragma unroll
-      for (int bit = 1; bit <= 2; bit *= 2) {
-        bool const high = lane & bit;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j & bit) continue;
-          uint32_t const got = __shfl_xor_sync(0xffffffff, high ? x[j] : x[j | bit], bit);
-          x[j] = high ? got : x[j];
-          x[j | bit] = high ? x[j | bit] : got;
-        }
+      for (int j = 0; j < 4; ++j) {
+        uint32_t const got = __shfl_xor_sync(0xffffffff, odd ? x[j] : y[j], 4);
+        x[j] = odd ? got : x[j];
+        y[j] = odd ? y[j] : got;
       }
-      int const column = 32 * b + 8 * lane;
-      if (row + 8 * i < rows && column < columns)
-        *reinterpret_cast<uint4*>(out + (row + 8 * i) * stride + column) = make_uint4(x[0], x[1], x[2], x[3]);
+      int const column = 64 * b + 32 * odd + 8 * lane;
+      write(x, (row & ~1) + 8 * i, column);
+      write(y, (row | 1) + 8 * i, column);
     }
+    if constexpr (D % 64 != 0) write(transposed(i, D / 32 - 1), row + 8 * i, D - 32 + 8 * lane);
   }
 }
 
@@ -215,6 +233,26 @@ auto columns_tensor(View const& t, int rows, int D, int heads, int batch) {
   return make_tensor(make_gmem_ptr(static_cast<E const*>(t.data)), make_shape(D, rows, heads, batch),
                      make_stride(_1{}, t.row, t.head, t.batch));
 }
+
+// Launches a kernel that may begin before the one in front of it in the stream has ended (programmatic dependent
+// launch). It calls `wait_for_kernel_in_front` before it reads or writes what that one writes.
+template <class... Params>
+void launch_early(void (*kernel)(Params...), int grid, int threads, int bytes, cudaStream_t stream,
+                  std::common_type_t<Params> const&... params) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.attrs = &early, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+// Waits until the kernel in front has ended, and sees what it wrote.
+CUTE_DEVICE void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Thread blocks of the kernel behind, if it is launched early, may begin wherever there is room.
+CUTE_DEVICE void let_kernel_behind_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Lets a kernel have so much shared memory, once on each device. C is the kernel's configuration: a kernel has one.
 template <class C, class Kernel>
