@@ -38,6 +38,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
 HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
 TEXTS = ("direction", "dtype", "mask")
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
 # A bucket that differs by more than this factor in any size is not used: the estimate is.
 FARTHEST = math.log(8.0)
 # Batch and heads beyond what fills a device only multiply the time; they break ties between equally near buckets.
@@ -200,21 +201,44 @@ def describe(bucket: Bucket) -> str:
 
 def tables(names: tuple[str, ...]) -> list[Table]:
     """The readable tables for a device: user's before shipped, specific before general."""
-    found = (read(str(folder / f"{name}.yaml")) for name in names for folder in (tuning_dir(), SHIPPED))
+    found = (read(str(folder / f"{name}.yaml")) for name in names for folder in folders())
     return [table for table in found if table is not None]
+
+
+def folders() -> list[Path]:
+    """Where tables are looked for, the first first."""
+    own = tuning_dir()
+    return [SHIPPED] if own is None else [own, SHIPPED]
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file. A folder that this user may not search has none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 @lru_cache(maxsize=64)
 def read(path: str) -> Table | None:
     """A table, or None where there is no file; a broken one is named in a warning and ignored as a whole."""
-    if not Path(path).is_file():
+    if not is_there(Path(path)):
         return None
     try:
-        data = yaml.load(Path(path).read_text(), Loader=LOADER)
-        return parse(path, data)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        return parse(path, load(Path(path).read_text()))
+    except (OSError, yaml.YAMLError, ValueError) as error:
         warnings.warn(f"tuning table {path} is ignored: {error}", stacklevel=2)
         return None
+
+
+def load(text: str) -> Any:
+    """The data of a YAML text. Raises ValueError or YAMLError, also where PyYAML raises what its look-ups do."""
+    try:
+        return yaml.load(text, Loader=LOADER)
+    except (LookupError, AttributeError) as error:
+        raise ValueError(f"a value is none of its tag's ({type(error).__name__}: {error})") from None
+    except RecursionError:
+        raise ValueError("its lists are nested too deep") from None
 
 
 def parse(path: str, data: object) -> Table:
@@ -222,7 +246,8 @@ def parse(path: str, data: object) -> Table:
     if not isinstance(data, dict):
         raise ValueError(f"expected a mapping, got {type(data).__name__}")
     for key, kind in HEADER.items():
-        if not isinstance(data.get(key), kind) or data.get(key) is None:
+        value = data.get(key)
+        if not isinstance(value, kind) or value is None or isinstance(value, bool):
             raise ValueError(f"expected '{key}' to be a {kind.__name__}, got {data.get(key)!r}")
     if data["schema"] != SCHEMA:
         raise ValueError(f"expected schema {SCHEMA}, got {data['schema']}")
@@ -261,7 +286,7 @@ def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str
 
 
 def is_size(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
 def is_tile(value: object) -> bool:
@@ -269,13 +294,13 @@ def is_tile(value: object) -> bool:
     if not isinstance(value, list) or len(value) != len(Tile._fields):
         return False
     whole = all(isinstance(number, int) and not isinstance(number, bool) for number in value)
-    return whole and min(value[:2]) > 0 and min(value[2:]) >= 0
+    return whole and min(value[:2]) > 0 and min(value[2:]) >= 0 and max(value) <= LARGEST
 
 
 def is_time(name: object, value: object) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return isinstance(name, str) and math.isfinite(value) and value > 0
+    return isinstance(name, str) and 0 < value <= LARGEST
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -21,10 +21,14 @@ def cpu_isa() -> str | None:
     return os.environ.get("SDPA_CPU_ISA", "").strip() or None
 
 
-def tuning_dir() -> Path:
-    """SDPA_TUNING_DIR, or the user's own folder of tuning tables, which is read before the shipped ones."""
+def tuning_dir() -> Path | None:
+    """SDPA_TUNING_DIR, or the user's own folder of tuning tables, which is read before the shipped ones. None where the
+    user has no home that is known."""
     chosen = os.environ.get("SDPA_TUNING_DIR", "").strip()
     if chosen:
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(cache) if cache else Path.home() / ".cache") / "sdpa" / "tuning_tables"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "sdpa" / "tuning_tables"
+    except RuntimeError:
+        return None

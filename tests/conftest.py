@@ -113,6 +113,14 @@ def user(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def homeless(monkeypatch):
+    """A user whose home nobody knows, as in a container with a number for a user."""
+    for name in ("HOME", "XDG_CACHE_HOME", "SDPA_TUNING_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+
+
+@pytest.fixture
 def several_tiles(monkeypatch):
     """cpu_flash as a kernel that offers a choice."""
     monkeypatch.setattr(by_name()["cpu_flash"].load(), "TILES", CPU_TILES)

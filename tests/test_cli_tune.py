@@ -44,6 +44,20 @@ def test_tune_writes_a_table_that_explain_reads(tiny_grid, tmp_path):
     assert "3 measured entries" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
 
 
+def test_a_folder_that_nothing_can_be_written_to(tiny_grid, tmp_path, monkeypatch):
+    """Said before anything is measured."""
+    monkeypatch.setattr(tuner, "measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "tables"
+    assert f"cannot write a table to {folder}: Not a directory" in complaint("tune", "--out", str(folder), code=1)
+
+
+def test_tune_without_a_home(tiny_grid, homeless):
+    assert "home is not known" in complaint("tune", code=2)
+    paths = json.loads(call("info", "--json"))["tuning tables"]
+    assert all(str(tuning.SHIPPED) in path for path in paths if path.endswith(".yaml"))
+
+
 def test_tune_resumes(tiny_grid, tmp_path, monkeypatch):
     call("tune", "--out", str(tmp_path))
     before = table_in(tmp_path).read_text()

@@ -83,6 +83,18 @@ def test_the_estimate_knows_from_where_on_the_backward_sums():
     assert re.findall(r"kRowsToSum = (\d+);", bindings) == [str(by_name()["cuda_flash"].sums_groups)]
 
 
+def test_kernels_that_are_launched_early_wait_for_the_one_in_front():
+    """Else they read what it has not written yet, which shows on few cards and rarely."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "kernels/cuda/sm90").glob("*.cuh")))
+    early = set(re.findall(r"launch_early\((\w+)<", text))
+    for name, launch in re.findall(r"auto kernel = (\w+)<.*?;(.*?)\n}\n", text, re.DOTALL):
+        early |= {name} if "launch_early(kernel," in launch else set()
+    assert len(early) == text.count("launch_early(") - 1, early  # less its definition
+    for name in early:
+        [body] = re.findall(rf"__global__[^;{{]*?\b{name}\(.*?\n}}\n", text, re.DOTALL)
+        assert "wait_for_kernel_in_front();" in body, name
+
+
 def test_what_ptxas_keeps_in_memory_ends_the_build(setup):
     faults = setup["faults"]
     fine = "ptxas info: Function properties for f\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"

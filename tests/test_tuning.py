@@ -12,6 +12,7 @@ import yaml
 
 import sdpa
 from helpers import CPU_TILES, DEVICE_NAME, PROBLEM, entry, put, table
+from sdpa import environment
 from sdpa.dispatch import select, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.context import ALL_TOGGLES
@@ -45,6 +46,17 @@ BROKEN = {
     "list": ("- 1\n- 2", "expected a mapping, got list"),
     "python_object": ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     "schema": (table(schema=2), "expected schema 1, got 2"),
+    "schema_bool": (table(schema=True), "expected 'schema' to be a int, got True"),
+    "tag_bool": ("schema: !!bool 12", "a value is none of its tag's .KeyError: '12'"),
+    "tag_int": ("schema: !!int x", "is ignored: invalid literal"),
+    "tag_timestamp": ("date: !!timestamp x", "a value is none of its tag's .AttributeError"),
+    "digits": ("schema: " + 5000 * "9", "is ignored: Exceeds the limit"),
+    "nested": (2000 * "[", "is ignored"),
+    "nested_blocks": (200_000 * "- ", "is ignored"),
+    "size_huge": (table(entry({"math": 1.0}, M=10**400)), "entry 0: expected positive integers for B, H, Hkv, M"),
+    "time_huge": (table(entry({"math": 10**400})), "entry 0: expected ms to map"),
+    "time_nan": (table(entry({"math": float("nan")})), "expected ms to map"),
+    "tile_huge": (table(entry({"math": 1.0}, tile={"math": [10**400, 64, 4, 2]})), "expected tile to map"),
     "schema_text": (table(schema="1"), "expected 'schema' to be a int, got '1'"),
     "no_device": (table(device=None), "expected 'device' to be a str, got None"),
     "foreign": (table(device="nvidia_h200"), f"expected a table of device {DEVICE_NAME}, got one of 'nvidia_h200'"),
@@ -89,6 +101,28 @@ def test_a_folder_in_place_of_a_table_is_no_table(user):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         select.choose(PROBLEM, "", 0b1111)
+
+
+def test_a_folder_that_may_not_be_searched_has_no_table(user, monkeypatch):
+    """Another user's home, as where HOME=/root stays behind."""
+    put(user, table(entry({"math": 0.001})))
+    stat_of = tuning.Path.stat
+
+    def refusing(path, **options):
+        if user in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat_of(path, **options)
+
+    monkeypatch.setattr(tuning.Path, "stat", refusing)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "measured" not in select.choose(PROBLEM, "", 0b1111).reason
+
+
+def test_a_user_without_a_home_has_the_shipped_tables(user, homeless):
+    put(tuning.SHIPPED, table(entry({"math": 0.001})))
+    assert environment.tuning_dir() is None
+    assert select.choose(PROBLEM, "", 0b1111).kernel.name == "math"
 
 
 def test_a_broken_table_warns_once_and_the_shipped_one_serves(user):

@@ -378,7 +378,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   const Tensor workspace = allocate_workspace(p, *instance, deterministic, static_cast<cudaStream_t>(stream));
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
-  p.scale_log2 = p.scale * 1.44269504f;
+  STD_TORCH_CHECK(scale > 0, "cuda_flash: expected a positive scale, got ", scale);
+  p.scale_log2 = std::max(p.scale, kLeastScale) * 1.44269504f;
   // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
   const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
   const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);

@@ -79,15 +79,19 @@ struct SegmentParams : FlashParams {
   int32_t* padded_k_ids = nullptr;  // (B, blocks * BLOCK_N)
 };
 
+// The smallest scale in an exponent: scores times less than that are 0 beside lse, and lse / scale could be infinite.
+constexpr float kLeastScale = 1e-30f;
+
 // Of a backward. `out` and `lse` are the forward's results; the gradients of q, k and v have the shapes of these.
 // A sequence's rows are padded to whole blocks in what the kernels keep for themselves: row_blocks of one head, which
 // are padded_rows = row_blocks * BLOCK_M rows. Keys are padded likewise, to key_blocks of kBackwardKeys.
 struct BackwardParams : FlashParams {
   View grad_out, grad_q, grad_k, grad_v;
   const float* grad_lse = nullptr;  // as lse; null where no gradient arrives there
-  float* base2 = nullptr;           // (B, H, padded_rows): lse * log2(e); +inf where a row sees no key
-  float* delta = nullptr;           // (B, H, padded_rows): the sum of grad_out * out, less grad_lse
-  float* grad_q_acc = nullptr;      // (B, H, row_blocks, BLOCK_M * D): sums in the order of a WGMMA's registers
+  // (B, H, padded_rows): lse * log2(e), or +inf where a row sees no key; and the sum of grad_out * out, less grad_lse.
+  // Above head size 64 they are what accumulators begin with instead: base2 / -scale_log2, or -FLT_MAX; and -delta.
+  float *base2 = nullptr, *delta = nullptr;
+  float* grad_q_acc = nullptr;  // (B, H, row_blocks, BLOCK_M * D): sums in the order of a WGMMA's registers
   // (B, Hkv, key_blocks, kBackwardKeys * D or Dv), likewise, with the instance's head sizes; null where one work tile
   // has all heads that share its keys (tile_heads == group)
   float *grad_k_acc = nullptr, *grad_v_acc = nullptr;

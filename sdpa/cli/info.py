@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import sdpa
-from sdpa import environment, repeated
+from sdpa import repeated
 from sdpa.cli.common import as_json, console, print_json
 from sdpa.dispatch import apple, tuning
 from sdpa.dispatch import device as devices
@@ -124,18 +124,17 @@ def tables() -> Section:
     found: Section = {}
     for name in names:
         facts = probe(partial(devices.device_of, name))
-        folders = (environment.tuning_dir(), tuning.SHIPPED)
-        paths = [folder / f"{table}.yaml" for table in getattr(facts, "names", ()) for folder in folders]
+        paths = [folder / f"{table}.yaml" for table in getattr(facts, "names", ()) for folder in tuning.folders()]
         found |= {str(path): probe(partial(table_state, path)) for path in paths}
         if isinstance(facts, str):
             found[name] = facts
-        elif not any(path.is_file() for path in paths):
+        elif not any(map(tuning.is_there, paths)):
             found[name] = "no tuning table for this device; times are estimated"
     return found
 
 
 def table_state(path: Path) -> str:
-    if not path.is_file():
+    if not tuning.is_there(path):
         return "not there"
     table = tuning.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
     if table is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ class Request:
 
 def prune_table(path: Path) -> None:
     try:
-        before = yaml.safe_load(path.read_text())
+        before = tuning.load(path.read_text())
         after = prune.prune(str(path), before)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise click.ClickException(f"cannot prune {path}: {' '.join(str(error).split())}") from None
@@ -101,7 +102,10 @@ def measure_table(request: Request) -> None:
     begin = time.monotonic()
     device, kernels = require_device(request.device), require_kernels(request.kernels)
     facts = device_of(device)
-    book = Book((request.out or environment.tuning_dir()) / f"{facts.names[0]}.yaml", device, kernels)
+    folder = request.out or environment.tuning_dir()
+    if folder is None:
+        raise click.UsageError("this user's home is not known, so there is no folder for tables; give --out FOLDER")
+    book = Book(folder / f"{facts.names[0]}.yaml", device, kernels)
     if request.resume or kernels:
         book.open()
     todo = [problem for problem in tuner.grid(device) if not (request.resume and book.has(problem))]
@@ -114,6 +118,7 @@ def measure_table(request: Request) -> None:
         for problem in todo:
             screen.print(problem.label, soft_wrap=True)
         return
+    require_writable(folder)
 
     def say(line: str) -> None:
         screen.print(line, soft_wrap=True, markup=False)
@@ -127,6 +132,16 @@ def measure_table(request: Request) -> None:
     left = len(todo) - done
     screen.print(f"{done} problems measured" + (f", {left} left: run again with --resume" if left else ""))
     screen.print(f"written: {book.path}", soft_wrap=True)
+
+
+def require_writable(folder: Path) -> None:
+    """Before hours of measuring. The folder is created private."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise click.ClickException(f"cannot write a table to {folder}: {error.strerror}") from None
 
 
 @dataclass
@@ -185,7 +200,7 @@ def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     try:
-        data = yaml.safe_load(file.read_text())
+        data = tuning.load(file.read_text())
         tuning.parse(str(table), data)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise click.ClickException(f"cannot resume {file}: {' '.join(str(error).split())}") from None

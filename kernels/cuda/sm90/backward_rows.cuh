@@ -1,6 +1,8 @@
 // What the backward does before and after its pass over the keys, for rows of queries, and for keys whose gradients are
 // summed.
 #pragma once
+#include <cfloat>
+
 #include "../key_mask.cuh"
 #include "parts.cuh"
 
@@ -70,8 +72,10 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int bit = kLanes / 2; bit; bit /= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
   if (lane == 0) {
     float const delta = lse == -INFINITY ? 0.f : sum - (p.grad_lse ? p.grad_lse[given] : 0.f);
-    p.base2[place] = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
-    p.delta[place] = delta;
+    float const base2 = lse * float(M_LOG2E);
+    p.base2[place] =
+        C::WIDE ? (lse == -INFINITY ? -FLT_MAX : -base2 / p.scale_log2) : (lse == -INFINITY ? INFINITY : base2);
+    p.delta[place] = C::WIDE ? -delta : delta;
     if (p.delta_rows && row < rows.count) p.delta_rows[given] = delta;
   }
   if (p.semaphores && row % C::BLOCK_M == 0 && lane == 0)

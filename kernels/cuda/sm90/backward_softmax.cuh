@@ -1,57 +1,84 @@
-// From scores to weights, and from dP to dS, in the registers of a consumer of the backward.
+// From scores to weights, and from dP to dS, in the registers of a consumer of the backward, and dS to shared memory.
 #pragma once
 #include "parts.cuh"
 
 namespace sdpa_cuda {
 
-// Scores become weights. `base2` and `delta` are of the thread's first row; its rows are two of every eight.
-template <class Scores>
-CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, float scale_log2) {
+// With C::WIDE the accumulators of scores and dP begin with -lse / scale and -delta, and nothing is subtracted later.
+// Functions get these numbers as a pointer to the number of the thread's first row. A thread has two rows of every
+// eight.
+
+// An accumulator, [2 keys, rows], begins with the numbers of its rows.
+template <class Acc>
+CUTE_DEVICE void begin_with(Acc& acc, float const* numbers) {
 #pragma unroll
-  for (int j = 0; j < size<1>(scores) / 2; ++j) {
-    float2 const base = *reinterpret_cast<float2 const*>(base2 + 8 * j);
+  for (int j = 0; j < size<1>(acc) / 2; ++j) {
+    float2 const x = *reinterpret_cast<float2 const*>(numbers + 8 * j);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      scores(i, 2 * j) = exp2f(scores(i, 2 * j) * scale_log2 - base.x);
-      scores(i, 2 * j + 1) = exp2f(scores(i, 2 * j + 1) * scale_log2 - base.y);
-    }
+    for (int i = 0; i < 2; ++i) acc(i, 2 * j) = x.x, acc(i, 2 * j + 1) = x.y;
   }
 }
 
-// The same with ALiBi (Press et al., arXiv 2108.12409): less `slope` times the distance of row and key. `coords` are
-// the (key, row) of each score, and `distance` is that of the row 0 and the key 0 among these.
-template <class Scores, class Coords>
-CUTE_DEVICE void exponentiate_alibi(Scores& scores, Coords const& coords, float const* base2, float scale_log2,
-                                    float slope, int distance) {
-  float const slope_log2 = slope * float(M_LOG2E);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float const first = distance + int(get<1>(coords(i, 0))) - int(get<0>(coords(i, 0)));
+// What is yet to be subtracted of a thread's rows 2 j and 2 j + 1.
+template <class C>
+CUTE_DEVICE float2 remaining(float const* numbers, int j) {
+  return C::WIDE ? make_float2(0.f, 0.f) : *reinterpret_cast<float2 const*>(numbers + 8 * j);
+}
+
+// Caps scores. Those that began with a number are less that number while they are capped.
+template <class C, class Scores>
+CUTE_DEVICE void cap(Scores& scores, float const* base2, BackwardParams const& p) {
+  auto const add = [&](float sign) {
 #pragma unroll
     for (int j = 0; j < size<1>(scores); ++j) {
-      int const further = int(get<1>(coords(i, j))) - int(get<1>(coords(i, 0)));  // a constant
-      float const penalty = slope_log2 * fabsf(first + further);
-      scores(i, j) = exp2f(scores(i, j) * scale_log2 - (base2[j / 2 * 8 + j % 2] + penalty));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scores(i, j) += sign * base2[j / 2 * 8 + j % 2];
     }
-  }
+  };
+  if (C::WIDE) add(-1.f);
+  cap(scores, p);
+  if (C::WIDE) add(1.f);
 }
 
-// Either of both. `distance` computes what the second one asks for.
+// Scores become weights. With ALiBi (Press et al., arXiv 2108.12409), scores are less the head's slope times the
+// distance of row and key. `coords` are the (key, row) of each score, and `distance` computes that of the row 0 and the
+// key 0 among these.
 template <class C, class Scores, class Coords, class Distance>
 CUTE_DEVICE void exponentiate(Scores& scores, Coords const& coords, float const* base2, BackwardParams const& p,
                               float const& slope, Distance const& distance) {
-  if (C::BAND && p.slopes)
-    exponentiate_alibi(scores, coords, base2, p.scale_log2, slope, distance());
-  else
-    exponentiate(scores, base2, p.scale_log2);
+  if (C::BAND && p.slopes) {
+    float const slope_log2 = slope * float(M_LOG2E);
+    int const between = distance();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const first = between + int(get<1>(coords(i, 0))) - int(get<0>(coords(i, 0)));
+#pragma unroll
+      for (int j = 0; j < size<1>(scores); ++j) {
+        int const further = int(get<1>(coords(i, j))) - int(get<1>(coords(i, 0)));  // a constant
+        float2 const base = remaining<C>(base2, j / 2);
+        float const penalty = slope_log2 * fabsf(first + further);
+        scores(i, j) = exp2f(scores(i, j) * p.scale_log2 - ((j % 2 ? base.y : base.x) + penalty));
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < size<1>(scores) / 2; ++j) {
+    float2 const base = remaining<C>(base2, j);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scores(i, 2 * j) = exp2f(scores(i, 2 * j) * p.scale_log2 - base.x);
+      scores(i, 2 * j + 1) = exp2f(scores(i, 2 * j + 1) * p.scale_log2 - base.y);
+    }
+  }
 }
 
 // dP becomes dS.
-template <class Scores, class Weights>
+template <class C, class Scores, class Weights>
 CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* delta) {
 #pragma unroll
   for (int j = 0; j < size<1>(dp) / 2; ++j) {
-    float2 const d = *reinterpret_cast<float2 const*>(delta + 8 * j);
+    float2 const d = remaining<C>(delta, j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       dp(i, 2 * j) = weights(i, 2 * j) * (dp(i, 2 * j) - d.x);
@@ -60,20 +87,40 @@ CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* 
   }
 }
 
-// What `cap` adds to a derivative: dS times 1 - tanh^2, with the tanh found again from the weight. `base2` is the
-// thread's first row's.
-template <class Scores, class Weights>
+// What `cap` adds to a derivative: dS times 1 - tanh^2, with the tanh found again from the weight.
+template <class C, class Scores, class Weights>
 CUTE_DEVICE void uncap(Scores& ds, Weights const& weights, float const* base2, BackwardParams const& p) {
-  float const inverse = 1.f / (p.softcap * float(M_LOG2E));
+  float const inverse = 1.f / (p.softcap * float(M_LOG2E)), sign = C::WIDE ? -p.scale_log2 : 1.f;
 #pragma unroll
   for (int j = 0; j < size<1>(ds); ++j) {
-    float const base = base2[j / 2 * 8 + j % 2];
+    float const base = sign * base2[j / 2 * 8 + j % 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float const tanh = (log2f(weights(i, j)) + base) * inverse;
       ds(i, j) = weights(i, j) > 0.f ? ds(i, j) * (1.f - tanh * tanh) : 0.f;
     }
   }
+}
+
+// Where a thread's first 16 bytes of an accumulator of `mma` are written, transposed, to `target`.
+template <class Mma, class Target>
+CUTE_DEVICE uint32_t first_of_transposed(Mma const& mma, Target const& target, int thread) {
+  using Atom = Copy_Atom<SM90_U16x8_STSM_T, typename Target::value_type>;
+  return cast_smem_ptr_to_uint(&make_tiled_copy_C(Atom{}, mma).get_slice(thread).partition_D(target)(_0{}));
+}
+
+// Writes dS [64 keys, rows], in the registers of a WGMMA's operand, to shared memory as [rows, 64 keys] of 128 bytes a
+// row. Each instruction writes 16 rows; `first` is where this thread writes of the first ones. 16 rows further the
+// swizzle is the same.
+template <class DS>
+CUTE_DEVICE void store_transposed(DS const& ds, uint32_t first) {
+  constexpr int kBytes = 16 * kRows * 2;
+  auto const* const words = reinterpret_cast<uint32_t const*>(ds.data());
+#pragma unroll
+  for (int i = 0; i < size(ds) / 8; ++i)
+    asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(first + kBytes * i),
+                 "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3])
+                 : "memory");
 }
 
 }  // namespace sdpa_cuda

@@ -7,8 +7,8 @@
 // The gradient of q needs the dS of both consumers, and so goes through shared memory: each consumer computes half of
 // it, and adds it to float32 sums in global memory by a bulk reduction of each warp.
 //
-//   scores^T [64 keys, BLOCK_M] = k q^T         weights = exp2(scores * scale - base2)
-//   dP^T     [64 keys, BLOCK_M] = v grad_out^T  dS = weights * (dP - delta)
+//   scores^T [64 keys, BLOCK_M] = k q^T         weights = exp2(scores * scale - base2)  (1)
+//   dP^T     [64 keys, BLOCK_M] = v grad_out^T  dS = weights * (dP - delta)  (1)
 //   grad_v   [64 keys, DV] += weights grad_out
 //   grad_k   [64 keys, D]  += dS q
 //   grad_q   [BLOCK_M, D]  += dS^T k            of all 128 keys
@@ -26,128 +26,19 @@
 // Where heads that share keys have work tiles of their own, the epilogue adds grad_k and grad_v to float32 sums
 // likewise.
 //
+// (1) Shared memory answers late while WGMMAs read from it. So above head size 64 the accumulators of scores and dP
+// begin with -base2 / scale and -delta, which are read a while before the WGMMAs are issued. Up to head size 64 that is
+// slower. There, without a band, half of k stays in registers, which spares shared memory a part of the reads.
+//
 // grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
 // a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
 #pragma once
-#include "../key_segments.cuh"
-#include "../params.h"
 #include "../scheduler.cuh"
+#include "backward_config.cuh"
 #include "backward_rows.cuh"
 #include "backward_softmax.cuh"
-#include "parts.cuh"
-#include "tiles.cuh"
 
 namespace sdpa_cuda {
-
-// A step is a block of rows of a head. A thread block counts its steps over all of its work tiles; there are fewer than
-// 2^30. In every second work tile the count is higher by kOddTile, which spares a register that says whether the work
-// tile's number is odd.
-constexpr uint32_t kOddTile = 3u << 30;
-
-template <class E_, int D_, int DV_, MaskKind MASK_>
-struct BackwardConfig {
-  using E = E_;
-  static constexpr MaskKind MASK = MASK_;
-  static constexpr int D = D_, DV = DV_, CONSUMERS = 2, BLOCK_N = kRows * CONSUMERS;
-  static_assert(BLOCK_N == kBackwardKeys);
-  static constexpr int BLOCK_M = backward_tile_of<D, MASK>().BLOCK_M, DS_STAGES = backward_tile_of<D, MASK>().ds_stages;
-  static constexpr int STAGES = 2;       // of q, and of grad_out
-  static constexpr int FIRST_STEP = 24;  // counting begins where all barriers are in their first phase
-  static_assert(FIRST_STEP % (2 * STAGES) == 0 && FIRST_STEP % (2 * DS_STAGES) == 0);
-  static_assert(kOddTile % (2 * STAGES) == 0 && kOddTile % (2 * DS_STAGES) == 0);
-  static constexpr bool ADDS_BESIDE_GRAD_K = D > 64;
-  static constexpr bool DS_EMPTY = DS_STAGES < 4;  // whether a barrier says when a stage of dS has been read
-  static constexpr bool SEGMENTS = MASK == MaskKind::kSegments, BAND = SEGMENTS || MASK == MaskKind::kBand;
-  static constexpr bool SPLIT_D =
-      BLOCK_M == kRows;  // a consumer's half of grad_q is one of the columns, or of the rows
-  static constexpr int DQ_COLUMNS = SPLIT_D ? D / 2 : D;
-  using MaskPolicy = KeyMask<MASK, BLOCK_M, BLOCK_N>;
-  static constexpr int THREADS = kThreads * (CONSUMERS + 1);
-  static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // 24 + 2 x 240 = 3 x 168
-
-  template <GMMA::Major MAJOR, int ROWS, int COLUMNS>
-  using SwizzleAtom =
-      decltype(cutlass::gemm::collective::detail::ss_smem_selector<MAJOR, E, Int<ROWS>, Int<COLUMNS>>());
-  template <int ROWS, int COLUMNS, int COUNT>
-  using RowsLayout = decltype(tile_to_shape(SwizzleAtom<GMMA::Major::K, ROWS, COLUMNS>{},
-                                            Shape<Int<ROWS>, Int<COLUMNS>, Int<COUNT>>{}));
-  template <class L, int ROWS, int COLUMNS, int COUNT>
-  using Transposed = decltype(composition(
-      L{}, make_layout(Shape<Int<COLUMNS>, Int<ROWS>, Int<COUNT>>{}, Stride<Int<ROWS>, _1, Int<ROWS * COLUMNS>>{})));
-  using LayoutK = RowsLayout<BLOCK_N, D, 1>;
-  using LayoutKt = Transposed<LayoutK, BLOCK_N, D, 1>;
-  using LayoutV = RowsLayout<BLOCK_N, DV, 1>;
-  using LayoutQ = RowsLayout<BLOCK_M, D, STAGES>;
-  using LayoutQt = Transposed<LayoutQ, BLOCK_M, D, STAGES>;
-  using LayoutDO = RowsLayout<BLOCK_M, DV, STAGES>;
-  using LayoutDOt = Transposed<LayoutDO, BLOCK_M, DV, STAGES>;
-  using LayoutDS = RowsLayout<BLOCK_M, BLOCK_N, DS_STAGES>;
-  using LayoutDSt = Transposed<LayoutDS, BLOCK_M, BLOCK_N, DS_STAGES>;
-
-  using MmaS = decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<BLOCK_M>, Int<D>>>()));
-  using MmaDP = decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<BLOCK_M>, Int<DV>>>()));
-  using MmaDV = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<DV>, Int<BLOCK_M>>, GMMA::Major::K, GMMA::Major::MN>()));
-  using MmaDK = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<E, E, float, Shape<Int<kRows>, Int<D>, Int<BLOCK_M>>, GMMA::Major::K, GMMA::Major::MN>()));
-  using MmaDQ =
-      decltype(make_tiled_mma(GMMA::ss_op_selector<E, E, float, Shape<Int<kRows>, Int<DQ_COLUMNS>, Int<BLOCK_N>>,
-                                                   GMMA::Major::K, GMMA::Major::MN>()));
-};
-
-// A work tile as consumers need it. It stays in shared memory, because their registers are full.
-struct WorkTileOfKeys {
-  int index;              // kNoTile after the last one
-  int key0;               // its first key
-  int begin, end, start;  // the blocks of rows that it visits, of each of its heads: from `start` on and around
-  int head_block;         // the first head's first block of rows among the blocks of all heads
-  uint32_t end_step;      // the step after its last one
-  int N, rows, shift;     // of its mask
-};
-
-template <class C>
-struct BackwardStorage {
-  using E = typename C::E;
-  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutK>> k;
-  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutV>> v;
-  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutQ>> q;
-  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDO>> grad_out;
-  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDS>> ds;
-  alignas(128) float grad_q[C::CONSUMERS * kWarps][C::BLOCK_M * C::D / (C::CONSUMERS * kWarps)];  // of each warp
-  int target, key0;  // of grad_q: the block of rows that it is added to, or kNoTile, and the first key of its block
-  alignas(128) float base2[C::STAGES][C::BLOCK_M];
-  alignas(128) float delta[C::STAGES][C::BLOCK_M];
-  float slopes[C::BAND ? C::STAGES : 1];  // of ALiBi: of the head that a stage's rows are of
-  IdsOfTile<C> ids;
-  WorkTileOfKeys tile;  // whose keys are in k
-  uint64_t k_full, v_full, kv_empty, ds_full[C::DS_STAGES], ds_empty[C::DS_STAGES];
-  uint64_t q_full[C::STAGES], q_empty[C::STAGES], do_full[C::STAGES], do_empty[C::STAGES];
-  uint64_t grad_q_full, grad_q_empty;
-
-  CUTE_DEVICE void init_barriers() {
-    constexpr int kArrivals = C::CONSUMERS * kWarps;  // one thread of each warp arrives
-    Empty::init(&grad_q_full, kArrivals), Empty::init(&grad_q_empty, 1);
-    Full::init(&k_full, 1);
-    Full::init(&v_full, 1);
-    Empty::init(&kv_empty, C::CONSUMERS * kThreads);  // every thread reads the index, and arrives
-    for (int i = 0; i < C::DS_STAGES; ++i) Empty::init(&ds_full[i], kArrivals), Empty::init(&ds_empty[i], kArrivals);
-    for (int i = 0; i < C::STAGES; ++i) {
-      Full::init(&q_full[i], 1), Empty::init(&q_empty[i], kArrivals);
-      Full::init(&do_full[i], 1), Empty::init(&do_empty[i], kArrivals);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-};
-
-// Writes a work tile before the arrival that lets consumers read it. Accesses are volatile, so that the compiler keeps
-// this order, and reads what it needs again.
-template <class Tile = WorkTileOfKeys>
-CUTE_DEVICE void publish(WorkTileOfKeys& target, Tile const& tile) {
-  auto volatile& to = *const_cast<WorkTileOfKeys volatile*>(&target);
-  to.index = tile.index, to.end_step = tile.end_step, to.key0 = tile.key0, to.begin = tile.begin, to.end = tile.end,
-  to.start = tile.start;
-  to.head_block = tile.head_block, to.N = tile.N, to.rows = tile.rows, to.shift = tile.shift;
-}
 
 // The producer warp, of which one elected thread runs.
 template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO>
@@ -222,9 +113,12 @@ struct BackwardProducer {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
         load_row_ids<C, Full, SM90_BULK_COPY_G2S>(p, w.batch, m, s.ids, i, s.q_full[i]);
-        if (C::BAND && p.slopes) s.slopes[i] = p.slopes[w.batch * p.slopes_batch + head];
-        load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i),
-             p.base2 + int64_t(first_block_of<C>(p, w.batch, head) + m) * C::BLOCK_M, s.base2[i], s.q_full[i]);
+        if (C::BAND && p.slopes) const_cast<float volatile&>(s.slopes[i]) = p.slopes[w.batch * p.slopes_batch + head];
+        int const block = first_block_of<C>(p, w.batch, head) + m;
+        auto volatile& rows = *const_cast<RowsOfStep volatile*>(&s.steps[q_state.count % (2 * C::STAGES)]);
+        rows.m = m, rows.block = block;
+        load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i), p.base2 + int64_t(block) * C::BLOCK_M, s.base2[i],
+             s.q_full[i]);
         q_state.advance();
       };
       auto load_do = [&](int m) {
@@ -341,7 +235,7 @@ CUTE_DEVICE void hand_over(BackwardStorage<C>& s, uint32_t step, int target, int
 // A fragment that a consumer's loop does not change. Where registers are full, they have no room for its descriptors.
 template <class C, class Fragment>
 CUTE_DEVICE auto in_loop(Fragment const& fragment) {
-  if constexpr (C::ADDS_BESIDE_GRAD_K)
+  if constexpr (C::WIDE)
     return anew(fragment);
   else
     return fragment;
@@ -355,35 +249,32 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   int const thread = threadIdx.x % kThreads;
   bool const signals = thread % 32 == 0;
   typename C::MmaS mma_s;
+  typename C::MmaHeld mma_held;
   typename C::MmaDP mma_dp;
   typename C::MmaDV mma_dv;
   typename C::MmaDK mma_dk;
   typename C::MmaDQ mma_dq;
-  auto slice_s = mma_s.get_slice(thread);
-  auto slice_dp = mma_dp.get_slice(thread);
-  auto slice_dv = mma_dv.get_slice(thread);
-  auto slice_dk = mma_dk.get_slice(thread);
-  auto slice_dq = mma_dq.get_slice(thread);
   auto const tile = [](auto& memory, auto layout) { return make_tensor(make_smem_ptr(memory.data()), layout); };
   Tensor sK = tile(s.k, typename C::LayoutK{});           // [BLOCK_N, D, 1]
   Tensor sV = tile(s.v, typename C::LayoutV{});           // [BLOCK_N, DV, 1]
   Tensor sQ = tile(s.q, typename C::LayoutQ{});           // [BLOCK_M, D, stages]
   Tensor sDO = tile(s.grad_out, typename C::LayoutDO{});  // [BLOCK_M, DV, stages]
   auto const own_keys = make_coord(consumer, _0{});
-  Tensor k = slice_s.make_fragment_A(
-      slice_s.partition_A(local_tile(sK(_, _, _0{}), Shape<Int<kRows>, Int<C::D>>{}, own_keys)));  // [64, D]
-  Tensor v = slice_dp.make_fragment_A(
-      slice_dp.partition_A(local_tile(sV(_, _, _0{}), Shape<Int<kRows>, Int<C::DV>>{}, own_keys)));  // [64, DV]
-  Tensor q = slice_s.make_fragment_B(slice_s.partition_B(sQ));
-  Tensor grad_out = slice_dp.make_fragment_B(slice_dp.partition_B(sDO));
-  Tensor q_t = slice_dk.make_fragment_B(slice_dk.partition_B(tile(s.q, typename C::LayoutQt{})));
-  Tensor grad_out_t = slice_dv.make_fragment_B(slice_dv.partition_B(tile(s.grad_out, typename C::LayoutDOt{})));
-  Tensor ds_rows = slice_dq.make_fragment_A(slice_dq.partition_A(  // [64, BLOCK_N, stages]
-      local_tile(tile(s.ds, typename C::LayoutDS{}), Shape<Int<kRows>, Int<C::BLOCK_N>>{},
-                 make_coord(C::SPLIT_D ? 0 : consumer, _0{}, _))));
-  Tensor k_t = slice_dq.make_fragment_B(slice_dq.partition_B(  // [DQ_COLUMNS, BLOCK_N]
-      local_tile(tile(s.k, typename C::LayoutKt{})(_, _, _0{}), Shape<Int<C::DQ_COLUMNS>, Int<C::BLOCK_N>>{},
-                 make_coord(C::SPLIT_D ? consumer : 0, _0{}))));
+  Tensor own_k = local_tile(sK(_, _, _0{}), Shape<Int<kRows>, Int<C::D>>{}, own_keys);
+  Tensor own_v = local_tile(sV(_, _, _0{}), Shape<Int<kRows>, Int<C::DV>>{}, own_keys);
+  Tensor held_columns = local_tile(own_k, Shape<Int<kRows>, Int<C::HELD ? C::HELD : 16>>{}, make_coord(_0{}, _0{}));
+  Tensor k = operand_a(mma_s, own_k, thread);                                                // [64, D]
+  Tensor k_held = mma_held.get_slice(thread).partition_fragment_A(held_columns);             // [64, HELD]
+  Tensor v = operand_a(mma_dp, own_v, thread);                                               // [64, DV]
+  Tensor q = operand_b(mma_s, sQ, thread), grad_out = operand_b(mma_dp, sDO, thread);        // [BLOCK_M, .., stages]
+  Tensor q_t = operand_b(mma_dk, tile(s.q, typename C::LayoutQt{}), thread);                 // [D, BLOCK_M, stages]
+  Tensor grad_out_t = operand_b(mma_dv, tile(s.grad_out, typename C::LayoutDOt{}), thread);  // [DV, BLOCK_M, stages]
+  Tensor all_ds = local_tile(tile(s.ds, typename C::LayoutDS{}), Shape<Int<kRows>, Int<C::BLOCK_N>>{},
+                             make_coord(C::SPLIT_D ? 0 : consumer, _0{}, _));
+  Tensor all_k_t = local_tile(tile(s.k, typename C::LayoutKt{}), Shape<Int<C::DQ_COLUMNS>, Int<C::BLOCK_N>>{},
+                              make_coord(C::SPLIT_D ? consumer : 0, _0{}, _0{}));
+  Tensor ds_rows = operand_a(mma_dq, all_ds, thread);                                     // [64, BLOCK_N, stages]
+  Tensor k_t = operand_b(mma_dq, all_k_t, thread);                                        // [DQ_COLUMNS, BLOCK_N]
   Tensor scores = partition_fragment_C(mma_s, Shape<Int<kRows>, Int<C::BLOCK_M>>{});      // [64 keys, BLOCK_M]
   Tensor dp = partition_fragment_C(mma_dp, Shape<Int<kRows>, Int<C::BLOCK_M>>{});         // [64 keys, BLOCK_M]
   Tensor grad_v = partition_fragment_C(mma_dv, Shape<Int<kRows>, Int<C::DV>>{});          // [64 keys, DV]
@@ -393,16 +284,12 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   Tensor ds = make_tensor<E>(operand_of(dp.layout()));                                    // [64 keys, BLOCK_M]
   Tensor score_rows = make_tensor(scores.data(), rows_of(scores.layout()));  // [2 keys, rows of this thread]
   Tensor dp_rows = make_tensor(dp.data(), rows_of(dp.layout()));             // [2 keys, rows of this thread]
-  Tensor all_coords = slice_s.partition_C(make_identity_tensor(Shape<Int<kRows>, Int<C::BLOCK_M>>{}));
+  Tensor all_coords = mma_s.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<kRows>, Int<C::BLOCK_M>>{}));
   Tensor coords = make_tensor(all_coords.data(), rows_of(all_coords.layout()));  // of score_rows
-  auto const copy_ds = make_tiled_copy_C(Copy_Atom<SM90_U16x8_STSM_T, E>{}, mma_s);
-  auto slice_ds = copy_ds.get_slice(thread);
-  Tensor ds_source = slice_ds.retile_S(make_tensor(ds.data(), dp.layout()));
-  Tensor ds_target =
-      slice_ds.partition_D(local_tile(tile(s.ds, typename C::LayoutDSt{}), Shape<Int<kRows>, Int<C::BLOCK_M>>{},
-                                      make_coord(consumer, _0{}, _)));  // [.., stages]
+  Tensor ds_target = local_tile(tile(s.ds, typename C::LayoutDSt{}), Shape<Int<kRows>, Int<C::BLOCK_M>>{},
+                                make_coord(consumer, _0{}, _0{}));
+  uint32_t const ds_first = first_of_transposed(mma_s, ds_target, thread);  // in the first stage
 
-  constexpr int kSums = C::BLOCK_M * C::D;  // of a block of rows
   float* const staged = s.grad_q[consumer * kWarps + thread / 32];
   int const pair = thread % 4 * 2;  // the first of this thread's rows of queries among eight
   auto const volatile& work = *const_cast<WorkTileOfKeys const volatile*>(&s.tile);
@@ -410,49 +297,54 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   for (;; step ^= kOddTile) {
     Full::wait(&s.k_full, step / kOddTile);
     if (__shfl_sync(0xffffffff, work.index, 0) == kNoTile) break;
-    int m = work.start, head_block = work.head_block;
     int target = -1;  // the block of rows whose grad_q is added next; the first one is nobody's
-    auto const after = [&](int m) { return m + 1 == work.end ? work.begin : m + 1; };
     clear(grad_k);
     clear(grad_v);
     bool const rows_end = C::BAND && (p.cu_q || p.q_lengths), keys_end = C::BAND && (p.cu_k || p.k_lengths);
-    auto issue_scores = [&](uint32_t step, int m) {
+    auto const rows_left = [&](uint32_t step) { return work.rows - s.rows_of(step).m * C::BLOCK_M; };
+    // Memory that WGMMAs read answers late: numbers of rows are read a while before the accumulators are needed.
+    auto begin_scores = [&](uint32_t step) {
       Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
-      if (C::BAND) clear_behind<C::BLOCK_M>(sQ(_, _, step % C::STAGES), work.rows - m * C::BLOCK_M, rows_end);
-      forget(scores);
-      issue_wgmma<true>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores);
+      if (C::BAND) clear_behind<C::BLOCK_M>(sQ(_, _, step % C::STAGES), rows_left(step), rows_end);
+      if constexpr (C::WIDE) begin_with(score_rows, s.base2[step % C::STAGES] + pair);
     };
-    auto issue_dp = [&](uint32_t step, int m) {
+    auto begin_dp = [&](uint32_t step) {
       Full::wait(&s.do_full[step % C::STAGES], step / C::STAGES & 1);
-      if (C::BAND) clear_behind<C::BLOCK_M>(sDO(_, _, step % C::STAGES), work.rows - m * C::BLOCK_M, rows_end);
-      forget(dp);
-      issue_wgmma<true>(mma_dp, in_loop<C>(v), grad_out(_, _, _, step % C::STAGES), dp);
+      if (C::BAND) clear_behind<C::BLOCK_M>(sDO(_, _, step % C::STAGES), rows_left(step), rows_end);
+      if constexpr (C::WIDE) begin_with(dp_rows, s.delta[step % C::STAGES] + pair);
+    };
+    auto issue_scores = [&](uint32_t step) {
+      if constexpr (!C::WIDE) forget(scores);
+      issue_wgmma<!C::WIDE, C::HELD / 16>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores, mma_held, k_held);
+    };
+    auto issue_dp = [&](uint32_t step) {
+      if constexpr (!C::WIDE) forget(dp);
+      issue_wgmma<!C::WIDE>(mma_dp, in_loop<C>(v), grad_out(_, _, _, step % C::STAGES), dp);
     };
     // From scores and dP to weights, and to dS in registers and in shared memory.
     auto make_ds = [&]() __attribute__((always_inline)) {
       float const* const base2 = s.base2[step % C::STAGES] + pair;
-      float const* const delta = s.delta[step % C::STAGES] + pair;
       warpgroup_wait<1>();  // scores are done, dP may not be
       warpgroup_fence_operand(scores);
-      if (C::BAND && p.softcap > 0.f) cap(scores, p);
+      if (C::BAND && p.softcap > 0.f) cap<C>(score_rows, base2, p);
       exponentiate<C>(score_rows, coords, base2, p, s.slopes[step % C::STAGES],
-                      [&] { return m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows; });
+                      [&] { return s.rows_of(step).m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows; });
       typename C::MaskPolicy const mask(p, work.N, work.rows, work.shift);
-      int const row0 = m * C::BLOCK_M, key0 = work.key0 + consumer * kRows;
+      int const row0 = s.rows_of(step).m * C::BLOCK_M, key0 = work.key0 + consumer * kRows;
       if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
       uint32_t const counted = opaque(step);  // as an int it would be negative in every second work tile
       part_segments<C>(score_rows, coords, s.ids, counted % C::STAGES, opaque(threadIdx.x) / kThreads - 1);
       warpgroup_wait<0>();  // dP is done
       warpgroup_fence_operand(dp);
-      differentiate(dp_rows, score_rows, delta);
-      if (C::BAND && p.softcap > 0.f) uncap(dp_rows, score_rows, base2, p);
+      differentiate<C>(dp_rows, score_rows, s.delta[step % C::STAGES] + pair);
+      if (C::BAND && p.softcap > 0.f) uncap<C>(dp_rows, score_rows, base2, p);
       // Weights first, because ds has registers that scores had.
-      if (C::ADDS_BESIDE_GRAD_K) convert(scores, weights);
+      if (C::WIDE) convert(scores, weights);
       convert(dp, ds);
       if (C::DS_EMPTY) Empty::wait(&s.ds_empty[step % C::DS_STAGES], step / C::DS_STAGES & 1 ^ 1);
-      copy(copy_ds, ds_source, ds_target(_, _, _, step % C::DS_STAGES));
+      store_transposed(ds, ds_first + step % C::DS_STAGES * uint32_t(sizeof(s.ds) / C::DS_STAGES));
       cutlass::arch::fence_view_async_shared();
-      if (!C::ADDS_BESIDE_GRAD_K) convert(scores, weights);
+      if (!C::WIDE) convert(scores, weights);
       __syncwarp();
       if (signals) Empty::arrive(&s.ds_full[step % C::DS_STAGES]);
     };
@@ -468,7 +360,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       if (p.semaphores)
         hand_over(s, step, target, work.key0, [&] { stage(grad_q, staged); });
       else
-        stage_and_add(grad_q, staged, p.grad_q_acc + int64_t(target) * kSums + (staged - s.grad_q[0]));
+        stage_and_add(grad_q, staged, p.grad_q_acc + int64_t(target) * C::BLOCK_M * C::D + (staged - s.grad_q[0]));
     };
     // The WGMMAs with weights and dS, beside the next block's scores and dP.
     auto use_ds = [&](auto more) __attribute__((always_inline)) {
@@ -477,34 +369,37 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
         if (signals) Empty::arrive(&s.q_empty[step % C::STAGES]);
       };
       issue_wgmma<false>(mma_dv, weights, grad_out_t(_, _, _, step % C::STAGES), grad_v);
-      if constexpr (C::ADDS_BESIDE_GRAD_K) begin_grad_q(step - 1);
+      if constexpr (C::WIDE) begin_grad_q(step - 1);
       issue_wgmma<false>(mma_dk, ds, q_t(_, _, _, step % C::STAGES), grad_k);
-      if constexpr (!C::ADDS_BESIDE_GRAD_K) begin_grad_q(step - 1);
+      if constexpr (!C::WIDE) begin_grad_q(step - 1);
       warpgroup_wait<1>();  // all but the last one are done
       warpgroup_fence_operand(grad_v);
       if (signals) Empty::arrive(&s.do_empty[step % C::STAGES]);
-      if constexpr (C::ADDS_BESIDE_GRAD_K)
+      if constexpr (more.value) begin_scores(step + 1);
+      if constexpr (C::WIDE)
         add_grad_q(step - 1);
       else
         release_q();
-      if constexpr (more.value) issue_scores(step + 1, after(m));
+      if constexpr (more.value) issue_scores(step + 1), begin_dp(step + 1);
       warpgroup_wait<more.value ? 1 : 0>();  // the last one is done
-      if constexpr (C::ADDS_BESIDE_GRAD_K)
+      if constexpr (C::WIDE)
         release_q();
       else
         add_grad_q(step - 1);
-      if constexpr (more.value) issue_dp(step + 1, after(m));
+      if constexpr (more.value) issue_dp(step + 1);
+      target = s.rows_of(step).block;
       ++step;
-      target = head_block + m;
-      m = after(m);
-      if (m == work.start) head_block += p.row_blocks;  // the next head of the group
     };
-    if (work.begin < work.end) {
+    if (step != work.end_step) {
       if (C::BAND) clear_behind<C::BLOCK_N>(sK(_, _, _0{}), work.N - work.key0, keys_end);
-      issue_scores(step, m);
+      if constexpr (C::HELD > 0) read_operand(mma_held, held_columns, k_held, thread);
+      begin_scores(step);
+      issue_scores(step);
       Full::wait(&s.v_full, step / kOddTile);
       if (C::BAND) clear_behind<C::BLOCK_N>(sV(_, _, _0{}), work.N - work.key0, keys_end);
-      issue_dp(step, m);
+      if (C::WIDE) warpgroup_wait<0>();  // else ptxas waits here and warns
+      begin_dp(step);
+      issue_dp(step);
       make_ds();
 #pragma unroll 1
       while (step + 1 != work.end_step) {

@@ -9,11 +9,13 @@
 // one, and computes one half of the columns of grad_q for the keys of both, which halves what is added. Each loads one
 // half of q and grad_out into the shared memory of both (multicast), which halves what is read.
 //
-//   values   scores^T [64 keys, BLOCK_M] = k q^T         weights = exp2(scores * scale - base2)
+//   values   scores^T [64 keys, BLOCK_M] = k q^T         weights = exp2(scores * scale - base2)  (1)
 //            grad_v   [64 keys, DV] += weights grad_out
 //            grad_q   [BLOCK_M, D / 2] = dS^T k          of all 128 keys, and half of the columns
-//   keys     dP^T     [64 keys, BLOCK_M] = v grad_out^T  dS = weights * (dP - delta)
+//   keys     dP^T     [64 keys, BLOCK_M] = v grad_out^T  dS = weights * (dP - delta)  (1)
 //            grad_k   [64 keys, D] += dS q
+//
+// (1) The accumulators of scores and dP begin with -base2 / scale and -delta, as in flash_backward.cuh.
 //
 // The schedule of a block of rows. Time runs to the right; S, P, V, K and Q are the WGMMAs of scores, dP, grad_v,
 // grad_k and grad_q, and S+ and P+ those of the next block of rows. "add" adds grad_q to its sums.
@@ -162,14 +164,14 @@ CUTE_DEVICE void consume_values(BackwardParams const& p, PairStorage<C>& s, KeyS
     int const i = c.stage_of(step);
     Full::wait(&s.q_full[i], c.phase_of(step));
     c.clear_rows(sQ(_, _, 2 * i), m), c.clear_rows(sQ(_, _, 2 * i + 1), m);
-    forget(scores);
-    issue_wgmma<true>(mma_s, k(_, _, _, _0{}), q(_, _, _, 2 * i), scores);
+    begin_with(score_rows, s.base2[i] + c.pair);
+    issue_wgmma<false>(mma_s, k(_, _, _, _0{}), q(_, _, _, 2 * i), scores);
     issue_wgmma<false>(mma_s, k(_, _, _, _1{}), q(_, _, _, 2 * i + 1), scores);
   };
   auto const make_weights = [&]() __attribute__((always_inline)) {
     int const i = c.stage_of(c.step), x = c.exchange_of(c.step);
     warpgroup_fence_operand(scores);
-    if (C::BAND && p.softcap > 0.f) cap(scores, p);
+    if (C::BAND && p.softcap > 0.f) cap<C>(score_rows, s.base2[i] + c.pair, p);
     exponentiate<C>(score_rows, coords, s.base2[i] + c.pair, p, s.slopes[i],
                     [&] { return c.m * C::BLOCK_M + c.work().shift - c.work().key0; });
     typename C::MaskPolicy const mask(p, c.work().N, c.work().rows, c.work().shift);
@@ -316,11 +318,11 @@ CUTE_DEVICE void consume_keys(BackwardParams const& p, PairStorage<C>& s, KeySch
   Tensor ds_target = slice_ds.partition_D(own_ds);  // [.., .., .., stages]
   constexpr int kBytes = kRows * C::BLOCK_M * sizeof(E);
 
-  auto const issue_half_dp = [&](auto half, typename PairConsumer<C>::Ring ring, int m) {
+  auto const issue_half_dp = [&](auto half, typename PairConsumer<C>::Ring ring, uint32_t step, int m) {
     Full::wait(&s.do_full[ring.stage()], ring.phase());
     c.clear_rows(sDO(_, _, ring.stage()), m);
-    if (half.value == 0) forget(dp);
-    issue_wgmma<half.value == 0>(mma_dp, v(_, _, _, half), grad_out(_, _, _, ring.stage()), dp);
+    if constexpr (half.value == 0) begin_with(dp_rows, s.delta[c.stage_of(step)] + c.pair);
+    issue_wgmma<false>(mma_dp, v(_, _, _, half), grad_out(_, _, _, ring.stage()), dp);
   };
   auto const make_ds = [&]() __attribute__((always_inline)) {
     int const i = c.stage_of(c.step);
@@ -335,16 +337,16 @@ CUTE_DEVICE void consume_keys(BackwardParams const& p, PairStorage<C>& s, KeySch
     warpgroup_wait<0>();
     warpgroup_fence_operand(dp);
     if constexpr (C::FULL) c.release(s.do_empty[first.stage()]);
-    differentiate(dp_rows, weight_rows, s.delta[i] + c.pair);
+    differentiate<C>(dp_rows, weight_rows, s.delta[i] + c.pair);
     __syncwarp();
     if (c.lane == 0) Empty::arrive(&s.weights_empty[x]);
     Full::wait(&s.q_full[i], c.phase_of(c.step));
-    if (C::BAND && p.softcap > 0.f) uncap(dp_rows, weight_rows, s.base2[i] + c.pair, p);
+    if (C::BAND && p.softcap > 0.f) uncap<C>(dp_rows, weight_rows, s.base2[i] + c.pair, p);
     convert(dp, ds);
     Empty::wait(&s.ds_empty[x], c.exchange_phase_of(c.step) ^ 1);
     copy(copy_ds, ds_source, ds_target(_, _, _, x));
     cutlass::arch::fence_view_async_shared();
-    if constexpr (!C::FULL) c.release(s.do_empty[first.stage()]);  // a ring of four: the next delta comes with it
+    if constexpr (!C::FULL) c.release(s.do_empty[first.stage()]);
     c.release(s.do_empty[second.stage()]);
     c.ring = second.next();
     cutlass::arch::NamedBarrier::sync(kThreads, opaque(threadIdx.x) / kThreads);
@@ -361,11 +363,11 @@ CUTE_DEVICE void consume_keys(BackwardParams const& p, PairStorage<C>& s, KeySch
     Tensor low = grad_k_half(_0{}), high = grad_k_half(_1{});
     issue_wgmma<false>(mma_dk, ds, q_t(_, _, _, 2 * i), low);
     issue_wgmma<false>(mma_dk, ds, q_t(_, _, _, 2 * i + 1), high);
-    if constexpr (more.value) issue_half_dp(_0{}, c.ring, c.after(c.m));
+    if constexpr (more.value) issue_half_dp(_0{}, c.ring, c.step + 1, c.after(c.m));
     warpgroup_wait<more.value ? 1 : 0>();  // grad_k is done
     warpgroup_fence_operand(grad_k);
     c.release(s.q_empty[i]);
-    if constexpr (more.value) issue_half_dp(_1{}, c.ring.next(), c.after(c.m));
+    if constexpr (more.value) issue_half_dp(_1{}, c.ring.next(), c.step + 1, c.after(c.m));
     c.advance();
   };
   for (; c.begin(); c.step ^= kOddTile) {
@@ -374,8 +376,8 @@ CUTE_DEVICE void consume_keys(BackwardParams const& p, PairStorage<C>& s, KeySch
     Full::wait(&s.v_full, c.step / kOddTile);
     if (any) {
       c.clear_keys(sV(_, _, _0{}), c.work().key0), c.clear_keys(sV(_, _, _1{}), c.work().key0);
-      issue_half_dp(_0{}, c.ring, c.m);
-      issue_half_dp(_1{}, c.ring.next(), c.m);
+      issue_half_dp(_0{}, c.ring, c.step, c.m);
+      issue_half_dp(_1{}, c.ring.next(), c.step, c.m);
       make_ds();
 #pragma unroll 1
       while (c.step + 1 != c.work().end_step) {
@@ -454,7 +456,7 @@ int launch_pairs(BackwardParams const& p, cudaStream_t stream) {
   KeyScheduler const scheduler(p, C::BLOCK_N, kPair);
   if constexpr (C::SEGMENTS) launch_find_row_spans<C>(p, stream);
   launch_prepare_rows<C>(p, stream);
-  launch_early(kernel, kPair * scheduler.grid, C::THREADS, bytes, stream, tma_q, tma_k, tma_v, tma_do, p, scheduler);
+  kernel<<<kPair * scheduler.grid, C::THREADS, bytes, stream>>>(tma_q, tma_k, tma_v, tma_do, p, scheduler);
   launch_finish_rows<C>(p, stream);
   if (p.grad_k_acc) launch_finish_keys<C>(p, stream);
   return cudaGetLastError();

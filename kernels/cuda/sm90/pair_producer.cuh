@@ -201,7 +201,7 @@ struct PairProducer {
         int const i = q_state.stage();
         Empty::wait(&s.q_empty[i], q_state.phase() ^ 1);
         load_row_ids<C, Full, SM90_BULK_COPY_G2S>(p, batch, m, s.ids, i, s.q_full[i]);
-        if (C::BAND && p.slopes) s.slopes[i] = p.slopes[batch * p.slopes_batch + head];
+        if (C::BAND && p.slopes) const_cast<float volatile&>(s.slopes[i]) = p.slopes[batch * p.slopes_batch + head];
         Full::arrive_and_expect_tx(&s.q_full[i], 2 * kHalfBytes + kNumbers);
 #pragma unroll
         for (int half = 0; half < 2; ++half)

@@ -72,6 +72,45 @@ CUTE_DEVICE void issue_wgmma(Mma& mma, A const& a, B const& b, Acc& acc) {
   warpgroup_commit_batch();
 }
 
+// The same, with the first HELD slices of a, of 16 columns, in registers; `mma_held` is their WGMMA.
+template <bool ZERO, int HELD, class Mma, class A, class B, class Acc, class MmaHeld, class Held>
+CUTE_DEVICE void issue_wgmma(Mma& mma, A const& a, B const& b, Acc& acc, MmaHeld& mma_held, Held& held) {
+  if constexpr (HELD == 0) return issue_wgmma<ZERO>(mma, a, b, acc);
+  warpgroup_fence_operand(acc);
+  warpgroup_fence_operand(held);
+  warpgroup_arrive();
+  mma_held.accumulate_ = ZERO ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = 0; k < HELD; ++k) {
+    cute::gemm(mma_held, held(_, _, k), b(_, _, k), acc);
+    mma_held.accumulate_ = GMMA::ScaleOut::One;
+  }
+  mma.accumulate_ = GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = HELD; k < size<2>(a); ++k) cute::gemm(mma, a(_, _, k), b(_, _, k), acc);
+  warpgroup_commit_batch();
+}
+
+// A tile in shared memory as the operand a or b of a warpgroup's WGMMA.
+template <class Mma, class Tile>
+CUTE_DEVICE auto operand_a(Mma const& mma, Tile const& tile, int thread) {
+  auto const slice = mma.get_slice(thread);
+  return slice.make_fragment_A(slice.partition_A(tile));
+}
+template <class Mma, class Tile>
+CUTE_DEVICE auto operand_b(Mma const& mma, Tile const& tile, int thread) {
+  auto const slice = mma.get_slice(thread);
+  return slice.make_fragment_B(slice.partition_B(tile));
+}
+
+// Reads a register operand of a warpgroup's WGMMA from a swizzled tile in shared memory.
+template <class Mma, class Source, class Operand>
+CUTE_DEVICE void read_operand(Mma const& mma, Source const& source, Operand& operand, int thread) {
+  auto const tiled = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, typename Operand::value_type>{}, mma);
+  auto const slice = tiled.get_slice(thread);
+  copy(tiled, slice.partition_S(source), slice.retile_D(operand));
+}
+
 // A fragment in shared memory whose descriptors are computed where they are used. Those of a loop's invariants would be
 // kept in registers for the whole loop.
 template <class Fragment>
