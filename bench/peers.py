@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from sdpa.bench.calls import FORMS, our_call, torch_call
 from sdpa.bench.problems import Problem
@@ -62,7 +63,17 @@ def ours(work: Workload, kernel: str | None) -> Contestant:
 
 
 def torch_default(work: Workload) -> Contestant:
-    return contestant("torch", torch_call(work), work)
+    return contestant("torch", torch_call(without_tensor(work)), work)
+
+
+def without_tensor(work: Workload) -> Workload:
+    """The workload with the mask that torch's flash and efficient kernels know without a tensor. Elsewhere torch would
+    make the tensor anew in each call."""
+    p = work.problem
+    served = work.q.is_cuda and (work.q.dtype != torch.float32 or p.H == p.Hkv)
+    if p.mask != "lower_right" or not served:
+        return work
+    return replace(work, torch_mask=causal_lower_right(p.M, p.N))
 
 
 def torch_backend(name: str, backend: SDPBackend, work: Workload) -> Contestant:
@@ -70,7 +81,9 @@ def torch_backend(name: str, backend: SDPBackend, work: Workload) -> Contestant:
     scores = p.B * p.H * p.M * p.N * torch.float32.itemsize
     if backend == SDPBackend.MATH and scores >= MOST_SCORES:
         raise Refusal(f"expected scores below {MOST_SCORES / 1e9:.0f} GB, got {scores / 1e9:.0f}")
-    return replace(contestant(name, torch_call(work), work), around=partial(sdpa_kernel, backend))
+    fused = backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+    call = torch_call(without_tensor(work) if fused else work)
+    return replace(contestant(name, call, work), around=partial(sdpa_kernel, backend))
 
 
 def flex(work: Workload) -> Contestant:
@@ -115,7 +128,8 @@ def flex_terms(work: Workload) -> tuple[Callable[..., Any] | None, Callable[...,
     if mask == "alibi":
         slopes = alibi_slopes(p.H, p.device)
         return (lambda score, b, h, i, j: score - slopes[h] * (i - j)), (lambda b, h, i, j: i >= j), None
-    return None, (lambda b, h, i, j: i >= j), None
+    behind = p.N - p.M if mask == "lower_right" else 0
+    return None, (lambda b, h, i, j: i + behind >= j), None
 
 
 def compiled_flex(device: str) -> Callable[..., Any]:

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 # "padding" is (B, 1, 1, N) bool and "lengths" the same as numbers; "bias" is (1, H, M, N) and "bias_grad" learns it;
-# "allowed" is (B, 1, M, N) bool; "alibi" and "segments" (packed documents) are causal too.
-MASKS = ("none", "causal", "window", "padding", "lengths", "bias", "bias_grad", "allowed", "alibi", "segments")
+# "allowed" is (B, 1, M, N) bool; "alibi" and "segments" (packed documents) are causal too. "lower_right" is causal with
+# its diagonal in the lower right corner: M new queries behind a cache.
+MASKS = (
+    "none", "causal", "lower_right", "window", "padding", "lengths", "bias", "bias_grad", "allowed", "alibi",
+    "segments",
+)  # fmt: skip
 DIRECTIONS = ("forward", "backward")
 # What a call asks beyond plain attention (sdpa.bench.calls). "parameter" is a training step: q, k and v are
 # nn.Parameters, and the forward is timed with its backward. "kernel" names its kernel. "module" is a whole
@@ -140,6 +144,8 @@ class Problem:
             return self.M * sum(self.key_lengths())
         if self.mask == "segments":
             return self.B * sum(length * (length + 1) // 2 for length in self.document_lengths())
+        if self.mask == "lower_right":
+            return self.B * sum(min(self.N, max(0, self.N - self.M + i + 1)) for i in range(self.M))
         if self.mask not in ("causal", "window", "alibi"):
             return self.B * self.M * self.N
         reach = self.window if self.mask == "window" else self.M  # M: no row reaches further back

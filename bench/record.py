@@ -108,12 +108,26 @@ def summary(suite: str, kernel: str, rows: Sequence[Row]) -> str:
     """The last line of a suite, for one of our kernels. Rows without two times do not count.
 
     Where more is asked than our default beside torch, the line goes on: which kernel, and against the best of torch's
-    backends alone.
+    backends alone; and where kernels were measured beside the default, its regret.
     """
     mine = [row for row in rows if row.own.name == kernel]
     text = f"suite={suite}" + counted("", [row.ratio() for row in mine])
     alone = all(row.own.name == DEFAULT and {peer.name for peer in row.peers} <= {"torch"} for row in rows)
-    return text if alone else f"{text} kernel={kernel}" + counted("torch_", [row.torch_ratio for row in mine])
+    if not alone:
+        text += f" kernel={kernel}" + counted("torch_", [row.torch_ratio for row in mine])
+    lost = regrets(rows) if kernel == DEFAULT else {}
+    return f"{text} regret={geomean(list(lost.values())):.3f} worst_regret={max(lost.values()):.3f}" if lost else text
+
+
+def regrets(rows: Iterable[Row]) -> dict[Problem, float]:
+    """The default's time over that of the fastest of our kernels by name, of each problem: 1 where it chose best."""
+    times: dict[Problem, dict[str, float]] = {}
+    for row in rows:
+        if row.own.seconds is not None:
+            times.setdefault(row.problem, {})[row.own.name] = row.own.seconds
+    return {
+        problem: own[DEFAULT] / min(own.values()) for problem, own in times.items() if DEFAULT in own and len(own) > 1
+    }
 
 
 def counted(name: str, ratios: Iterable[float | None]) -> str:

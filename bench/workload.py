@@ -137,6 +137,8 @@ def masks(p: Problem, generator: torch.Generator) -> tuple[sdpa.Mask | Tensor | 
     distance = torch.arange(p.M, device=p.device)[:, None] - torch.arange(p.N, device=p.device)  # [M, N]
     if p.mask == "window":
         return sdpa.Mask(window=(p.window, 0)), (distance >= 0) & (distance <= p.window)
+    if p.mask == "lower_right":
+        return sdpa.Mask(causal=True, align="bottom_right"), distance >= p.M - p.N
     if p.mask == "segments":
         sizes = torch.tensor(p.document_lengths(), device=p.device)
         ids = torch.arange(len(sizes), dtype=torch.int32, device=p.device).repeat_interleave(sizes)  # [N], sorted

@@ -63,8 +63,20 @@ def estimate(kernel: Kernel, problem: AttentionProblem, tile: Tile | None = None
             moving = max(moving, one_program(grid, problem, device))
         if not fits(problem, device, tile):
             computing *= SPILL
-    fixed = kernel.overhead_of(problem.direction) + masking(kernel, problem)
+    fixed = kernel.overhead_of(problem.direction) + masking(kernel, problem, device)
     return max(computing, moving) + summing(kernel, problem, device) + fixed
+
+
+def beside(card: Device | None, kernel: Kernel, problem: AttentionProblem) -> float:
+    """The factor of time of a kernel that was measured on another card of the architecture; None: on this one."""
+    if card is None:
+        return 1.0
+
+    def bound(device: Device) -> float:
+        fixed = kernel.overhead_of(problem.direction) + masking(kernel, problem, device)
+        return max(arithmetic(kernel, problem, device), traffic(kernel, problem, device)) + fixed
+
+    return bound(device_of(problem.device)) / bound(card)
 
 
 def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
@@ -159,12 +171,12 @@ def launch_overhead(problem: AttentionProblem) -> float:
     return COPY_OVERHEAD.get(problem.device_type, GPU_COPY_OVERHEAD)
 
 
-def masking(kernel: Kernel, problem: AttentionProblem) -> float:
+def masking(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
     """Seconds of the operations of torch's that prepare a dense mask for a kernel and settle the rows without a key."""
     if not kernel.mask_launches or not problem.features & {"bias", "allowed"}:
         return 0.0
     moved = kernel.mask_launches * elements(problem, "bias") * problem.dtype.itemsize
-    return moved / device_of(problem.device).bandwidth + kernel.mask_launches * launch_overhead(problem)
+    return moved / device.bandwidth + kernel.mask_launches * launch_overhead(problem)
 
 
 def elements(problem: AttentionProblem, name: str) -> int:

@@ -7,11 +7,15 @@ A table is one YAML file named after its device (`device.names`):
     date: 2026-01-31
     versions: {torch: 2.13.0, sdpa: 0.1.0}
     command: sdpa tune --suite cpu
+    card: {kind: cuda, vendor: nvidia, architecture: sm90, cores: 132, half_flops: 1.07e+15,
+      float32_flops: 6.7e+13, float64_flops: 3.3e+13, bandwidth: 4.9e+12}
     entries:
       - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
          ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [768, 384, 0, 0]}}
 
-`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages.
+`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. `card` is
+what a GPU reports of itself (`device.Device`). Where a GPU's own tables have nothing near a problem, the nearest card
+of its architecture answers, whose times are scaled (`cost.beside`).
 
 A bucket answers for a problem when it is near in every size (`distances`). Its dtype and its kind of mask are the
 problem's or, where nothing near was measured with those, the next that `dtype_names` and `mask_kinds` name.
@@ -38,9 +42,13 @@ SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
 HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
 TEXTS = ("direction", "dtype", "mask")
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+PEAKS = ("half_flops", "float32_flops", "float64_flops", "bandwidth")
+CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fromkeys(PEAKS, float)}
 LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
 # A bucket that differs by more than this factor in any size is not used: the estimate is.
 FARTHEST = math.log(8.0)
+# A GPU kernel has instances for head sizes: a bucket of another head size is further away (docs/log/choice.md).
+HEAD_WEIGHT = 3.0
 # Batch and heads beyond what fills a device only multiply the time; they break ties between equally near buckets.
 PARALLEL_WEIGHT = 0.25
 # Rows of queries one program of a GPU kernel takes, and how many programs per multiprocessor make a GPU full: beyond
@@ -68,6 +76,7 @@ class Table(NamedTuple):
     path: str
     device: str
     buckets: tuple[Bucket, ...]
+    card: Device | None = None  # the device, where the table says what it is
 
 
 class Measurement(NamedTuple):
@@ -76,17 +85,29 @@ class Measurement(NamedTuple):
     seconds: dict[str, float]
     source: str
     tile: dict[str, Tile]
+    card: Device | None = None  # the one that was measured, where it is another one than the problem's
 
 
 def measured(problem: AttentionProblem) -> Measurement | None:
-    """The times that the tables of the problem's device have for it, or None."""
-    for table in tables(device_of(problem.device).names):
+    """The times that the tables of the problem's device have for it, else those of the nearest card of its
+    architecture that has some near it, else None."""
+    device = device_of(problem.device)
+    for table in tables(device.names):
         bucket = nearest(table.buckets, problem)
         if bucket is not None:
-            scale = work(problem) / bucket_work(bucket, problem)
-            seconds = {name: ms * 1e-3 * scale for name, ms in bucket.ms.items()}
-            return Measurement(seconds, f"{table.device}: {describe(bucket)}", bucket.tile)
+            return Measurement(times(bucket, problem), f"{table.device}: {describe(bucket)}", bucket.tile)
+    for table in related(device):
+        bucket = nearest(table.buckets, problem)
+        if bucket is not None:
+            source = f"scaled from {table.device}, a card of its architecture: {describe(bucket)}"
+            return Measurement(times(bucket, problem), source, bucket.tile, table.card)
     return None
+
+
+def times(bucket: Bucket, problem: AttentionProblem) -> dict[str, float]:
+    """Seconds by kernel: a bucket's, times how much larger the problem is."""
+    scale = work(problem) / bucket_work(bucket, problem)
+    return {name: ms * 1e-3 * scale for name, ms in bucket.ms.items()}
 
 
 def nearest(buckets: tuple[Bucket, ...], problem: AttentionProblem) -> Bucket | None:
@@ -97,10 +118,16 @@ def nearest(buckets: tuple[Bucket, ...], problem: AttentionProblem) -> Bucket | 
         for mask in mask_kinds(problem):
             wanted = (problem.direction, dtype, mask)
             found = [(distances(b, problem, device), b) for b in buckets if b[:3] == wanted]
-            near = [(sum(steps), b) for steps, b in found if max(steps) <= FARTHEST]
+            near = [(weighed(steps, device), b) for steps, b in found if max(steps) <= FARTHEST]
             if near:
                 return min(near, key=lambda pair: pair[0])[1]
     return None
+
+
+def weighed(steps: list[float], device: Device) -> float:
+    """The distance of a bucket by its steps (`distances`)."""
+    _, _, D, Dv, *_ = steps
+    return sum(steps) + (0.0 if device.kind == "cpu" else (HEAD_WEIGHT - 1.0) * (D + Dv))
 
 
 def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list[float]:
@@ -205,6 +232,29 @@ def tables(names: tuple[str, ...]) -> list[Table]:
     return [table for table in found if table is not None]
 
 
+def related(device: Device) -> list[Table]:
+    """The tables of other GPUs of a device's architecture, the nearest in peaks and bandwidth first."""
+    if not device.architecture:
+        return []
+    paths = (path for folder in folders() for path in files_in(folder, f"{device.vendor}_*.yaml"))
+    found = [t for path in paths if path.stem not in device.names and (t := read(str(path))) is not None]
+    near = [(distance(t.card, device), t) for t in found if t.card and t.card.architecture == device.architecture]
+    return [table for _, table in sorted(near, key=lambda pair: pair[0])]
+
+
+def distance(card: Device, device: Device) -> float:
+    pairs = ((card.half_flops, device.half_flops), (card.bandwidth, device.bandwidth), (card.cores, device.cores))
+    return sum(abs(math.log(a / b)) for a, b in pairs)
+
+
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder, in one order. A folder that this user may not search has none."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
+
+
 def folders() -> list[Path]:
     """Where tables are looked for, the first first."""
     own = tuning_dir()
@@ -253,9 +303,29 @@ def parse(path: str, data: object) -> Table:
         raise ValueError(f"expected schema {SCHEMA}, got {data['schema']}")
     if data["device"] != Path(path).stem:
         raise ValueError(f"expected a table of device {Path(path).stem}, got one of {data['device']!r}")
-    return Table(
-        path, data["device"], tuple(parse_entry(number, entry) for number, entry in enumerate(data["entries"]))
-    )
+    buckets = tuple(parse_entry(number, entry) for number, entry in enumerate(data["entries"]))
+    return Table(path, data["device"], buckets, parse_card(data.get("card"), data["device"]))
+
+
+def card_of(device: Device) -> dict[str, Any]:
+    """What a table says of a GPU, in the form that `parse_card` reads."""
+    return {name: kind(getattr(device, name)) for name, kind in CARD.items()}
+
+
+def parse_card(card: object, name: str) -> Device | None:
+    """The device of a table. Raises ValueError where a fact is missing or no fact of a device."""
+    if card is None:
+        return None
+    if not isinstance(card, dict) or not all(is_fact(card.get(key), kind) for key, kind in CARD.items()):
+        raise ValueError(f"expected card to map {', '.join(CARD)} to what they are, got {card!r}")
+    return Device(description=name, names=(name,), **{key: card[key] for key in CARD})
+
+
+def is_fact(value: object, kind: type) -> bool:
+    """A text that is not empty, a positive integer, or a positive finite number."""
+    if kind is str:
+        return isinstance(value, str) and value != ""
+    return is_size(value) if kind is int else is_time("", value)
 
 
 def parse_entry(number: int, entry: object) -> Bucket:

@@ -16,6 +16,7 @@ that route their own calls. torch.compile traces through it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from sdpa.dispatch.context import PerCall
 from sdpa.functional import scaled_dot_product_attention
@@ -51,6 +52,11 @@ class _State:
     lock = threading.RLock()
     depth = 0
     replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
+    seen: tuple[
+        Any, ...
+    ] = ()  # what told, when the modules were looked through last, whether that has to be done again
+    names: list[dict[str, Any]] = []  # noqa: RUF012  the names of each module that was looked through then
+    found: list[tuple[ModuleType, str]] = []  # noqa: RUF012  what was found then
     passes: list[tuple[int, Any]] = []  # noqa: RUF012  Inductor's passes of ours, each with the depth it was installed at
 
 
@@ -101,7 +107,8 @@ def install(*, patterns: bool = False) -> None:
         if installed is not None:
             _State.passes.append((_State.depth, installed))
         if _State.depth == 1:
-            _State.replaced = references()
+            fill_tables()
+            _State.replaced = known_references()
             for module, attribute in _State.replaced:
                 setattr(module, attribute, scaled_dot_product_attention)
 
@@ -120,12 +127,43 @@ def uninstall() -> None:
             _State.replaced = []
 
 
+@functools.cache
+def fill_tables() -> None:
+    """torch and its compiler fill a table of overridable functions when they first need it: it is to hold torch's."""
+    get_overridable_functions()
+
+
+def known_references() -> list[tuple[ModuleType, str]]:
+    """`references()`, as found before where nothing tells of another: looking through every module takes milliseconds
+    beside a library like transformers, and training enters a block for each step."""
+    held = all(vars(module).get(attribute) is ORIGINAL for module, attribute in _State.found)
+    if not held or not _State.seen or traces() != _State.seen:
+        _State.names = [vars(module) for module in modules()]
+        _State.seen = traces()  # before the search: what comes meanwhile is looked for the next time
+        _State.found = references()
+    return list(_State.found)
+
+
+def traces() -> tuple[Any, ...]:
+    """What changes when a module comes to hold torch's function: how many references there are to it, which modules are
+    imported, and how many names those had that were looked through. Empty where references are not counted exactly: in
+    a Python without the GIL."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return ()
+    return sys.getrefcount(ORIGINAL), len(sys.modules), next(reversed(sys.modules)), sum(map(len, _State.names))
+
+
+def modules() -> list[ModuleType]:
+    """Every imported module whose names are to be replaced."""
+    imported = list(sys.modules.items())
+    return [module for name, module in imported if isinstance(module, ModuleType) and not keeps_original(name)]
+
+
 def references() -> list[tuple[ModuleType, str]]:
     """(module, attribute) wherever torch's function is to be replaced: torch.nn.functional and every user's module."""
     found = [(F, NAME)] if F.scaled_dot_product_attention is ORIGINAL else []
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and not keeps_original(name):
-            found += [(module, attribute) for attribute, value in list(vars(module).items()) if value is ORIGINAL]
+    for module in modules():
+        found += [(module, attribute) for attribute, value in list(vars(module).items()) if value is ORIGINAL]
     return found
 
 

@@ -126,7 +126,7 @@ def test_masks_that_torch_converts_are_paid_for(gpu):
     assert beside == pytest.approx(5 * cost.GPU_COPY_OVERHEAD, rel=0.01)
     large = PROBLEM._replace(B=8, H=16, M=4096, N=4096, **masked)
     assert cost.estimate(torchs, large) - cost.estimate(FUSED, large) > 10 * beside
-    assert cost.masking(by_name()["vendor_efficient"], small._replace(**masked)) > 0
+    assert cost.masking(by_name()["vendor_efficient"], small._replace(**masked), cost.device_of("cuda")) > 0
 
 
 def test_padded_rows_are_paid_for(gpu):

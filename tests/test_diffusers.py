@@ -154,6 +154,7 @@ def test_copies_and_pickles(unet, duplicate):
     assert all(isinstance(p, Routed) for p in unet.attn_processors.values())
 
 
+@pytest.mark.filterwarnings("ignore:accelerate reached nothing")
 def test_what_is_left_alone_and_why(unet):
     class Other:
         def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
@@ -168,6 +169,18 @@ def test_what_is_left_alone_and_why(unet):
         layer.set_processor(processor)
         assert text in accelerate(layer).left["processor"]
     assert not any(isinstance(p, Routed) for p in unet.attn_processors.values())
+
+
+def test_that_nothing_was_reached_is_said(unet):
+    with pytest.warns(
+        UserWarning, match="^accelerate reached nothing in this Linear: it has no attention processors; "
+    ):
+        accelerate(torch.nn.Linear(2, 2))
+    unet.set_attn_processor(processors.AttnProcessor())
+    with pytest.warns(
+        UserWarning, match=r"^accelerate reached nothing in this UNet2DConditionModel: down.* is a diffusers"
+    ):
+        accelerate(unet)
 
 
 def test_a_backend_that_was_asked_for_is_kept():

@@ -162,3 +162,23 @@ def test_attention_with_a_quantised_projection_is_left_alone():
     report = sdpa.nn.accelerate(module)
     assert type(module) is torch.nn.MultiheadAttention and not report.swapped
     assert report.left["(the model)"].startswith("is quantised: out_proj is a torch.ao.nn.quantized.dynamic.")
+
+
+@pytest.mark.parametrize("make,reason", [
+    (lambda: torch.nn.Linear(2, 2), "Linear: it has none of torch's attention modules; functional=True answers"),
+    (lambda: quantised_stack("TransformerEncoder")[0], r"TransformerEncoder: \(the model\) is quantised: "),
+])  # fmt: skip
+def test_that_nothing_was_reached_is_said(make, reason):
+    with pytest.warns(UserWarning, match=f"^accelerate reached nothing in this {reason}"):
+        sdpa.nn.accelerate(make())
+
+
+@pytest.mark.parametrize("make,functional", [
+    (lambda: torch.nn.MultiheadAttention(8, 2), False), (lambda: sdpa.nn.MultiheadAttention(8, 2), False),
+    (lambda: torch.nn.Linear(2, 2), True),
+])  # fmt: skip
+def test_what_was_reached_is_no_warning(make, functional, recwarn):
+    model = make()
+    for _ in range(2):
+        sdpa.nn.accelerate(model, functional=functional)
+    assert not [warning for warning in recwarn if "reached nothing" in str(warning.message)]

@@ -57,6 +57,24 @@ def test_torchs_override_tables_keep_the_original():
         assert original in torch.overrides.get_testing_overrides()
 
 
+def test_a_graph_that_is_first_traced_under_the_patch_leaves_the_original_overridable():
+    """What the compiler takes for overridable is read from torch.nn.functional when the first graph is traced."""
+    code = """
+import sdpa, torch, torch.nn.functional as F
+from sdpa.patch import ROUTING
+from torch._dynamo.testing import EagerAndRecordGraphs
+
+q = torch.ones(1, 2, 8, 16)
+with sdpa.patch():
+    torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend="eager", fullgraph=True)(q)
+recorded = EagerAndRecordGraphs()
+with ROUTING:
+    torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=recorded, fullgraph=True)(q)
+assert any("attention_forward" in str(node.target) for node in recorded.graphs[0].graph.nodes)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def test_nesting_and_exceptions(user_module):
     with pytest.raises(KeyError), sdpa.patch():
         with sdpa.patch():
@@ -92,6 +110,51 @@ def test_somebody_elses_later_patch_is_left_alone(user_module):
     with sdpa.patch():
         user_module.attend = theirs
     assert user_module.attend is theirs
+
+
+def test_a_block_like_the_last_looks_through_no_modules(user_module, monkeypatch):
+    """Training enters one for each step, and beside transformers there are thousands of modules."""
+    with sdpa.patch():
+        pass
+    looked = []
+    monkeypatch.setattr(sys.modules["sdpa.patch"], "references", lambda: looked.append(True))
+    with sdpa.patch():
+        assert user_module.attend is sdpa.scaled_dot_product_attention
+    assert user_module.attend is TORCHS and not looked
+    with sdpa.patch():
+        pass
+    assert helpers.python_calls(lambda: sdpa.patch().__enter__()) < 20
+    sdpa.uninstall()
+
+
+@pytest.mark.parametrize("change", ["a name more", "a name of before", "a module more", "one for another"])
+def test_a_block_reaches_what_came_after_the_last(user_module, monkeypatch, change):
+    user_module.other = None
+    with sdpa.patch():
+        pass
+    module = user_module
+    if change in ("a name more", "a name of before"):
+        setattr(module, {"a name more": "late", "a name of before": "other"}[change], TORCHS)
+    else:
+        module = ModuleType("came_later")
+        module.attend = TORCHS
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        if change == "one for another":
+            del user_module.attend
+    names = [name for name, value in vars(module).items() if value is TORCHS]
+    with sdpa.patch():
+        assert all(getattr(module, name) is sdpa.scaled_dot_product_attention for name in names) and names
+    assert all(getattr(module, name) is TORCHS for name in names)
+
+
+def test_without_exact_counts_every_block_looks(monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    looked = []
+    monkeypatch.setattr(sys.modules["sdpa.patch"], "references", lambda: looked.append(True) or [])
+    for _ in range(2):
+        with sdpa.patch():
+            pass
+    assert len(looked) == 2
 
 
 def test_overlapping_blocks_of_two_threads():

@@ -53,7 +53,10 @@ KINDS = {"bert": "AutoModel", "vit": "AutoModel", "t5": "AutoModelForSeq2SeqLM",
 def made(name, implementation):
     torch.manual_seed(0)
     kind = getattr(transformers, KINDS.get(name, "AutoModelForCausalLM"))
-    model = kind.from_config(MODELS[name](), attn_implementation=implementation).eval()
+    try:
+        model = kind.from_config(MODELS[name](), attn_implementation=implementation).eval()
+    except ValueError as refusal:  # T5 and BERT of earlier releases
+        pytest.skip(str(refusal))
     if name == "gpt_oss":  # their sinks begin as they lie in memory
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)

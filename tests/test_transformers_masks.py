@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -17,6 +18,9 @@ from transformers import masking_utils as theirs  # noqa: E402
 from sdpa.integrations import transformers as integration  # noqa: E402
 from sdpa.integrations.transformers_masks import FieldMask, attention_mask, held  # noqa: E402
 from sdpa.mask import Mask  # noqa: E402
+
+if "q_length" not in inspect.signature(theirs.sdpa_mask).parameters:
+    pytest.skip("masks of earlier releases: test_transformers_models.py", allow_module_level=True)
 
 FUNCTIONS = {
     "causal": (theirs.causal_mask_function, None),
@@ -60,9 +64,6 @@ def test_like_their_tensor(name, size, padding):
     }  # fmt: skip
     wanted = theirs.sdpa_mask(**given, allow_is_causal_skip=False)
     found = attention_mask(**given)
-    if found is None:
-        causal = M > 1 and name == "causal"
-        found = FieldMask(Mask(causal=causal), (3, 1, M, N), "cpu")
     assert found.shape == wanted.shape == (3, 1, M, N)
     assert torch.equal(found[...], wanted)
     if size not in ("between", "longer keys", "one of many"):
@@ -158,6 +159,8 @@ def test_packed_documents_like_eager(name, seen):
 def test_prefill_of_a_static_cache_has_fields(name, seen):
     options = {"max_new_tokens": 1, "cache_implementation": "static", "disable_compile": True}
     made(name, NAME).generate(ids(3, 9), attention_mask=left_padded(3, 9), **options)
+    if transformers.__version__.startswith("5.8."):
+        pytest.skip("this release of transformers asks for tensors here")
     windows = {"llama": [None] * 2, "mistral": [(4, 0)] * 2, "gemma2": [(4, 0), None]}
     assert [mask.window for mask in seen] == windows[name]
     assert all(mask.causal and mask.allowed.shape[1:3] == (1, 1) for mask in seen)
@@ -191,13 +194,6 @@ def test_a_compiled_model_is_one_graph(name, padded, rows):
     assert rows_of_masks(graph) == rows
 
 
-def test_a_model_with_attention_of_its_own_is_refused():
-    config = transformers.BloomConfig(vocab_size=99, hidden_size=32, n_layer=2, n_head=4)
-    model = transformers.AutoModel.from_config(config, attn_implementation=NAME)
-    with pytest.raises(ValueError, match="models of a BloomConfig compute attention by their own code"):
-        model(input_ids=ids(2, 5))
-
-
 def test_a_model_may_treat_it_as_a_tensor():
     mask = FieldMask(Mask(causal=True, lengths=torch.tensor([3, 2])), (2, 1, 4, 4), "cpu")
     tensor = mask[...]
@@ -211,6 +207,7 @@ def test_a_model_may_treat_it_as_a_tensor():
     assert mask.to("meta").mask.lengths.is_meta and mask.to("meta").device.type == "meta"
 
 
+@pytest.mark.filterwarnings("ignore:PegasusXEncoder computes attention by its own code")
 def test_a_model_that_does_not_say_it_is_causal_sees_no_future():
     """PegasusX's attention has is_causal=False in its decoder, and transformers leaves it the mask."""
     config = transformers.PegasusXConfig(

@@ -30,10 +30,11 @@ const BackwardInstance kBackwardInstances[] = {
 
 // An estimate in rows of queries: waves of work tiles, times a tile's rows, over the instance's speed. A last wave that
 // is not full counts as a whole one. Where rows further down see more keys, a work tile takes half of the longest one's
-// time in the mean, and those that end last are short; so waves count there in fractions.
+// time in the mean, and on the diagonal half of a block of keys more; those that end last are short. So waves count
+// there in fractions.
 float time_of(const Instance& it, const FlashParams& p) {
   const int blocks = blocks_of(p, it.BLOCK_M), tiles = blocks * p.B * p.H;
-  const float mean = 0.5f + 0.5f / blocks;
+  const float mean = 0.5f + 0.5f / blocks + 0.5f * it.BLOCK_N / std::max(1, p.N);
   const float waves =
       grows(it.mask, p) ? std::max(1.f, mean * tiles / p.sm_count) : (tiles + p.sm_count - 1) / p.sm_count;
   return waves * it.BLOCK_M / it.speed;

@@ -53,11 +53,12 @@ struct KeyMask {
   }
 
   // The block of rows that a block of keys begins with. Neighbouring blocks of keys begin with different ones, because
-  // all add to the gradients of the rows they visit. Under a mask they begin apart as it is. Where they add in their
-  // order, each has to visit its rows in the same one.
-  CUTE_DEVICE static int start(Blocks rows, int key_block, bool in_order = false) {
+  // all add to the gradients of the rows they visit. Where a row sees keys only up to one beside it, they begin apart
+  // as it is. Where they add in their order, each has to visit its rows in the same one.
+  CUTE_DEVICE int start(Blocks rows, int key_block, bool in_order = false) const {
     int const count = rows.end - rows.begin;
-    return rows.begin + (!BAND && !CAUSAL && count > 0 && !in_order ? key_block * (BLOCK_N / BLOCK_M) % count : 0);
+    bool const apart = CAUSAL || (BAND && right < kUnlimited);
+    return rows.begin + (!apart && count > 0 && !in_order ? key_block * (BLOCK_N / BLOCK_M) % count : 0);
   }
 
   // The last block of keys that visits block m of rows.

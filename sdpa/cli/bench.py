@@ -10,23 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from sdpa.bench import pool, record, warm
 from sdpa.bench.contest import DEFAULT, NOT_TORCHS, OWN, DeviceLost, Entry, Options, Row, run_contest
+from sdpa.bench.drawn import drawn
 from sdpa.bench.models import models
-from sdpa.bench.peers import PEERS
+from sdpa.bench.peers import PEERS, TORCH_PEERS
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Pace
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
+from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.context import backend_name
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+RANDOM = "random"  # the suite that is drawn by a seed
+DRAWN = 300  # problems
+KNOWN = ", ".join((*SUITES, MODELS, RANDOM))
 SLOWER = 0.9  # below this share of the best peer's speed a row is red
 LINE = "{:<48} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
 
@@ -37,6 +43,8 @@ class Request:
 
     suites: tuple[str, ...]
     only: str
+    seed: int | None
+    problems: int | None
     peers: tuple[str, ...]
     kernels: tuple[str, ...]
     repeat: int | None
@@ -53,9 +61,13 @@ class Request:
 
 
 @click.command(short_help="Times suites of problems beside torch and others.")
-@click.option("--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}.")
+@click.option(
+    "--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}, {RANDOM}."
+)
 @click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
 @click.option("--only", "--cells", default="", metavar="TEXT", help="Only problems whose line contains TEXT.")
+@click.option("--seed", type=click.IntRange(0), help=f"Of suite {RANDOM}: which problems are drawn. 0 by default.")
+@click.option("--problems", type=click.IntRange(1), help=f"Of suite {RANDOM}: how many. {DRAWN} by default.")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
 @click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
@@ -94,6 +106,7 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
         assert request.plot is not None  # see require_outputs
         draw_json(request.from_json, request.only, request.plot)
         return
+    request = as_drawn(request)
     if MODELS in request.suites:
         set_threads(threads)
         click.get_current_context().exit(0 if bench_models(request) else 1)
@@ -114,16 +127,42 @@ def bench_models(request: Request) -> bool:
     return run_models(request.device or "cpu", request.only, request.repeat, request.time_limit, files)
 
 
+def as_drawn(request: Request) -> Request:
+    """The request for the suite that is drawn, with what it runs by default: every kernel of ours beside our choice,
+    and torch's backends as peers."""
+    if RANDOM not in request.suites:
+        if request.seed is not None or request.problems is not None:
+            raise click.UsageError(f"--seed and --problems are of suite {RANDOM}")
+        return request
+    if len(request.suites) > 1 or request.plot:
+        raise click.UsageError(f"suite {RANDOM} runs alone, and has no picture")
+    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    able = tuple(kernel.name for kernel in kernels_for(kind) if not kernel.materialises)
+    peers = tuple(name for name in TORCH_PEERS if name != "torch") if kind == "cuda" else ("torch",)
+    return replace(
+        request, device=device, kernels=request.kernels or (DEFAULT, *able), peers=request.peers or peers,
+        seed=request.seed or 0, problems=request.problems or DRAWN,
+    )  # fmt: skip
+
+
+def suite_of(name: str, request: Request) -> Sequence[Problem]:
+    """The problems of a suite. Raises UsageError where there is none of that name."""
+    if name == RANDOM:
+        assert request.device and request.problems is not None and request.seed is not None  # see as_drawn
+        return drawn(request.seed, request.problems, request.device)
+    if name not in SUITES:
+        raise click.UsageError(f"unknown suite {name!r}; known suites: {KNOWN}")
+    return SUITES[name]
+
+
 def chosen_problems(request: Request) -> dict[str, list[Problem]]:
     """The problems asked for by suite, without suites of which none is."""
-    known = ", ".join((*SUITES, MODELS))
     if not request.suites:
-        raise click.UsageError(f"expected --suite NAME, one of {known}")
+        raise click.UsageError(f"expected --suite NAME, one of {KNOWN}")
     chosen = {}
     for suite in request.suites:
-        if suite not in SUITES:
-            raise click.UsageError(f"unknown suite {suite!r}; known suites: {known}")
-        problems = [problem for problem in SUITES[suite] if request.only in problem.label]
+        problems = [problem for problem in suite_of(suite, request) if request.only in problem.label]
         if problems:
             chosen[suite] = [replace(p, device=request.device) if request.device else p for p in problems]
     if not chosen:
@@ -163,7 +202,7 @@ def draw_csv(request: Request) -> None:
         records = record.read(request.from_csv)[1]
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    suites = request.suites or tuple(dict.fromkeys(row["suite"] for row in records))
+    suites = request.suites or tuple(dict.fromkeys(row["suite"] for row in records if row["suite"] != RANDOM))
     draw(request.plot, suites, [row for row in records if request.only in row["problem"]])
 
 
@@ -184,7 +223,8 @@ def run_suites(request: Request, problems: dict[str, list[Problem]]) -> bool:
     for suite, cells in problems.items():
         measured = run_and_show(suite, cells, options, table, out)
         rows += measured
-        for kernel in options.kernels:
+        told_of = (DEFAULT,) if suite == RANDOM and DEFAULT in options.kernels else options.kernels
+        for kernel in told_of:
             summaries.append(record.summary(suite, kernel, measured))
             if table is not None:
                 table.remark(summaries[-1])
@@ -235,18 +275,22 @@ def run_and_show(
                 measured += rows
                 if table is not None:
                     table.add(rows)
+                lost = record.regrets(rows)
                 for row in rows:
-                    out.print(line(row), soft_wrap=True)
+                    if suite != RANDOM or row.own.name == DEFAULT or row.own.failed or DEFAULT not in options.kernels:
+                        out.print(line(row, lost.get(row.problem)), soft_wrap=True)
                 bar.advance(task)
         except DeviceLost as error:
             raise click.ClickException(str(error)) from None
     return measured
 
 
-def line(row: Row) -> str:
+def line(row: Row, regret: float | None = None) -> str:
+    """A row as it is printed; `regret` is the default's beside our other kernels."""
     own, label = row.own, row.problem.label
     peers = " ".join(map(told, sorted(row.peers, key=lambda peer: peer.seconds or float("inf"))))
     peers += f"; {own.note}" if own.note == NOT_TORCHS else ""
+    peers += f" regret={regret:.2f}" if regret is not None and own.name == DEFAULT else ""
     if own.seconds is None or own.timing is None:
         color = "red" if own.failed else "yellow"
         return f"[{color}]{escape(f'{label:<48} {own.name:<18} {own.reason}  {peers}')}"
@@ -271,6 +315,7 @@ def show_suites(out: Console) -> None:
         dtypes = ", ".join(dict.fromkeys(problem.dtype for problem in problems))
         table.add_row(name, str(len(problems)), problems[0].device, dtypes, problems[0].label)
     whole = models("cpu")
+    table.add_row(RANDOM, "--problems", "--device", "by --seed", drawn(0, 1, "cuda")[0].label)
     table.add_row(MODELS, str(len(whole)), "--device", "float32, bfloat16", whole[0].label)
     out.print(table)
 

@@ -126,10 +126,12 @@ def tables() -> Section:
         facts = probe(partial(devices.device_of, name))
         paths = [folder / f"{table}.yaml" for table in getattr(facts, "names", ()) for folder in tuning.folders()]
         found |= {str(path): probe(partial(table_state, path)) for path in paths}
-        if isinstance(facts, str):
-            found[name] = facts
+        if not isinstance(facts, devices.Device):
+            found[name] = str(facts)
         elif not any(map(tuning.is_there, paths)):
-            found[name] = "no tuning table for this device; times are estimated"
+            near = tuning.related(facts)
+            source = f"scaled from {near[0].device}" if near else "estimated"
+            found[name] = f"no tuning table for this device; times are {source}"
     return found
 
 

@@ -192,7 +192,9 @@ class Book:
         facts = record.header(self.device)
         head = {"schema": tuning.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
         about = {"command": facts["command"], "description": facts["description"], "threads": facts["threads"]}
-        return head | about | {"entries": list(self.entries.values())}
+        device = device_of(self.device)
+        card = {"card": tuning.card_of(device)} if device.architecture else {}
+        return head | about | card | {"entries": list(self.entries.values())}
 
 
 def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:

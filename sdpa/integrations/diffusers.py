@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,6 +46,9 @@ def accelerate(model: torch.nn.Module) -> Report:
     Returns:
         What was swapped, named as `model.attn_processors` does, and what was left alone and why. Layers that call
         attention without a processor are not listed: `sdpa.nn.accelerate(model, functional=True)` reaches those.
+
+    Warns:
+        UserWarning: no processor was reached.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"expected a torch.nn.Module, as pipeline.unet or .transformer is, got {type(model).__name__}")
@@ -58,7 +62,18 @@ def accelerate(model: torch.nn.Module) -> Report:
         if not isinstance(processor, Routed):
             processor.__class__ = routed(kind)
         report.swapped.append(name)
+    if not report.swapped:
+        warnings.warn(nothing_reached(model, report), stacklevel=2)
     return report
+
+
+def nothing_reached(model: torch.nn.Module, report: Report) -> str:
+    name, reason = next(iter(report.left.items()), ("", ""))
+    why = f"{name} {reason}" if report.left else "it has no attention processors"
+    return (
+        f"accelerate reached nothing in this {type(model).__name__}: {why}; sdpa.nn.accelerate(model, functional=True) "
+        "answers the calls of scaled_dot_product_attention that a model makes itself"
+    )
 
 
 def restore(model: torch.nn.Module) -> list[str]:

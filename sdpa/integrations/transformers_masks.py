@@ -8,31 +8,35 @@ only causal masks and padding are fields.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
-    bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     packed_sequence_mask_function,
-    prepare_padding_mask,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
-from transformers.utils.import_utils import is_tracing
 
+from sdpa.integrations.transformers_models import adds_masks, require_interface_of
 from sdpa.mask import Mask
 
-# What not every release of transformers 5 has: the first came with 5.23.
-remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+NAME = "sdp_kernels"
+
+# What not every release of transformers has.
+bidirectional_mask_function = getattr(masking_utils, "bidirectional_mask_function", None)
 sliding_window_both_ways = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
+remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+
+# Functions of a tensor that add a FieldMask to scores, for which it is 0 and -inf.
+ADDITIONS = (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
 
 HOLE = object()  # in a pattern: any value, which is wanted
 Sides = tuple[int | None, int | None]  # how far a query sees to the left and right; None: all
@@ -41,17 +45,25 @@ Sides = tuple[int | None, int | None]  # how far a query sees to the left and ri
 class FieldMask:
     """A mask on its way from transformers' mask function to its attention function.
 
-    For our attention it is `mask`; models that treat it as a tensor find one, bool (B, 1, M, N), made when they do.
+    For our attention it is `mask`; models that treat it as a tensor find one, bool (B, 1, M, N), made when they do. To
+    scores it adds 0 and -inf. It is an instance of torch.Tensor for whoever asks.
     """
+
+    __class__ = property(lambda self: Tensor)  # DeepSeek-V4 asks isinstance
 
     def __init__(self, mask: Mask, shape: Sequence[int], device: torch.device | str) -> None:
         """The shape is (B, 1, M, N)."""
         self.mask, self.shape, self.device = mask, torch.Size(shape), torch.device(device)
 
     ndim, dtype = 4, torch.bool
+    shape, device = torch.Size(()), torch.device("cpu")  # of each its own; Dynamo looks for tensors' names in the class
 
     def tensor(self) -> Tensor:
         return self.mask.dense(*self.shape).to(self.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What __class__ says is not what a pickle makes."""
+        return FieldMask, (self.mask, self.shape, self.device)
 
     def contiguous(self) -> FieldMask:
         """What generation asks of every mask."""
@@ -86,23 +98,33 @@ class FieldMask:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return function(*as_tensors(args), **as_tensors(kwargs or {}))
+        scores = next((a for a in args if type(a) is not FieldMask and isinstance(a, Tensor)), None)
+        dtype = scores.dtype if function in ADDITIONS and scores is not None and scores.is_floating_point() else None
+        return function(*as_tensors(args, dtype), **as_tensors(kwargs or {}, dtype))
 
 
-def as_tensors(given: Any) -> Any:
-    """Arguments with tensors in place of FieldMasks, in lists, tuples and dicts, too."""
-    if isinstance(given, FieldMask):
-        return given.tensor()
+def as_tensors(given: Any, added_to: torch.dtype | None = None) -> Any:
+    """Arguments with tensors in place of FieldMasks, in lists, tuples and dicts, too: bool, or what is added to scores
+    of a dtype."""
+    if type(given) is FieldMask:
+        return given.tensor() if added_to is None else as_scores(given.tensor(), added_to)
     if type(given) is dict:
-        return {name: as_tensors(value) for name, value in given.items()}
-    return type(given)(map(as_tensors, given)) if type(given) in (list, tuple) else given
+        return {name: as_tensors(value, added_to) for name, value in given.items()}
+    return type(given)(as_tensors(value, added_to) for value in given) if type(given) in (list, tuple) else given
+
+
+def as_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a bool mask lets through, else the least number, as transformers has it."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def as_tensor(operator: str) -> Callable[..., Any]:
     """An operator, which Python looks up in the class and not by __getattr__, of the tensor that a FieldMask is."""
 
-    def apply(self: FieldMask, *others: object) -> object:
-        given = [other.tensor() if isinstance(other, FieldMask) else other for other in others]
+    def apply(self: FieldMask, *others: Any) -> Any:
+        if operator in ("__add__", "__radd__") and type(others[0]) is not FieldMask and isinstance(others[0], Tensor):
+            return FieldMask.__torch_function__(torch.add, (), (others[0], self))
+        given = [other.tensor() if type(other) is FieldMask else other for other in others]
         return getattr(self.tensor(), operator)(*given)
 
     return apply
@@ -114,71 +136,75 @@ for operator in ("eq", "ne", "add", "radd", "sub", "rsub", "mul", "rmul", "neg",
 
 def attention_mask(
     batch_size: int,
-    q_length: int,
     kv_length: int,
+    q_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: FunctionType = causal_mask_function,
-    attention_mask: Tensor | FieldMask | None = None,
-    device: torch.device | str = "cpu",
+    attention_mask: Any = None,
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
     **options: Any,
 ) -> FieldMask | Tensor | None:
-    """transformers' mask interface: what attends to what, or None where everything does. A causal mask is never None:
-    not every model's attention knows by itself that it is causal.
+    """transformers' mask interface: what attends to what. It is not None where everything does, or all but the future:
+    not every model's attention knows by itself whether it is causal.
 
     Args:
         q_offset, kv_offset: positions of the first query and key; a tensor where a static cache counts on the device.
         attention_mask: (B, tokens until now) bool, False = padding; or what this function returned before.
+        cache_position: (M,) positions of the queries, in earlier releases: their `q_length`, `q_offset`, `device`.
         options: `local_size`, the window; `allow_is_causal_skip` and `allow_is_bidirectional_skip`: whether the caller
             takes another thing than a tensor; `config`; and what is only for others.
 
     Raises:
         ValueError: a model that would take our mask for one of its own eager attention's.
     """
-    if isinstance(attention_mask, FieldMask):
+    if type(attention_mask) is FieldMask:
         return attention_mask
-    require_interface(options.get("config"))
+    config = options.get("config")
+    require_interface_of(config, NAME)
+    theirs = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
+    theirs |= {"attention_mask": attention_mask, **options}
     B, M, N = batch_size, q_length, kv_length
+    if cache_position is not None:
+        M, device = cache_position.shape[0], cache_position.device
+        q_offset = first_position(cache_position)
+        theirs |= {"cache_position": cache_position}
+    else:
+        theirs |= {"q_length": q_length, "q_offset": q_offset} | ({} if device is None else {"device": device})
+    if config is not None and adds_masks(type(config)):
+        return eager_mask(**theirs)
     mask = as_fields(mask_function, options, M, N, q_offset - kv_offset)
     if mask is None:
-        given = {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
-        return sdpa_mask(B, M, N, q_offset, kv_offset, **given, **options)
+        return sdpa_mask(**theirs)
     if attention_mask is not None:
-        seen = prepare_padding_mask(attention_mask, N, kv_offset)[:, kv_offset : kv_offset + N]
+        seen = padding(attention_mask, N, kv_offset)
         mask = mask & without_padding(seen, lengths=not mask.has_band or mask.align == "top_left")
-    return None if hides_nothing_but_the_future(mask) and not mask.causal else FieldMask(mask, (B, 1, M, N), device)
+    return FieldMask(mask, (B, 1, M, N), device or "cpu")
 
 
-def require_interface(config: PreTrainedConfig | None) -> None:
-    """transformers takes a name like ours for every model, also where attention is the model's own code."""
-    kind: type = type(config)
-    if config is None or torch.compiler.is_compiling() or calls_interface(kind):
-        return
-    raise ValueError(
-        f"models of a {kind.__name__} compute attention by their own code and not by transformers' attention "
-        "interface; use attn_implementation='eager'"
-    )
+def first_position(positions: Tensor) -> int | Tensor:
+    """The first of positions that go up by 1, read on the host; the tensor where they do not, or are traced."""
+    found = [] if is_traced(positions) else positions.tolist()
+    return found[0] if found and found == list(range(found[0], found[0] + len(found))) else positions
 
 
-@functools.cache
-def calls_interface(config: type) -> bool:
-    """Whether a configuration's models let others compute attention; where they are not found it is believed."""
-    try:
-        module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
-    except ImportError:
+def padding(seen: Tensor, N: int, offset: int) -> Tensor:
+    """(B, tokens) for N keys from the offset on; what it does not reach is padding."""
+    return torch.nn.functional.pad(seen, (0, max(0, N + offset - seen.shape[-1])))[:, offset : offset + N]
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether what a tensor holds cannot be read on the host: it is traced, captured or none."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(tensor, torch.fx.Proxy | FakeTensor):
         return True
-    here = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    models: list[Any] = [value for value in here if isinstance(value, type) and issubclass(value, PreTrainedModel)]
-    return not models or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or any(model._supports_sdpa for model in models)
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def is_causal_flag(mask: Mask) -> bool:
-    """Whether torch's causal flag says as much."""
-    return mask.causal and mask.align == "top_left" and hides_nothing_but_the_future(mask)
-
-
-def hides_nothing_but_the_future(mask: Mask) -> bool:
-    return all(field is None for field in (mask.window, mask.lengths, mask.allowed, mask.segments))
+def is_flag(mask: Mask) -> bool:
+    """Whether torch's causal flag, set or not, says as much."""
+    others = (mask.window, mask.lengths, mask.allowed, mask.segments)
+    return all(field is None for field in others) and (not mask.causal or mask.align == "top_left")
 
 
 def without_padding(seen: Tensor, lengths: bool) -> Mask:
@@ -186,7 +212,7 @@ def without_padding(seen: Tensor, lengths: bool) -> Mask:
 
     Read on the host once, as transformers does itself to drop a mask of ones, but for a graph that is traced.
     """
-    if is_tracing(seen):
+    if is_traced(seen):
         return Mask(allowed=seen[:, None, None])
     filled = seen.sum(-1)
     prefix = torch.arange(seen.shape[-1], device=seen.device) < filled[:, None]
@@ -203,7 +229,7 @@ def as_fields(function: FunctionType, options: dict[str, Any], M: int, N: int, o
     allowance that others have, since torch's causal flag cannot say them. An offset on the device is read, as
     transformers does, but for a graph that is traced.
     """
-    if isinstance(offset, Tensor) and is_tracing(offset):
+    if isinstance(offset, Tensor) and (offset.ndim > 0 or is_traced(offset)):
         return None
     allowed = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
     traced = torch.compiler.is_compiling()  # where only functions of modules are known, and not those made at each call
@@ -230,11 +256,10 @@ def documents_of(function: FunctionType, known: FunctionType) -> Any:
 
 
 def known_functions(window: int | None) -> list[tuple[FunctionType, Sides]]:
-    known: list[tuple[FunctionType, Sides]] = [
-        (causal_mask_function, (None, 0)),
-        (bidirectional_mask_function, (None, None)),
-    ]
-    if window is not None:
+    known: list[tuple[FunctionType, Sides]] = [(causal_mask_function, (None, 0))]
+    if bidirectional_mask_function is not None:
+        known.append((bidirectional_mask_function, (None, None)))
+    if window:  # 0, which some configurations have, lets through nothing
         known.append((sliding_window_causal_mask_function(window), (window - 1, 0)))
         if sliding_window_both_ways is not None:
             known.append((sliding_window_both_ways(window), (window, window)))

@@ -7,6 +7,7 @@ stay the same objects, so optimizers, tied weights, state_dicts and whoever hold
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,9 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
         What was swapped, and what was left alone and why: subclasses (whose overrides may rely on torch's code),
         quantised modules, what they are part of and the attention of quantised layers, parametrized modules, modules
         with a forward of their own.
+
+    Warns:
+        UserWarning: nothing in `model` is ours afterwards.
     """
     check_module(model)
     check_flag("functional", functional, "accelerate")
@@ -92,7 +96,18 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
             model.register_forward_pre_hook(route_here, prepend=True),
             model.register_forward_hook(route_back, always_call=True),
         )
+    if not report.functional and not any(isinstance(module, OF_OURS) for module in model.modules()):
+        warnings.warn(nothing_reached(model, report), stacklevel=2)
     return report
+
+
+def nothing_reached(model: torch.nn.Module, report: Report) -> str:
+    name, reason = next(iter(report.left.items()), ("", ""))
+    why = f"{name} {reason}" if report.left else "it has none of torch's attention modules"
+    return (
+        f"accelerate reached nothing in this {type(model).__name__}: {why}; functional=True answers the calls of "
+        "scaled_dot_product_attention that a model makes itself"
+    )
 
 
 def restore(model: torch.nn.Module) -> list[str]:

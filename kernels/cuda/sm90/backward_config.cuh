@@ -79,11 +79,14 @@ struct WorkTileOfKeys {
   int N, rows, shift;     // of its mask
 };
 
-// The block of rows of a step: its number among the blocks of its head, and among those of all heads. It is read
-// after the step's stage of q was released, so there are twice as many of these.
+// The block of rows of a step: its number among the blocks of its head, and among those of all heads; and what the
+// producer found out about it, for which consumers would have to read all numbers of a mask: a bit for each consumer
+// that has to mask, and kRowsEnd where the rows of its sequence end inside of it. It is read after the step's stage of
+// q was released, so there are twice as many of these.
 struct RowsOfStep {
-  int m, block;
+  int m, block, flags;
 };
+constexpr int kRowsEnd = 1 << 8;
 
 template <class C>
 struct BackwardStorage {

@@ -27,13 +27,16 @@ CUTE_DEVICE int first_key_block_of(BackwardParams const& p, int batch, int kv_he
 constexpr int kRowThreads = 256;
 constexpr int lanes_of(int D) { return D <= 64 ? 8 : D <= 128 ? 16 : 32; }
 
-// Thread blocks for the rows of all heads and batch entries, in one dimension, because the others end at 65535.
+// Thread blocks for the rows of all heads and batch entries, in one dimension, because the others end at 65535. The
+// last rows come first: the pass begins with the first heads, whose zeros the L2 cache then still has, and ends with
+// the last ones, whose sums it has.
 struct RowGrid {
   int blocks, H;
   CUTE_DEVICE void decode(int& block, int& head, int& batch) const {
-    block = blockIdx.x % blocks;
-    head = blockIdx.x / blocks % H;
-    batch = blockIdx.x / blocks / H;
+    int const index = gridDim.x - 1 - blockIdx.x;
+    block = index % blocks;
+    head = index / blocks % H;
+    batch = index / blocks / H;
   }
 };
 

@@ -40,28 +40,34 @@ CUTE_DEVICE void cap(Scores& scores, float const* base2, BackwardParams const& p
   if (C::WIDE) add(1.f);
 }
 
-// Scores become weights. With ALiBi (Press et al., arXiv 2108.12409), scores are less the head's slope times the
-// distance of row and key. `coords` are the (key, row) of each score, and `distance` computes that of the row 0 and the
-// key 0 among these.
-template <class C, class Scores, class Coords, class Distance>
-CUTE_DEVICE void exponentiate(Scores& scores, Coords const& coords, float const* base2, BackwardParams const& p,
-                              float const& slope, Distance const& distance) {
-  if (C::BAND && p.slopes) {
-    float const slope_log2 = slope * float(M_LOG2E);
-    int const between = distance();
+// With ALiBi (Press et al., arXiv 2108.12409), scores are less the head's slope times the distance of row and key.
+// `coords` are the (key, row) of each score, and `between` is the distance of the row 0 and the key 0 among these.
+template <class Scores, class Coords>
+CUTE_DEVICE void add_alibi(Scores& scores, Coords const& coords, float slope, int between) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float const first = between + int(get<1>(coords(i, 0))) - int(get<0>(coords(i, 0)));
+  for (int i = 0; i < 2; ++i) {
+    float const first = between + int(get<1>(coords(i, 0))) - int(get<0>(coords(i, 0)));
 #pragma unroll
-      for (int j = 0; j < size<1>(scores); ++j) {
-        int const further = int(get<1>(coords(i, j))) - int(get<1>(coords(i, 0)));  // a constant
-        float2 const base = remaining<C>(base2, j / 2);
-        float const penalty = slope_log2 * fabsf(first + further);
-        scores(i, j) = exp2f(scores(i, j) * p.scale_log2 - ((j % 2 ? base.y : base.x) + penalty));
-      }
+    for (int j = 0; j < size<1>(scores); ++j) {
+      int const further = int(get<1>(coords(i, j))) - int(get<1>(coords(i, 0)));  // a constant
+      scores(i, j) -= slope * fabsf(first + further);
     }
-    return;
   }
+}
+
+// What few calls ask for: a softcap or ALiBi, of scores that the scale does not yet multiply.
+template <class C, class Scores, class Coords>
+CUTE_DEVICE void adjust(Scores& scores, Coords const& coords, float const* base2, BackwardParams const& p,
+                        float const& slope, int between) {
+  if (p.slopes)
+    add_alibi(scores, coords, slope * float(M_LOG2E) / p.scale_log2, between);
+  else
+    cap<C>(scores, base2, p);
+}
+
+// Scores become weights.
+template <class C, class Scores>
+CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, BackwardParams const& p) {
 #pragma unroll
   for (int j = 0; j < size<1>(scores) / 2; ++j) {
     float2 const base = remaining<C>(base2, j);

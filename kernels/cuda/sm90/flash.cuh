@@ -37,9 +37,10 @@ namespace sdpa_cuda {
 
 using namespace cute;
 
-// Named barriers, counted behind those that CUTLASS keeps for itself. Ping-pong has two. Each of up to four consumers
-// has one of its own. Nobody ever waits at the last of the hardware's 16.
-constexpr int kPingPongBarrier = 0, kConsumerBarrier = 2, kMaxConsumers = 4, kNeverBarrier = 15;
+// Named barriers, counted behind those that CUTLASS keeps for itself. Ping-pong has one for each of its two or three
+// consumers. Each of up to four consumers has one of its own. Nobody ever waits at the last of the hardware's 16.
+constexpr int kPingPongBarrier = 0, kPingPongs = 3, kConsumerBarrier = kPingPongs, kMaxConsumers = 4,
+              kNeverBarrier = 15;
 static_assert(cutlass::arch::NamedBarrier::ReservedNamedBarrierCount + kConsumerBarrier + kMaxConsumers <=
               kNeverBarrier);
 
@@ -208,12 +209,12 @@ CUTE_DEVICE void fence_softmax(float sum) {
                : "memory");
 }
 
-// The ping-pong of two consumers by named barriers: each issues its WGMMAs only after the other has issued its own.
+// The ping-pong of consumers by named barriers: each issues its WGMMAs only after the one before it has issued its own.
 template <class C>
 struct PingPong {
   int consumer;
   static constexpr bool ON = C::TILE.ping_pong;
-  static_assert(!ON || C::CONSUMERS == 2);
+  static_assert(!ON || C::CONSUMERS <= kPingPongs);
   CUTE_DEVICE void begin() const {  // the last consumer lets the first one go ahead
     if (ON && consumer == C::CONSUMERS - 1) cutlass::arch::NamedBarrier::arrive(2 * kThreads, kPingPongBarrier);
   }

@@ -70,6 +70,16 @@ struct BackwardProducer {
     copy(tma.with(full, 0, TMA::CacheHintSm90::EVICT_FIRST), source, target);
   }
 
+  // Of block m of rows and a block of keys.
+  CUTE_DEVICE int flags_of(typename C::MaskPolicy const& mask, int m, int key_block) const {
+    int const row0 = m * C::BLOCK_M;
+    bool const end = C::BAND && (p.cu_q || p.q_lengths) && mask.rows < row0 + C::BLOCK_M;
+    int flags = end ? kRowsEnd : 0;
+#pragma unroll
+    for (int i = 0; i < C::CONSUMERS; ++i) flags |= mask.needs_mask(row0, key_block * C::BLOCK_N + i * kRows) << i;
+    return flags;
+  }
+
   CUTE_DEVICE void run(KeyScheduler const& scheduler) {
     Tensor mQ = tma_q.get_tma_tensor(make_shape(p.query_rows, p.D, p.H, p.B));
     Tensor mK = tma_k.get_tma_tensor(make_shape(p.key_rows, p.D, p.Hkv, p.B));
@@ -94,7 +104,7 @@ struct BackwardProducer {
       if (C::BAND && w.block * C::BLOCK_N >= keys.count) continue;
       typename C::MaskPolicy const mask(p, w.batch);
       Blocks const rows = rows_of_tile<C>(p, mask, w.batch, w.block);
-      int const count = rows.end - rows.begin, start = C::MaskPolicy::start(rows, w.block, p.semaphores);
+      int const count = rows.end - rows.begin, start = mask.start(rows, w.block, p.semaphores);
       auto const after_row = [&](int m) { return m + 1 == rows.end ? rows.begin : m + 1; };
       auto const from = make_coord(queries.first, _0{}, _0{});
       Tensor tQ =
@@ -116,7 +126,7 @@ struct BackwardProducer {
         if (C::BAND && p.slopes) const_cast<float volatile&>(s.slopes[i]) = p.slopes[w.batch * p.slopes_batch + head];
         int const block = first_block_of<C>(p, w.batch, head) + m;
         auto volatile& rows = *const_cast<RowsOfStep volatile*>(&s.steps[q_state.count % (2 * C::STAGES)]);
-        rows.m = m, rows.block = block;
+        rows.m = m, rows.block = block, rows.flags = flags_of(mask, m, w.block);
         load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i), p.base2 + int64_t(block) * C::BLOCK_M, s.base2[i],
              s.q_full[i]);
         q_state.advance();
@@ -300,18 +310,21 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     int target = -1;  // the block of rows whose grad_q is added next; the first one is nobody's
     clear(grad_k);
     clear(grad_v);
-    bool const rows_end = C::BAND && (p.cu_q || p.q_lengths), keys_end = C::BAND && (p.cu_k || p.k_lengths);
-    auto const rows_left = [&](uint32_t step) { return work.rows - s.rows_of(step).m * C::BLOCK_M; };
+    bool const keys_end = C::BAND && (p.cu_k || p.k_lengths);
+    auto const clear_rows_behind = [&](uint32_t step, auto const& rows) {
+      if (C::BAND && s.rows_of(step).flags & kRowsEnd)
+        clear_from<C::BLOCK_M>(rows(_, _, step % C::STAGES), work.rows - s.rows_of(step).m * C::BLOCK_M);
+    };
     // Memory that WGMMAs read answers late: numbers of rows are read a while before the accumulators are needed.
     auto begin_scores = [&](uint32_t step) {
       Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
-      if (C::BAND) clear_behind<C::BLOCK_M>(sQ(_, _, step % C::STAGES), rows_left(step), rows_end);
       if constexpr (C::WIDE) begin_with(score_rows, s.base2[step % C::STAGES] + pair);
+      clear_rows_behind(step, sQ);
     };
     auto begin_dp = [&](uint32_t step) {
       Full::wait(&s.do_full[step % C::STAGES], step / C::STAGES & 1);
-      if (C::BAND) clear_behind<C::BLOCK_M>(sDO(_, _, step % C::STAGES), rows_left(step), rows_end);
       if constexpr (C::WIDE) begin_with(dp_rows, s.delta[step % C::STAGES] + pair);
+      clear_rows_behind(step, sDO);
     };
     auto issue_scores = [&](uint32_t step) {
       if constexpr (!C::WIDE) forget(scores);
@@ -326,12 +339,14 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       float const* const base2 = s.base2[step % C::STAGES] + pair;
       warpgroup_wait<1>();  // scores are done, dP may not be
       warpgroup_fence_operand(scores);
-      if (C::BAND && p.softcap > 0.f) cap<C>(score_rows, base2, p);
-      exponentiate<C>(score_rows, coords, base2, p, s.slopes[step % C::STAGES],
-                      [&] { return s.rows_of(step).m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows; });
-      typename C::MaskPolicy const mask(p, work.N, work.rows, work.shift);
-      int const row0 = s.rows_of(step).m * C::BLOCK_M, key0 = work.key0 + consumer * kRows;
-      if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
+      if (C::BAND && (p.softcap > 0.f || p.slopes))
+        adjust<C>(score_rows, coords, base2, p, s.slopes[step % C::STAGES],
+                  s.rows_of(step).m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows);
+      exponentiate<C>(score_rows, base2, p);
+      int const key0 = work.key0 + consumer * kRows;
+      if (C::MASK == MaskKind::kNone ? key0 + kRows > p.N : s.rows_of(step).flags >> consumer & 1)
+        typename C::MaskPolicy(p, work.N, work.rows, work.shift)
+            .apply(score_rows, coords, s.rows_of(step).m * C::BLOCK_M, key0);
       uint32_t const counted = opaque(step);  // as an int it would be negative in every second work tile
       part_segments<C>(score_rows, coords, s.ids, counted % C::STAGES, opaque(threadIdx.x) / kThreads - 1);
       warpgroup_wait<0>();  // dP is done
@@ -376,16 +391,10 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       warpgroup_fence_operand(grad_v);
       if (signals) Empty::arrive(&s.do_empty[step % C::STAGES]);
       if constexpr (more.value) begin_scores(step + 1);
-      if constexpr (C::WIDE)
-        add_grad_q(step - 1);
-      else
-        release_q();
+      C::WIDE ? add_grad_q(step - 1) : release_q();
       if constexpr (more.value) issue_scores(step + 1), begin_dp(step + 1);
       warpgroup_wait<more.value ? 1 : 0>();  // the last one is done
-      if constexpr (C::WIDE)
-        release_q();
-      else
-        add_grad_q(step - 1);
+      C::WIDE ? release_q() : add_grad_q(step - 1);
       if constexpr (more.value) issue_dp(step + 1);
       target = s.rows_of(step).block;
       ++step;

@@ -171,9 +171,11 @@ CUTE_DEVICE void consume_values(BackwardParams const& p, PairStorage<C>& s, KeyS
   auto const make_weights = [&]() __attribute__((always_inline)) {
     int const i = c.stage_of(c.step), x = c.exchange_of(c.step);
     warpgroup_fence_operand(scores);
-    if (C::BAND && p.softcap > 0.f) cap<C>(score_rows, s.base2[i] + c.pair, p);
-    exponentiate<C>(score_rows, coords, s.base2[i] + c.pair, p, s.slopes[i],
-                    [&] { return c.m * C::BLOCK_M + c.work().shift - c.work().key0; });
+    if (C::BAND && (p.softcap > 0.f || p.slopes)) {
+      int const between = c.m * C::BLOCK_M + c.work().shift - c.work().key0;
+      adjust<C>(score_rows, coords, s.base2[i] + c.pair, p, s.slopes[i], between);
+    }
+    exponentiate<C>(score_rows, s.base2[i] + c.pair, p);
     typename C::MaskPolicy const mask(p, c.work().N, c.work().rows, c.work().shift);
     int const row0 = c.m * C::BLOCK_M, key0 = c.work().key0;
     if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);

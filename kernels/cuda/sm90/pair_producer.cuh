@@ -229,7 +229,7 @@ struct PairProducer {
       {
         typename C::MaskPolicy const mask(p, w.batch);
         Blocks const rows = rows_of_tile<C>(p, mask, w.batch, w.block);
-        m = C::MaskPolicy::start(rows, w.block);
+        m = C::SEGMENTS ? rows.begin : mask.start(rows, w.block);  // beside ids it would spill
         end = q_state.count + p.tile_heads * (rows.end - rows.begin);
         publish(s.drawn, {index, (w.block * kPair + int(rank())) * kRows, rows.begin, rows.end, m,
                           first_block_of<C>(p, w.batch, head), end + C::FIRST_STEP ^ (s.taken & 1 ? kOddTile : 0),

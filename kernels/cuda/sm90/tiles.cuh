@@ -7,7 +7,7 @@ namespace sdpa_cuda {
 struct Tile {
   int BLOCK_N;     // keys
   int stages;      // of the pipelines of keys and of values
-  bool ping_pong;  // two consumer warpgroups alternate: one's softmax runs beside the other's WGMMAs
+  bool ping_pong;  // consumer warpgroups take turns: one's softmax runs beside the others' WGMMAs
 };
 
 // CONSUMERS are warpgroups, each with 64 rows of queries. The number of stages is a power of two.
@@ -15,8 +15,9 @@ template <int D, int DV, MaskKind MASK, int CONSUMERS>
 constexpr Tile tile_of() {
   constexpr bool MASKED = MASK != MaskKind::kNone;
   // Four consumers have 112 registers per thread: 32 for acc, 32 for scores, 16 for weights. Three have room for blocks
-  // of 128 keys, which a long row visits with fewer pauses.
-  if (D <= 64) return CONSUMERS == 4 ? Tile{64, 4, false} : Tile{128, 2, false};
+  // of 128 keys, which a long row visits with fewer pauses. Under a mask they take turns; without one that is slightly
+  // slower.
+  if (D <= 64) return CONSUMERS == 4 ? Tile{64, 4, false} : Tile{128, 2, MASKED};
   // Three consumers have 160 registers per thread: 64 for acc, 40 for scores, 20 for weights. At D = 128 the tile takes
   // 208 KB of shared memory.
   if (D <= 128 && CONSUMERS == 3) return {80, 4, false};
