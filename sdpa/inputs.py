@@ -202,7 +202,7 @@ def fits_of(mask: Mask, sizes: Sizes, device: torch.device) -> Iterator[Fit]:
     if mask.prefix is not None and mask.has_band:
         yield Fit(("prefix",), lambda mask: (fit_prefix(mask.prefix, B, N, device),))
     if mask.alibi is not None:
-        yield Fit(("alibi",), lambda mask: (mask.alibi.to(torch.float32).reshape(-1, H),))
+        yield Fit(("alibi",), lambda mask: (in_rows(mask.alibi.to(torch.float32), H),))
 
 
 def fit_lengths(lengths: Tensor, B: int, limit: int) -> Tensor:
@@ -222,13 +222,18 @@ def fit_prefix(prefix: int | Tensor, B: int, N: int, device: torch.device) -> Te
     return fit_lengths(prefix, B, N)
 
 
+def in_rows(tensor: Tensor, size: int) -> Tensor:
+    """(size,) or (B, size) as (1 or B, size), where there is nothing in a row, too."""
+    return tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, size)
+
+
 def fit_segments(mask: Mask, M: int, N: int) -> tuple[Tensor, Tensor]:
     """Ids (B|1, M) and (B|1, N) from ids or cumulative lengths."""
     given: Any = mask.segments if mask.segments is not None else mask.cu_seqlens
     pair: tuple[Tensor, ...] = given if isinstance(given, tuple) else (given, given)
     if mask.cu_seqlens is not None:
         pair = tuple(ends_before(cu[1:], size) for cu, size in zip(pair, (M, N), strict=True))
-    queries, keys = (ids.reshape(-1, size) for ids, size in zip(pair, (M, N), strict=True))
+    queries, keys = (in_rows(ids, size) for ids, size in zip(pair, (M, N), strict=True))
     if torch.int64 not in (queries.dtype, keys.dtype):
         return as_int32(queries), as_int32(keys)
     if pair[0] is pair[1]:

@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 
 from sdpa.bench import tuner
 from sdpa.bench.problems import Problem
+from sdpa.cli.tune import alone
 from sdpa.dispatch import tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.device import device_of
@@ -50,6 +51,16 @@ def test_a_folder_that_nothing_can_be_written_to(tiny_grid, tmp_path, monkeypatc
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "tables"
     assert f"cannot write a table to {folder}: Not a directory" in complaint("tune", "--out", str(folder), code=1)
+
+
+def test_of_two_at_once_the_second_says_so(tiny_grid, tmp_path):
+    (tmp_path / "tables").mkdir()
+    path = table_in(tmp_path / "tables")
+    with alone(path):
+        assert f"another `sdpa tune` is measuring {path}" in complaint("tune", code=1)
+        assert "3 problems to measure" in call("tune", "--dry-run")
+    assert "3 problems measured" in call("tune", "--threads", "1")
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_tune_without_a_home(tiny_grid, homeless):

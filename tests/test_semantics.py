@@ -318,3 +318,58 @@ def test_lse_dtype_and_shape(dtype):
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert lse.shape == shape and out.dtype == dtype
     assert attention(*(t[0, 0] for t in qkv(dtype=dtype)), return_lse=True)[1].shape == (9,)
+
+
+@pytest.mark.parametrize("kernel", ["math", "cpu_flash", None])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("M, N", [(4, 0), (0, 4), (0, 0)])
+def test_segments_of_nothing(M, N, ids, kernel):
+    """No keys: zeros, and gradients of zeros. No queries: nothing."""
+    q, k, v = (draw(2, 3, rows, 8).requires_grad_() for rows in (M, N, N))
+    pair = tuple(torch.zeros(2, rows, dtype=ids) for rows in (M, N))
+    out = attention(q, k, v, Mask(segments=pair), kernel=kernel)
+    assert out.shape == (2, 3, M, 8) and bool((out == 0).all())
+    found = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(
+        grad.shape == leaf.shape and bool((grad == 0).all()) for grad, leaf in zip(found, (q, k, v), strict=True)
+    )
+
+
+def test_alibi_of_no_heads():
+    q = draw(2, 0, 4, 8)
+    assert attention(q, q, q, Mask(causal=True, alibi=torch.zeros(0))).shape == (2, 0, 4, 8)
+
+
+@pytest.mark.parametrize("mask", ["allowed", "bias", "lengths"])
+def test_a_row_without_a_key_is_zero_beside_nan(mask):
+    """In `math`, which defines what is right: NaN in its query, or in a value that nobody sees, reaches nobody."""
+    q, k, v = (draw(1, 2, rows, 8) for rows in (5, 4, 4))
+    q[:, :, 0] = torch.nan
+    allowed = torch.ones(1, 1, 5, 4, dtype=torch.bool)
+    allowed[:, :, 0] = False
+    masks = {
+        "allowed": allowed,
+        "bias": torch.zeros(1, 1, 5, 4).masked_fill(~allowed, -torch.inf),
+        "lengths": Mask(lengths=torch.tensor([0])),
+    }
+    rows = slice(0, 1) if mask != "lengths" else slice(None)
+    if mask == "lengths":
+        v[:, :, 1] = torch.nan
+    if mask == "bias":
+        q[:, :, 0] = 1.0  # NaN and -inf are NaN
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, masks[mask], kernel="math")
+    assert bool((out[:, :, rows] == 0).all()) and not bool(out.isnan().any())
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert bool((grads[0][:, :, rows] == 0).all()) and not any(bool(grad.isnan().any()) for grad in grads)
+
+
+def test_a_value_of_nan_leaves_a_row_without_a_key_zero():
+    q, k, v = (draw(1, 2, rows, 8) for rows in (5, 4, 4))
+    v[:, :, 2] = torch.nan
+    allowed = torch.ones(1, 1, 5, 4, dtype=torch.bool)
+    allowed[:, :, 3] = False
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, allowed, kernel="math")
+    assert bool((out[:, :, 3] == 0).all()) and bool(out[:, :, 0].isnan().all())
+    assert bool((torch.autograd.grad(out.sum(), q)[0][:, :, 3] == 0).all())

@@ -34,6 +34,7 @@ class Terms(NamedTuple):
     probabilities: Tensor  # [B, H, M, N], before dropout
     keep: Tensor | None  # [B, H, M, N], dropout's factor: 0 or 1 / (1 - p)
     slope: Tensor | None  # [B, H, M, N], derivative of softcap
+    dead: Tensor | None  # [B, H, M, 1], whether a row sees no key; None where all do
     q: Tensor
     k: Tensor
     v: Tensor
@@ -89,7 +90,11 @@ def ordinary_terms(inputs: AttentionInputs) -> Terms:
     out = per_group(weights, v)
     if v_bad is not None:
         out = out + poison(structured, inputs)
-    return Terms(out, lse, probabilities, keep, slope, q, k, v)
+    dead = None
+    if structured is not None or inputs.allowed is not None or inputs.bias is not None:
+        dead = (probabilities.detach() == 0).all(-1, keepdim=True)
+        out = out.masked_fill(dead, 0.0)  # a weight of 0 times NaN is NaN
+    return Terms(out, lse, probabilities, keep, slope, dead, q, k, v)
 
 
 def backward_terms(inputs: AttentionInputs, upstream: Results, bias_grad: bool) -> Gradients:
@@ -118,6 +123,9 @@ def ordinary_gradients(inputs: AttentionInputs, upstream: Results, bias_grad: bo
     if terms.keep is not None:
         grad_weights = grad_weights * terms.keep
     grad_scores = terms.probabilities * (grad_weights - delta.unsqueeze(-1))  # [B, H, M, N]
+    q = terms.q
+    if terms.dead is not None:
+        grad_scores, q = grad_scores.masked_fill(terms.dead, 0.0), q.masked_fill(terms.dead, 0.0)
     grad_bias = grad_sinks = None
     if bias_grad:
         grad_bias = grad_scores.sum_to_size(inputs.bias.shape).to(inputs.bias.dtype)
@@ -127,7 +135,7 @@ def ordinary_gradients(inputs: AttentionInputs, upstream: Results, bias_grad: bo
     if terms.slope is not None:
         grad_scores = grad_scores * terms.slope
     grad_q = per_group(grad_scores, terms.k) * inputs.scale
-    grad_k = over_group(grad_scores.mT @ terms.q, inputs) * inputs.scale
+    grad_k = over_group(grad_scores.mT @ q, inputs) * inputs.scale
     grad_v = over_group(weights.mT @ grad_out, inputs)
     dtype = inputs.q.dtype
     return Gradients(grad_q.to(dtype), grad_k.to(dtype), grad_v.to(dtype), grad_bias, grad_sinks)

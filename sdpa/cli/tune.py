@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.select import clear_caches
 from sdpa.testing import Case
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 TABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -106,19 +113,30 @@ def measure_table(request: Request) -> None:
     if folder is None:
         raise click.UsageError("this user's home is not known, so there is no folder for tables; give --out FOLDER")
     book = Book(folder / f"{facts.names[0]}.yaml", device, kernels)
+    if request.dry_run:
+        fill(book, request, begin)
+        return
+    require_writable(folder)
+    with alone(book.path):
+        fill(book, request, begin)
+
+
+def fill(book: Book, request: Request, begin: float) -> None:
+    """Measures what the book lacks, from `begin` on for as long as was asked, and publishes it."""
+    device, kernels = book.device, book.kernels
     if request.resume or kernels:
         book.open()
     todo = [problem for problem in tuner.grid(device) if not (request.resume and book.has(problem))]
     screen = console()
     kept = len(book.entries)
     screen.print(
-        f"{facts.description}: {len(todo)} problems to measure, {kept} kept, table {book.path}", soft_wrap=True
+        f"{device_of(device).description}: {len(todo)} problems to measure, {kept} kept, table {book.path}",
+        soft_wrap=True,
     )
     if request.dry_run:
         for problem in todo:
             screen.print(problem.label, soft_wrap=True)
         return
-    require_writable(folder)
 
     def say(line: str) -> None:
         screen.print(line, soft_wrap=True, markup=False)
@@ -132,6 +150,23 @@ def measure_table(request: Request) -> None:
     left = len(todo) - done
     screen.print(f"{done} problems measured" + (f", {left} left: run again with --resume" if left else ""))
     screen.print(f"written: {book.path}", soft_wrap=True)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While nobody else measures the same table: of two that did, the one that ended first would lose its figures."""
+    if fcntl is None:
+        yield
+        return
+    with path.with_name(path.name + ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise click.ClickException(f"another `sdpa tune` is measuring {path}") from None
+        try:
+            yield
+        finally:
+            Path(file.name).unlink(missing_ok=True)
 
 
 def require_writable(folder: Path) -> None:
