@@ -52,11 +52,10 @@ class _State:
     lock = threading.RLock()
     depth = 0
     replaced: list[tuple[ModuleType, str]] = []  # noqa: RUF012
-    seen: tuple[
-        Any, ...
-    ] = ()  # what told, when the modules were looked through last, whether that has to be done again
-    names: list[dict[str, Any]] = []  # noqa: RUF012  the names of each module that was looked through then
-    found: list[tuple[ModuleType, str]] = []  # noqa: RUF012  what was found then
+    # Of the last time that the modules were looked through: `traces` then, the names of each module, what was found.
+    seen: tuple[Any, ...] = ()
+    names: list[dict[str, Any]] = []  # noqa: RUF012
+    found: list[tuple[ModuleType, str]] = []  # noqa: RUF012
     passes: list[tuple[int, Any]] = []  # noqa: RUF012  Inductor's passes of ours, each with the depth it was installed at
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
-from sdpa.nn.accelerate import Report
+from sdpa.nn.accelerate import Report, nothing_reached
 from sdpa.patch import NAME, ROUTING
 
 DISPATCH = "dispatch_attention_fn"
@@ -63,17 +63,9 @@ def accelerate(model: torch.nn.Module) -> Report:
             processor.__class__ = routed(kind)
         report.swapped.append(name)
     if not report.swapped:
-        warnings.warn(nothing_reached(model, report), stacklevel=2)
+        instead = "sdpa.nn.accelerate(model, functional=True)"
+        warnings.warn(nothing_reached(model, report, "diffusers' attention processors", instead), stacklevel=2)
     return report
-
-
-def nothing_reached(model: torch.nn.Module, report: Report) -> str:
-    name, reason = next(iter(report.left.items()), ("", ""))
-    why = f"{name} {reason}" if report.left else "it has no attention processors"
-    return (
-        f"accelerate reached nothing in this {type(model).__name__}: {why}; sdpa.nn.accelerate(model, functional=True) "
-        "answers the calls of scaled_dot_product_attention that a model makes itself"
-    )
 
 
 def restore(model: torch.nn.Module) -> list[str]:

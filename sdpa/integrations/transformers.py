@@ -69,13 +69,9 @@ def attention_forward(
             else that would change the result and is not known here.
     """
     refuse_unknown(others)
-    M, N = query.shape[2], key.shape[2]
-    mask = mask_of(attention_mask, query.device, N)
-    causal = False
-    if isinstance(mask, Mask) and is_flag(mask):  # torch's own, set or not, by which a call is known again
-        causal, mask = mask.causal, None
-    elif mask is None and M > 1:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    N = key.shape[2]
+    causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask, causal = mask_and_flag(mask_of(attention_mask, query.device, N), query.shape[2] > 1 and bool(causal_here))
     further = documents_and_indices(others, mask, N)
     if position_bias is not None:
         further = Mask(bias=position_bias[..., :N]) if further is None else further & Mask(bias=position_bias[..., :N])
@@ -103,6 +99,14 @@ def attention_forward(
     if head_mask is not None:
         out = out * of_heads(head_mask, query.shape[1]).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def mask_and_flag(mask: Mask | Tensor | None, causal: bool) -> tuple[Mask | Tensor | None, bool]:
+    """The mask, and torch's own flag, by which a call is known again: that of a mask which says no more, or `causal`
+    where there is no mask."""
+    if isinstance(mask, Mask) and is_flag(mask):
+        return None, mask.causal
+    return mask, mask is None and causal
 
 
 def of_heads(factors: Tensor, H: int) -> Tensor:

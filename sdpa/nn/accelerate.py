@@ -97,15 +97,16 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
             model.register_forward_hook(route_back, always_call=True),
         )
     if not report.functional and not any(isinstance(module, OF_OURS) for module in model.modules()):
-        warnings.warn(nothing_reached(model, report), stacklevel=2)
+        warnings.warn(nothing_reached(model, report, "torch's attention modules", "functional=True"), stacklevel=2)
     return report
 
 
-def nothing_reached(model: torch.nn.Module, report: Report) -> str:
+def nothing_reached(model: torch.nn.Module, report: Report, kind: str, instead: str) -> str:
+    """The sentence for a model with none of a kind that could be swapped."""
     name, reason = next(iter(report.left.items()), ("", ""))
-    why = f"{name} {reason}" if report.left else "it has none of torch's attention modules"
+    why = f"{name} {reason}" if report.left else f"it has none of {kind}"
     return (
-        f"accelerate reached nothing in this {type(model).__name__}: {why}; functional=True answers the calls of "
+        f"accelerate reached nothing in this {type(model).__name__}: {why}; {instead} answers the calls of "
         "scaled_dot_product_attention that a model makes itself"
     )
 
