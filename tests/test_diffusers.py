@@ -172,9 +172,8 @@ def test_what_is_left_alone_and_why(unet):
 
 
 def test_that_nothing_was_reached_is_said(unet):
-    with pytest.warns(
-        UserWarning, match="^accelerate reached nothing in this Linear: it has none of diffusers' attention processors; "
-    ):
+    nothing = "^accelerate reached nothing in this Linear: it has none of diffusers' attention processors; "
+    with pytest.warns(UserWarning, match=nothing):
         accelerate(torch.nn.Linear(2, 2))
     unet.set_attn_processor(processors.AttnProcessor())
     with pytest.warns(
