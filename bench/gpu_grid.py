@@ -1,4 +1,5 @@
-"""The tuner's problems on a GPU: those of the suites, then what lies around them; the most usual ones first."""
+"""The tuner's problems on a GPU: those of the suites, then what lies around them; the most usual ones first. And drawn
+ones, on any device."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
+from sdpa.bench.drawn import drawn
 from sdpa.bench.problems import DIRECTIONS, Problem
 from sdpa.bench.suites import GPU_SUITES, MPS_WIDTH, TOKENS, WIDTH
 from sdpa.bench.suites import SUITES as SUITES_BY_NAME
@@ -27,6 +29,8 @@ WINDOW = 1024
 DECODE_HEADS = 32
 PLAIN = ("none", "causal")
 OTHERS = ("bias", "allowed", "lengths", "segments", "window")
+# What fewer kernels take than a table's kinds of masks tell.
+UNTOLD_MASKS = ("alibi",)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,13 @@ def mps_grid(device: str) -> tuple[Cell, ...]:
     return tuple(replace(cell, device=device) for cell in first.values())
 
 
+def drawn_grid(seed: int, count: int, device: str) -> tuple[Cell, ...]:
+    """`count` problems of suite `random` with this seed, less those that a table cannot tell from others."""
+    problems = drawn(seed, count, device.partition(":")[0])
+    told = [cell_of(p, explore=False) for p in problems if not p.call and p.mask not in UNTOLD_MASKS]
+    return tuple(replace(cell, device=device) for cell in {measurement(cell): cell for cell in told}.values())
+
+
 def measurement(cell: Cell) -> tuple[Any, ...]:
     """What makes two cells one: an alibi is causal, and how a call is made decides nothing about kernels."""
     mask = "causal" if cell.mask == "alibi" else cell.mask
@@ -73,9 +84,9 @@ def measurement(cell: Cell) -> tuple[Any, ...]:
     return cell.dtype, cell.precision if cell.dtype == "float32" else "", mask, cell.direction, *sizes
 
 
-def cell_of(problem: Problem) -> Cell:
+def cell_of(problem: Problem, explore: bool | None = None) -> Cell:
     given = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    return Cell(**given | {"host": False, "grad": False}, explore=explores(problem))
+    return Cell(**given | {"host": False, "grad": False}, explore=explores(problem) if explore is None else explore)
 
 
 def explores(problem: Problem) -> bool:

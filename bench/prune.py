@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sdpa.dispatch import select, tuning
+from sdpa.dispatch import select, tables, tuning
 from sdpa.dispatch.candidates import ranking
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import X86_TABLES
@@ -38,7 +38,7 @@ def is_of_cpu(device: str) -> bool:
 def prune(path: str, data: dict[str, Any]) -> dict[str, Any]:
     """The table with the entries that are needed, in their order, and how many were measured. Raises ValueError where
     it is no table of a CPU."""
-    buckets = tuning.parse(path, data).buckets
+    buckets = tables.parse(path, data).buckets
     if not is_of_cpu(data["device"]):
         raise ValueError(f"expected a table of a CPU, got one of {data['device']!r}")
     kept = needed(buckets)
@@ -47,7 +47,7 @@ def prune(path: str, data: dict[str, Any]) -> dict[str, Any]:
     return head | {"measured": data.get("measured", len(buckets)), "entries": entries}
 
 
-def needed(buckets: tuple[tuning.Bucket, ...]) -> list[bool]:
+def needed(buckets: tuple[tables.Bucket, ...]) -> list[bool]:
     """Which buckets must stay so that the choice for every bucket's problem stays."""
     problems = [problem_of(bucket) for bucket in buckets]
     wanted = [chosen(buckets, problem) for problem in problems]
@@ -60,21 +60,18 @@ def needed(buckets: tuple[tuning.Bucket, ...]) -> list[bool]:
         kept = [stays or wrong for stays, wrong in zip(kept, misled, strict=True)]
 
 
-def chosen(buckets: tuple[tuning.Bucket, ...], problem: AttentionProblem) -> Chosen:
+def chosen(buckets: tuple[tables.Bucket, ...], problem: AttentionProblem) -> Chosen:
     """Whom the dispatcher chooses, where these buckets are all that was measured."""
-    bucket, measured = tuning.nearest(buckets, problem), None
-    if bucket is not None:
-        scale = 1e-3 * tuning.work(problem) / tuning.bucket_work(bucket, problem)
-        measured = tuning.Measurement({name: ms * scale for name, ms in bucket.ms.items()}, "", bucket.tile)
+    measured = tuning.combined(tuning.near(tables.Table("", "", buckets), problem), problem)
     candidates = [select.candidate_of(kernel, problem, measured) for kernel in kernels_for("cpu")]
     able = [candidate for candidate in candidates if candidate.able]
     best = min(able, key=ranking(able))
     return best.kernel.name, best.tile
 
 
-def problem_of(bucket: tuning.Bucket) -> AttentionProblem:
+def problem_of(bucket: tables.Bucket) -> AttentionProblem:
     """The problem that a bucket was measured on, as far as its table tells."""
-    sizes: dict[str, Any] = dict(zip(tuning.SIZES, bucket.sizes, strict=True))
+    sizes: dict[str, Any] = dict(zip(tables.SIZES, bucket.sizes, strict=True))
     fields: dict[str, Any] = dict(MASK_FIELDS[bucket.mask])
     if sizes["H"] != sizes["Hkv"]:
         fields["features"] = fields.get("features", frozenset()) | {"gqa"}

@@ -29,7 +29,7 @@ from sdpa.bench.timing import (
 )
 from sdpa.bench.timing import device_race as race_on_device
 from sdpa.bench.workload import Workload, make_workload, precision
-from sdpa.dispatch import cost, select
+from sdpa.dispatch import cost, select, tuning
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
@@ -57,11 +57,11 @@ LONGEST = 4096  # forward only
 DECODE_LENGTHS = (256, 1024, 4096, 16384)
 DECODE_HEADS = 8
 # A problem's mask as the kind of a tuning table, where the words differ.
-GPU_KINDS = {"padding": "rows", "allowed": "dense", "alibi": "causal"}
+GPU_KINDS = {"padding": "rows", "allowed": "dense", "alibi": "causal", "lower_right": "causal"}
 CPU_KINDS = {
     **dict.fromkeys(("padding", "allowed", "bias", "bias_grad"), "dense"),
     **dict.fromkeys(("lengths", "segments"), "structured"),
-    "alibi": "causal",
+    **dict.fromkeys(("alibi", "lower_right"), "causal"),
 }
 ENTRY_FIELDS = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 # A call that takes the device longer than this hides what its launch takes the host.
@@ -135,6 +135,8 @@ def dtype_name(problem: Problem) -> str:
 
 def mask_kind(problem: Problem) -> str:
     """In the tuning tables' words (tuning.mask_kind)."""
+    if problem.mask == "lower_right" and problem.visible_pairs() >= tuning.NEARLY_ALL * problem.M * problem.N:
+        return "none"
     kinds = CPU_KINDS if problem.device.startswith("cpu") else GPU_KINDS
     return kinds.get(problem.mask, problem.mask)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from sdpa.dispatch import failure, tuning
+from sdpa.dispatch import failure, tables
 
 LAST = threading.local()
 # The functions by which `clear_caches` empties caches. Modules in higher layers that cache choices add theirs.
-CACHES: list[Callable[[], None]] = [tuning.read.cache_clear]
+CACHES: list[Callable[[], None]] = [tables.read.cache_clear]
 
 
 def clear_caches() -> None:

@@ -1,133 +1,149 @@
-"""Reads tuning tables: measured times per device, the user's tables over the shipped ones; nearest measured bucket.
+"""What tuning tables tell of a problem: the times of the measured problems that are near it.
 
-A table is one YAML file named after its device (`device.names`):
-
-    schema: 1
-    device: amd_zen4
-    date: 2026-01-31
-    versions: {torch: 2.13.0, sdpa: 0.1.0}
-    command: sdpa tune --suite cpu
-    card: {kind: cuda, vendor: nvidia, architecture: sm90, cores: 132, half_flops: 1.07e+15,
-      float32_flops: 6.7e+13, float64_flops: 3.3e+13, bandwidth: 4.9e+12}
-    entries:
-      - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
-         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [768, 384, 0, 0]}}
-
-`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. `card` is
-what a GPU reports of itself (`device.Device`). Where a GPU's own tables have nothing near a problem, the nearest card
-of its architecture answers, whose times are scaled (`cost.beside`).
-
-A bucket answers for a problem when it is near in every size (`distances`). Its dtype and its kind of mask are the
-problem's or, where nothing near was measured with those, the next that `dtype_names` and `mask_kinds` name.
+A bucket, which is one measured problem, is near where it differs by a small factor in every size (`distances`). Its
+dtype and its kind of mask are the problem's or those that `dtype_names` and `mask_kinds` name. On a CPU the nearest
+bucket answers. On a GPU the few nearest do: how much slower each kernel was there than the fastest, as a mean that
+weighs near buckets more (docs/log/choice.md). The tables of other cards of a GPU's architecture speak, too, a step
+behind its own; their times are scaled (`cost.beside`).
 """
 
 from __future__ import annotations
 
 import math
-import os
-import tempfile
-import warnings
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple
 
-import yaml
-
+from sdpa.dispatch import cost, tables
+from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.device import Device, device_of
-from sdpa.environment import tuning_dir
+from sdpa.dispatch.tables import SIZES, Bucket, Table
 from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 
-SCHEMA = 1
-SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
-HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
-TEXTS = ("direction", "dtype", "mask")
-SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
-PEAKS = ("half_flops", "float32_flops", "float64_flops", "bandwidth")
-CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fromkeys(PEAKS, float)}
-LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
 # A bucket that differs by more than this factor in any size is not used: the estimate is.
 FARTHEST = math.log(8.0)
-# A GPU kernel has instances for head sizes: a bucket of another head size is further away (docs/log/choice.md).
-HEAD_WEIGHT = 3.0
 # Batch and heads beyond what fills a device only multiply the time; they break ties between equally near buckets.
 PARALLEL_WEIGHT = 0.25
+# Query heads of a group beyond which more of them change nothing but the rows.
+GROUPS = 16
+# What another dtype of the same speed, and each further card, add to a distance; and each further kind of mask, which
+# speaks only where none of the kinds before it does.
+DTYPE_STEP = 0.1
+CARD_STEP = 0.1
+KIND_STEP = 20.0
+# A bucket weighs by one over the square of its distance and this.
+SOFTNESS = 0.1
+# How much slower than the fastest a kernel counts where a bucket lacks it: it could not run there, or was not worth it.
+UNHEARD = 2.0
 # Rows of queries one program of a GPU kernel takes, and how many programs per multiprocessor make a GPU full: beyond
 # two waves the last, partly filled one no longer decides.
 GPU_ROWS = 128
 GPU_WAVES = 2
 # A band under which this share of the pairs is visible counts as no mask.
 NEARLY_ALL = 0.9
-# The loader in C takes half the time of the one in Python, which the first call in a process waits for.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Bucket(NamedTuple):
-    """One measured problem: its sizes, and milliseconds by kernel."""
+class Reach(NamedTuple):
+    """How many buckets speak for a problem, and the weight of head sizes in a distance."""
 
-    direction: str
-    dtype: str
-    mask: str
-    sizes: tuple[int, ...]  # in the order of SIZES
-    ms: dict[str, float]
-    tile: dict[str, Tile]  # of the kernels that were measured with more than one
+    buckets: int
+    head_weight: float
 
 
-class Table(NamedTuple):
-    path: str
-    device: str
-    buckets: tuple[Bucket, ...]
-    card: Device | None = None  # the device, where the table says what it is
+CPU_REACH = Reach(1, 1.0)
+# A GPU kernel has instances for head sizes: a bucket of another head size is further away (docs/log/choice.md).
+GPU_REACH = Reach(5, 3.0)
+
+
+class Near(NamedTuple):
+    """A bucket near a problem, its distance, its table, and the card where that is another one than the problem's."""
+
+    distance: float
+    bucket: Bucket
+    table: Table
+    card: Device | None = None
+
+    @property
+    def weight(self) -> float:
+        return (self.distance + SOFTNESS) ** -2
+
+    def seconds(self, problem: AttentionProblem) -> dict[str, float]:
+        """By kernel: the bucket's, times how much larger the problem is, as on the problem's device."""
+        scale = 1e-3 * work(problem) / bucket_work(self.bucket)
+        kernels = by_name()
+        return {
+            name: ms * scale * (cost.beside(self.card, kernels[name], problem) if name in kernels else 1.0)
+            for name, ms in self.bucket.ms.items()
+        }
+
+    def __str__(self) -> str:
+        told = describe(self.bucket)
+        if self.card is None:
+            return f"{self.table.device}: {told}"
+        return f"scaled from {self.table.device}, a card of its architecture: {told}"
 
 
 class Measurement(NamedTuple):
-    """Times of the nearest bucket, scaled to the problem, and where they come from."""
+    """What tables tell of a problem: seconds by kernel, where they come from, and tiles by kernel."""
 
     seconds: dict[str, float]
     source: str
     tile: dict[str, Tile]
-    card: Device | None = None  # the one that was measured, where it is another one than the problem's
 
 
 def measured(problem: AttentionProblem) -> Measurement | None:
-    """The times that the tables of the problem's device have for it, else those of the nearest card of its
-    architecture that has some near it, else None."""
+    """What the tables of the problem's device tell of it, with those of other cards of its architecture; None where
+    nothing near it was measured."""
     device = device_of(problem.device)
-    for table in tables(device.names):
-        bucket = nearest(table.buckets, problem)
-        if bucket is not None:
-            return Measurement(times(bucket, problem), f"{table.device}: {describe(bucket)}", bucket.tile)
-    for table in related(device):
-        bucket = nearest(table.buckets, problem)
-        if bucket is not None:
-            source = f"scaled from {table.device}, a card of its architecture: {describe(bucket)}"
-            return Measurement(times(bucket, problem), source, bucket.tile, table.card)
-    return None
+    every = (near(table, problem) for table in tables.of(device.names))
+    found = next((own for own in every if own), [])  # the user's before shipped, the device's before its family's
+    for rank, table in enumerate(tables.related(device), 1):
+        further = near(table, problem, table.card)
+        found += [one._replace(distance=one.distance + CARD_STEP * rank) for one in further]
+    return combined(found, problem)
 
 
-def times(bucket: Bucket, problem: AttentionProblem) -> dict[str, float]:
-    """Seconds by kernel: a bucket's, times how much larger the problem is."""
-    scale = work(problem) / bucket_work(bucket, problem)
-    return {name: ms * 1e-3 * scale for name, ms in bucket.ms.items()}
+def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None:
+    """What buckets tell together: the fastest time of the nearest, times how much slower than the fastest each kernel
+    is in their geometric mean."""
+    heard = sorted(found, key=lambda one: one.distance)[: reach_of(problem).buckets]
+    if not heard:
+        return None
+    times = [one.seconds(problem) for one in heard]
+    fastest, weight = [min(seconds.values()) for seconds in times], sum(one.weight for one in heard)
+
+    def slower(name: str) -> float:
+        ratios = [seconds.get(name, UNHEARD * best) / best for seconds, best in zip(times, fastest, strict=True)]
+        logs = (one.weight * math.log(ratio) for one, ratio in zip(heard, ratios, strict=True))
+        return math.exp(sum(logs) / weight)
+
+    mean = {name: fastest[0] * slower(name) for name in dict.fromkeys(name for seconds in times for name in seconds)}
+    tiles = {name: tile for one in reversed(heard) for name, tile in one.bucket.tile.items()}
+    others = f", and {len(heard) - 1} near it" if len(heard) > 1 else ""
+    return Measurement(mean, f"{heard[0]}{others}", tiles)
 
 
-def nearest(buckets: tuple[Bucket, ...], problem: AttentionProblem) -> Bucket | None:
-    """The bucket of the same direction that is nearest in log space, within FARTHEST, of the first dtype and kind of
-    mask that has one."""
-    device = device_of(problem.device)
-    for dtype in dtype_names(problem):
-        for mask in mask_kinds(problem):
-            wanted = (problem.direction, dtype, mask)
-            found = [(distances(b, problem, device), b) for b in buckets if b[:3] == wanted]
-            near = [(weighed(steps, device), b) for steps, b in found if max(steps) <= FARTHEST]
-            if near:
-                return min(near, key=lambda pair: pair[0])[1]
-    return None
+def near(table: Table, problem: AttentionProblem, card: Device | None = None) -> list[Near]:
+    """The buckets of a table that are near a problem."""
+    device, dtypes, kinds = device_of(problem.device), dtype_names(problem), mask_kinds(problem)
+    weight = reach_of(problem).head_weight
+    found = []
+    for bucket in table.buckets:
+        if bucket.direction != problem.direction or bucket.dtype not in dtypes or bucket.mask not in kinds:
+            continue
+        steps = distances(bucket, problem, device)
+        if max(steps) <= FARTHEST:
+            kind = DTYPE_STEP * dtypes.index(bucket.dtype) + KIND_STEP * kinds.index(bucket.mask)
+            found.append(Near(kind + weighed(steps, weight), bucket, table, card))
+    return found
 
 
-def weighed(steps: list[float], device: Device) -> float:
+def reach_of(problem: AttentionProblem) -> Reach:
+    return CPU_REACH if problem.device_type == "cpu" else GPU_REACH
+
+
+def weighed(steps: list[float], head_weight: float) -> float:
     """The distance of a bucket by its steps (`distances`)."""
     _, _, D, Dv, *_ = steps
-    return sum(steps) + (0.0 if device.kind == "cpu" else (HEAD_WEIGHT - 1.0) * (D + Dv))
+    return sum(steps) + (head_weight - 1.0) * (D + Dv)
 
 
 def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list[float]:
@@ -138,7 +154,7 @@ def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list
         (N, problem.N),
         (D, problem.D),
         (Dv, problem.Dv),
-        (H // max(1, Hkv), problem.G),
+        (min(GROUPS, H // max(1, Hkv)), min(GROUPS, problem.G)),
         (fill(B * H, M, device), fill(problem.B * problem.H, problem.M, device)),
     )
     parallel = PARALLEL_WEIGHT * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
@@ -216,7 +232,7 @@ def work(problem: AttentionProblem) -> float:
     return max(1.0, problem.B * problem.H * problem.M * problem.N * (problem.D + problem.Dv))
 
 
-def bucket_work(bucket: Bucket, problem: AttentionProblem) -> float:
+def bucket_work(bucket: Bucket) -> float:
     B, H, _, M, N, D, Dv = bucket.sizes
     return max(1.0, B * H * M * N * (D + Dv))
 
@@ -224,170 +240,3 @@ def bucket_work(bucket: Bucket, problem: AttentionProblem) -> float:
 def describe(bucket: Bucket) -> str:
     sizes = ",".join(f"{name}{size}" for name, size in zip(SIZES, bucket.sizes, strict=True))
     return f"measured at {sizes} {bucket.mask}"
-
-
-def tables(names: tuple[str, ...]) -> list[Table]:
-    """The readable tables for a device: user's before shipped, specific before general."""
-    found = (read(str(folder / f"{name}.yaml")) for name in names for folder in folders())
-    return [table for table in found if table is not None]
-
-
-def related(device: Device) -> list[Table]:
-    """The tables of other GPUs of a device's architecture, the nearest in peaks and bandwidth first."""
-    if not device.architecture:
-        return []
-    paths = (path for folder in folders() for path in files_in(folder, f"{device.vendor}_*.yaml"))
-    found = [t for path in paths if path.stem not in device.names and (t := read(str(path))) is not None]
-    near = [(distance(t.card, device), t) for t in found if t.card and t.card.architecture == device.architecture]
-    return [table for _, table in sorted(near, key=lambda pair: pair[0])]
-
-
-def distance(card: Device, device: Device) -> float:
-    pairs = ((card.half_flops, device.half_flops), (card.bandwidth, device.bandwidth), (card.cores, device.cores))
-    return sum(abs(math.log(a / b)) for a, b in pairs)
-
-
-def files_in(folder: Path, pattern: str) -> list[Path]:
-    """The files of a folder, in one order. A folder that this user may not search has none."""
-    try:
-        return sorted(folder.glob(pattern))
-    except OSError:
-        return []
-
-
-def folders() -> list[Path]:
-    """Where tables are looked for, the first first."""
-    own = tuning_dir()
-    return [SHIPPED] if own is None else [own, SHIPPED]
-
-
-def is_there(path: Path) -> bool:
-    """Whether there is such a file. A folder that this user may not search has none."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-@lru_cache(maxsize=64)
-def read(path: str) -> Table | None:
-    """A table, or None where there is no file; a broken one is named in a warning and ignored as a whole."""
-    if not is_there(Path(path)):
-        return None
-    try:
-        return parse(path, load(Path(path).read_text()))
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        warnings.warn(f"tuning table {path} is ignored: {error}", stacklevel=2)
-        return None
-
-
-def load(text: str) -> Any:
-    """The data of a YAML text. Raises ValueError or YAMLError, also where PyYAML raises what its look-ups do."""
-    try:
-        return yaml.load(text, Loader=LOADER)
-    except (LookupError, AttributeError) as error:
-        raise ValueError(f"a value is none of its tag's ({type(error).__name__}: {error})") from None
-    except RecursionError:
-        raise ValueError("its lists are nested too deep") from None
-
-
-def parse(path: str, data: object) -> Table:
-    """Check `data` against the schema. Raises ValueError that names what is wrong."""
-    if not isinstance(data, dict):
-        raise ValueError(f"expected a mapping, got {type(data).__name__}")
-    for key, kind in HEADER.items():
-        value = data.get(key)
-        if not isinstance(value, kind) or value is None or isinstance(value, bool):
-            raise ValueError(f"expected '{key}' to be a {kind.__name__}, got {data.get(key)!r}")
-    if data["schema"] != SCHEMA:
-        raise ValueError(f"expected schema {SCHEMA}, got {data['schema']}")
-    if data["device"] != Path(path).stem:
-        raise ValueError(f"expected a table of device {Path(path).stem}, got one of {data['device']!r}")
-    buckets = tuple(parse_entry(number, entry) for number, entry in enumerate(data["entries"]))
-    return Table(path, data["device"], buckets, parse_card(data.get("card"), data["device"]))
-
-
-def card_of(device: Device) -> dict[str, Any]:
-    """What a table says of a GPU, in the form that `parse_card` reads."""
-    return {name: kind(getattr(device, name)) for name, kind in CARD.items()}
-
-
-def parse_card(card: object, name: str) -> Device | None:
-    """The device of a table. Raises ValueError where a fact is missing or no fact of a device."""
-    if card is None:
-        return None
-    if not isinstance(card, dict) or not all(is_fact(card.get(key), kind) for key, kind in CARD.items()):
-        raise ValueError(f"expected card to map {', '.join(CARD)} to what they are, got {card!r}")
-    return Device(description=name, names=(name,), **{key: card[key] for key in CARD})
-
-
-def is_fact(value: object, kind: type) -> bool:
-    """A text that is not empty, a positive integer, or a positive finite number."""
-    if kind is str:
-        return isinstance(value, str) and value != ""
-    return is_size(value) if kind is int else is_time("", value)
-
-
-def parse_entry(number: int, entry: object) -> Bucket:
-    if not isinstance(entry, dict):
-        raise ValueError(f"entry {number}: expected a mapping, got {entry!r}")
-    named = [entry.get(key) for key in TEXTS]
-    texts = [text for text in named if isinstance(text, str)]
-    if len(texts) < len(TEXTS):
-        raise ValueError(f"entry {number}: expected direction, dtype and mask, got {named!r}")
-    given = tuple(entry.get(name) for name in SIZES)
-    sizes = tuple(size for size in given if is_size(size))
-    if len(sizes) < len(SIZES):
-        raise ValueError(f"entry {number}: expected positive integers for {', '.join(SIZES)}, got {given!r}")
-    ms = entry.get("ms")
-    if not isinstance(ms, dict) or not ms or not all(is_time(name, value) for name, value in ms.items()):
-        raise ValueError(f"entry {number}: expected ms to map kernels to positive milliseconds, got {ms!r}")
-    times = {name: float(value) for name, value in ms.items()}
-    direction, dtype, mask = texts
-    return Bucket(direction, dtype, mask, sizes, times, parse_tiles(number, entry.get("tile", {}), times))
-
-
-def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str, Tile]:
-    """Tiles by kernel. Raises ValueError where one is no tile, or of a kernel without a time."""
-    if not isinstance(tiles, dict) or not all(name in times and is_tile(value) for name, value in tiles.items()):
-        fields = ", ".join(Tile._fields)
-        raise ValueError(f"entry {number}: expected tile to map kernels of ms to [{fields}], got {tiles!r}")
-    return {name: Tile(*value) for name, value in tiles.items()}
-
-
-def is_size(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
-
-
-def is_tile(value: object) -> bool:
-    """Four integers, the blocks positive, warps and stages not negative."""
-    if not isinstance(value, list) or len(value) != len(Tile._fields):
-        return False
-    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in value)
-    return whole and min(value[:2]) > 0 and min(value[2:]) >= 0 and max(value) <= LARGEST
-
-
-def is_time(name: object, value: object) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return isinstance(name, str) and 0 < value <= LARGEST
-
-
-def write(path: Path, data: dict[str, Any]) -> None:
-    """Replace a table that has been checked, and forget what was read before."""
-    parse(str(path), data)
-    save(path, data)
-    read.cache_clear()
-
-
-def save(path: Path, data: dict[str, Any]) -> None:
-    """Replace a file atomically: a reader sees the old one or the new one. The folder is created private."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            yaml.safe_dump(data, file, sort_keys=False, width=160, default_flow_style=None)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

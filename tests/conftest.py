@@ -12,7 +12,7 @@ from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
 from helpers import CPU_TILES
-from sdpa.dispatch import cost, device, tuning
+from sdpa.dispatch import cost, device, tables, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.select import clear_caches
 from sdpa.inputs import Options, build_inputs
@@ -105,7 +105,7 @@ def user(tmp_path, monkeypatch):
     """The user's folder, empty; no table is shipped."""
     folder = tmp_path / "user"
     monkeypatch.setenv("SDPA_TUNING_DIR", str(folder))
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
     (tmp_path / "shipped").mkdir()
     clear_caches()
     yield folder

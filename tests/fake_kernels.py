@@ -7,7 +7,7 @@ import types
 
 import torch
 
-from sdpa.dispatch import candidates, catalog, select, tuning
+from sdpa.dispatch import candidates, catalog, select, tables
 from sdpa.dispatch.kernel import Kernel, load_module
 from sdpa.problem import Gradients, Results, Tile
 
@@ -50,7 +50,7 @@ def catalog_of_fakes(monkeypatch, tmp_path):
     """The body of a fixture: a function that puts rows (name, error, limits) in the catalog's place, the fastest first,
     and returns their modules."""
     monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path)
 
     def put(*given):
         made = [

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sdpa.bench.contest import Entry, Row
 from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Timing
-from sdpa.dispatch import device
+from sdpa.dispatch import device, tables, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.problem import AttentionProblem, Tile
 
@@ -115,6 +115,12 @@ def table(*entries, **changes):
         "command": "sdpa tune",
     }
     return {**header, "entries": list(entries), **changes}
+
+
+def nearest(buckets, problem):
+    """The bucket that speaks first for a problem, or None."""
+    found = tuning.near(tables.Table("", "", buckets), problem)
+    return min(found, key=lambda near: near.distance).bucket if found else None
 
 
 def put(folder, data, name=DEVICE_NAME):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import sdpa
+from helpers import nearest
 from sdpa.bench import ceilings, timing, truth, tuner, workload, written_out
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, WINDOW, Problem, square
 from sdpa.bench.suites import GPU_SUITES, SUITES
-from sdpa.dispatch import tuning
+from sdpa.dispatch import tables
 from sdpa.problem import AttentionProblem
 
 # Those that the tuner's CPU grid is made of.
@@ -269,10 +270,10 @@ def test_a_measured_entry_is_one_the_dispatcher_reads(mask, direction, tmp_path)
     problem = square(161, 16, dtype="float32", mask=mask, direction=direction)  # wider than the window
     entry = tuner.measure(problem, 0.0)
     assert tuner.entry_key_of(entry) == tuner.entry_key(problem)
-    bucket = tuning.parse_entry(0, entry)
+    bucket = tables.parse_entry(0, entry)
     assert "math" in bucket.ms and all(ms > 0 for ms in bucket.ms.values())
     asked = AttentionProblem.of(tuner.inputs_of(workload.make_workload(problem)), direction)
-    assert tuning.nearest((bucket,), asked) is bucket
+    assert nearest((bucket,), asked) is bucket
 
 
 def test_ceilings(monkeypatch):

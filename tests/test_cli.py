@@ -29,7 +29,7 @@ from sdpa.cli.app import app
 from sdpa.cli.cases import cases
 from sdpa.cli.check import Verdict, chosen_cases
 from sdpa.cli.common import counted
-from sdpa.dispatch import tuning
+from sdpa.dispatch import tables
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.explain import STATUSES
@@ -110,17 +110,17 @@ def test_info_names_a_broken_table(tmp_path):
 
 
 def test_info_of_a_device_without_a_table(user):
-    tables = json.loads(call("info", "--json"))["tuning tables"]
-    assert tables["cpu"] == "no tuning table for this device; times are estimated"
-    assert {text for path, text in tables.items() if path.endswith(".yaml")} == {"not there"}
+    found = json.loads(call("info", "--json"))["tuning tables"]
+    assert found["cpu"] == "no tuning table for this device; times are estimated"
+    assert {text for path, text in found.items() if path.endswith(".yaml")} == {"not there"}
 
 
 def test_info_of_a_table_that_needs_no_entry(user):
     name = device_of("cpu").names[0]
     head = {"schema": 1, "device": name, "date": "2026-01-01", "versions": {}, "command": "sdpa tune", "entries": []}
-    tuning.write(user / f"{name}.yaml", head)
-    tables = json.loads(call("info", "--json"))["tuning tables"]
-    assert tables[str(user / f"{name}.yaml")] == "there, without entries; times are estimated" and "cpu" not in tables
+    tables.write(user / f"{name}.yaml", head)
+    found = json.loads(call("info", "--json"))["tuning tables"]
+    assert found[str(user / f"{name}.yaml")] == "there, without entries; times are estimated" and "cpu" not in found
 
 
 # explain

@@ -13,10 +13,11 @@ from helpers import call, complaint
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from sdpa.bench import tuner
+from sdpa.bench import gpu_grid, tuner
+from sdpa.bench.drawn import drawn
 from sdpa.bench.problems import Problem
 from sdpa.cli.tune import alone
-from sdpa.dispatch import tuning
+from sdpa.dispatch import tables
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.device import device_of
 
@@ -39,7 +40,7 @@ def test_tune_writes_a_table_that_explain_reads(tiny_grid, tmp_path):
     text = call("tune", "--threads", "1")
     path = table_in(tmp_path / "tables")
     assert "3 problems measured" in text and str(path) in text
-    table = tuning.read(str(path))
+    table = tables.read(str(path))
     assert len(table.buckets) == 3 and all("math" in bucket.ms for bucket in table.buckets)
     assert "measured at" in call("explain", "--shape", "1,2,9,9,8")
     assert "3 measured entries" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
@@ -66,7 +67,7 @@ def test_of_two_at_once_the_second_says_so(tiny_grid, tmp_path):
 def test_tune_without_a_home(tiny_grid, homeless):
     assert "home is not known" in complaint("tune", code=2)
     paths = json.loads(call("info", "--json"))["tuning tables"]
-    assert all(str(tuning.SHIPPED) in path for path in paths if path.endswith(".yaml"))
+    assert all(str(tables.SHIPPED) in path for path in paths if path.endswith(".yaml"))
 
 
 def test_tune_resumes(tiny_grid, tmp_path, monkeypatch):
@@ -82,7 +83,7 @@ def test_tune_stops_at_its_time_limit(tiny_grid, tmp_path, monkeypatch):
     ticks = iter([0.0, 1.0, 59.0, 61.0])
     monkeypatch.setattr("sdpa.cli.tune.time.monotonic", lambda: next(ticks, 99.0))
     text = call("tune", "--out", str(tmp_path), "--time-limit", "1")
-    assert "1 left: run again with --resume" in text and len(tuning.read(str(table_in(tmp_path))).buckets) == 2
+    assert "1 left: run again with --resume" in text and len(tables.read(str(table_in(tmp_path))).buckets) == 2
 
 
 def test_tune_refuses_a_wrong_kernel(tiny_grid, tmp_path, monkeypatch):
@@ -131,7 +132,7 @@ def test_tune_goes_on_from_what_an_interruption_left(tiny_grid, tmp_path, monkey
     calls = interrupt_after(monkeypatch, 1)
     text = call("tune", "--out", str(tmp_path), "--resume")
     assert "1 problems to measure, 2 kept" in text and calls == [tiny_grid[2]]
-    assert len(tuning.read(str(table_in(tmp_path))).buckets) == 3 and not partial_in(tmp_path).exists()
+    assert len(tables.read(str(table_in(tmp_path))).buckets) == 3 and not partial_in(tmp_path).exists()
 
 
 def test_tune_starts_anew_without_resume(tiny_grid, tmp_path, monkeypatch):
@@ -177,8 +178,8 @@ def test_tune_resumes_a_kernel_that_has_no_figures(tiny_grid, tmp_path):
     call("tune", "--out", str(tmp_path), "--kernel", "math")
     text = call("tune", "--out", str(tmp_path), "--kernel", "math", "--kernel", "cpu_flash", "--resume")
     assert "3 problems to measure, 3 kept" in text
-    tables = tuning.read(str(table_in(tmp_path)))
-    assert all(set(bucket.ms) == {"math", "cpu_flash"} for bucket in tables.buckets)
+    table = tables.read(str(table_in(tmp_path)))
+    assert all(set(bucket.ms) == {"math", "cpu_flash"} for bucket in table.buckets)
     assert "0 problems to measure" in call("tune", "--out", str(tmp_path), "--kernel", "math", "--resume")
 
 
@@ -188,7 +189,7 @@ def test_tune_tells_of_a_kernel_that_fails(tiny_grid, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "forward", lambda *_: 1 / 0)
     text = call("tune", "--out", str(tmp_path))
     assert f"{tiny_grid[0].label}: math [] fails: ZeroDivisionError" in text
-    assert not any("math" in b.ms for b in tuning.read(str(table_in(tmp_path))).buckets if b.direction == "forward")
+    assert not any("math" in b.ms for b in tables.read(str(table_in(tmp_path))).buckets if b.direction == "forward")
 
 
 def test_tune_of_an_unknown_kernel():
@@ -207,3 +208,34 @@ def test_tune_does_not_mix_torch_versions(tiny_grid, tmp_path):
 def test_tune_dry_run_writes_nothing(tiny_grid, tmp_path):
     text = call("tune", "--out", str(tmp_path), "--dry-run")
     assert tiny_grid[0].label in text and not table_in(tmp_path).exists()
+
+
+def test_tune_adds_drawn_problems(tiny_grid, tmp_path, monkeypatch):
+    """The table keeps what it has, and no other problem of the grid is measured."""
+    call("tune", "--out", str(tmp_path))
+    before = tables.read(str(table_in(tmp_path))).buckets
+    small = Problem(2, 2, 9, 9, 8, mask="causal")
+    monkeypatch.setattr(gpu_grid, "drawn", lambda seed, count, device: (small,) if seed == 7 else ())
+    told = call("tune", "--out", str(tmp_path), "--problems", "3", "--seed", "7")
+    assert "1 problems to measure" in told
+    after = tables.read(str(table_in(tmp_path))).buckets
+    assert after[: len(before)] == before and after[-1].sizes == (2, 2, 2, 9, 9, 8, 8)
+    assert "0 problems to measure" in call("tune", "--out", str(tmp_path), "--problems", "3", "--seed", "7")
+
+
+def test_drawn_problems_are_those_that_a_table_can_tell():
+    every = drawn(3, 200, "cuda")
+    cells = gpu_grid.drawn_grid(3, 200, "cuda:0")
+    assert {cell.device for cell in cells} == {"cuda:0"} and not any(cell.explore for cell in cells)
+    assert {problem.call for problem in every} > {cell.call for cell in cells} == {""}
+    assert "alibi" in {problem.mask for problem in every} and "alibi" not in {cell.mask for cell in cells}
+    assert len({tuner.entry_key(cell) for cell in cells}) >= len(cells) - 2
+
+
+def test_rows_behind_a_cache_are_measured_as_what_they_see():
+    few, many = (Problem(1, 8, M, 4096, 64, mask="lower_right", device="cuda") for M in (8, 2048))
+    assert (tuner.mask_kind(few), tuner.mask_kind(many)) == ("none", "causal")
+
+
+def test_a_seed_of_nothing():
+    assert "--seed says which problems --problems draws; give --problems K, too" in complaint("tune", "--seed", "3")

@@ -286,3 +286,11 @@ def test_a_scale_that_wants_a_gradient():
     with torch.no_grad():
         out = sdpa.scaled_dot_product_attention(q, q, q, scale=scale)
     assert torch.allclose(out, sdpa.scaled_dot_product_attention(q, q, q, scale=0.3))
+
+
+def test_out_of_memory_of_the_cpu_library_is_torchs_error_and_names_the_problem():
+    """Its allocations fail with an error of their own, which the dispatcher has to know. 70 TB from inputs that are
+    expanded."""
+    q, k = (torch.ones(1, 1, 1, 64).expand(1 << 14, 1 << 10, rows, 64) for rows in (1 << 14, 4))
+    with pytest.raises(torch.OutOfMemoryError, match=r"kernel cpu_flash ran out of memory on .*B=16384.*no room"):
+        sdpa.scaled_dot_product_attention(q, k, k, kernel="cpu_flash")

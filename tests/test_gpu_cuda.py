@@ -355,3 +355,43 @@ def test_nothing_but_its_own_rows_and_keys():
         t.copy_(torch.randn_like(t))
     inputs = build_inputs(q, k, v, Options())
     right(check_inputs("cuda_flash", inputs, torch.randn_like(q)), "an island")
+
+
+def test_out_of_memory_is_torchs_error_and_names_kernel_and_problem():
+    """The library's allocations fail with an error of their own, which the dispatcher has to know."""
+    q, k, v = (torch.randn(1, 16, 1 << 16, 64, device="cuda", dtype=BFLOAT16) for _ in range(3))
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (16 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"kernel cuda_flash ran out of memory .*no room for"):
+            sdpa.scaled_dot_product_attention(q, k, v, kernel="cuda_flash")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+BEYOND = {
+    "in_order": (
+        {"deterministic": True},
+        "expected head sizes up to 128 for a deterministic backward, got 192",
+    ),
+    "scale": ({"scale": -1.0}, "expected a positive scale, got -1"),
+    "blocks": ({"packed": True}, "expected fewer blocks of 8 queries than 2147483647"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_the_operator_of_the_backward_refuses_what_it_cannot(name):
+    """What the dispatcher's rules keep from it, in a call of the operator itself."""
+    given, message = BEYOND[name]
+    B, rows, D = (1 << 13, 1 << 17, 8) if "packed" in given else (1, 64, 192)
+    q = torch.randn(1, 16, rows, D, device="cuda", dtype=BFLOAT16)
+    lse = torch.zeros(1, 16, rows, device="cuda")
+    cu = torch.linspace(0, rows, B + 1, device="cuda").int() if "packed" in given else None
+    plain = (given.get("scale", 1.0), -1, -1, False, None, None, 0.0)
+    packed = (cu, cu, rows, rows) if "packed" in given else (None, None, 0, 0)
+    by_name()["cuda_flash"].load().operators()
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.sdpa_cuda.flash_backward(
+            q, q, q, q, q, lse, None, *plain, *packed, False, given.get("deterministic", False)
+        )

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers import CPU_TILES, DEVICE_NAME, call, complaint, entry, put, table
+from helpers import CPU_TILES, DEVICE_NAME, call, complaint, entry, nearest, put, table
 from sdpa.bench import prune
-from sdpa.dispatch import select, tuning
+from sdpa.dispatch import select, tables, tuning
 from sdpa.dispatch.context import ALL_TOGGLES
 
 OURS = {"cpu_flash": 1.0, "vendor_cpu_flash": 2.0, "math": 3.0}
 TORCHS = OURS | {"vendor_cpu_flash": 0.5}
-SHIPPED = sorted(Path(tuning.SHIPPED).glob("*.yaml"))
+SHIPPED = sorted(Path(tables.SHIPPED).glob("*.yaml"))
 OF_CPUS = [path for path in SHIPPED if prune.is_of_cpu(path.stem)]
 
 
@@ -31,7 +31,7 @@ def pruned(*entries):
 
 def choices(entries):
     """What the dispatcher itself chooses for these entries' problems, by the table that is there."""
-    problems = map(prune.problem_of, tuning.parse(f"{DEVICE_NAME}.yaml", table(*entries)).buckets)
+    problems = map(prune.problem_of, tables.parse(f"{DEVICE_NAME}.yaml", table(*entries)).buckets)
     select.clear_caches()
     chosen = [select.choose(problem, "", ALL_TOGGLES) for problem in problems]
     return [(choice.kernel.name, choice.tile) for choice in chosen]
@@ -41,7 +41,7 @@ def test_what_the_estimate_says_too_leaves(user):
     told = prune.prune(f"{DEVICE_NAME}.yaml", table(*grid()))
     assert told["entries"] == [] and told["measured"] == 12 and told["command"] == "sdpa tune"
     put(user, told)
-    assert tuning.read(str(user / f"{DEVICE_NAME}.yaml")).buckets == ()
+    assert tables.read(str(user / f"{DEVICE_NAME}.yaml")).buckets == ()
     again = prune.prune(f"{DEVICE_NAME}.yaml", told)
     assert again == told, "how many were measured stays"
 
@@ -78,10 +78,10 @@ def test_another_tile_is_another_choice(several_tiles):
 @pytest.mark.parametrize("mask", prune.MASK_FIELDS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_an_entry_is_read_as_its_problem(mask, direction):
-    (bucket,) = tuning.parse("x.yaml", table(entry(OURS, mask=mask, direction=direction, Hkv=2), device="x")).buckets
+    (bucket,) = tables.parse("x.yaml", table(entry(OURS, mask=mask, direction=direction, Hkv=2), device="x")).buckets
     problem = prune.problem_of(bucket)
     assert (tuning.mask_kind(problem), problem.direction, problem.G) == (mask, direction, 4)
-    assert "gqa" in problem.features and tuning.nearest((bucket,), problem) is bucket
+    assert "gqa" in problem.features and nearest((bucket,), problem) is bucket
 
 
 def test_shipped_tables_of_cpus_are_pruned():
@@ -94,7 +94,7 @@ def test_shipped_tables_of_cpus_are_pruned():
 def test_tune_prunes_a_file(own_surroundings, tmp_path):
     path = put(tmp_path, table(*grid(((64, 64),))))
     assert "12 entries, 8 needed" in call("tune", "--prune", str(path))
-    assert len(tuning.read(str(path)).buckets) == 8 and yaml.safe_load(path.read_text())["measured"] == 12
+    assert len(tables.read(str(path)).buckets) == 8 and yaml.safe_load(path.read_text())["measured"] == 12
     before = path.read_text()
     assert "8 entries, 8 needed" in call("tune", "--prune", str(path)) and path.read_text() == before
 

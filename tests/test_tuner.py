@@ -13,7 +13,7 @@ from sdpa.bench.gpu_grid import Cell
 from sdpa.bench.suites import GPU_SUITES
 from sdpa.bench.timing import Timing
 from sdpa.bench.workload import make_workload
-from sdpa.dispatch import select, tuning
+from sdpa.dispatch import select, tables, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.problem import AttentionProblem, Results, Tile
 from sdpa.torch_private import float32_precision
@@ -58,7 +58,7 @@ def test_all_tiles_are_tried_where_a_cell_explores(user, monkeypatch):
     contest = tuner.Contest(("cpu_flash",))
     found = tuner.measure(replace(cell, explore=True), 0.0, contest)
     assert set(seen) == set(CPU_TILES) and Tile(*found["tile"]["cpu_flash"]) in CPU_TILES
-    assert list(found["ms"]) == ["cpu_flash"] and tuning.parse_entry(0, found)
+    assert list(found["ms"]) == ["cpu_flash"] and tables.parse_entry(0, found)
     seen.clear()
     tuner.measure(cell, 0.0, contest)
     assert set(seen) == {CPU_TILES[0]}, "nothing learnt: the first guess alone"

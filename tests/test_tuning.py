@@ -13,7 +13,7 @@ import yaml
 import sdpa
 from helpers import CPU_TILES, DEVICE_NAME, PROBLEM, entry, put, table
 from sdpa import environment
-from sdpa.dispatch import select, tuning
+from sdpa.dispatch import select, tables, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.context import ALL_TOGGLES
 from sdpa.problem import Tile
@@ -106,28 +106,28 @@ def test_a_folder_in_place_of_a_table_is_no_table(user):
 def test_a_folder_that_may_not_be_searched_has_no_table(user, monkeypatch):
     """Another user's home, as where HOME=/root stays behind."""
     put(user, table(entry({"math": 0.001})))
-    stat_of = tuning.Path.stat
+    stat_of = tables.Path.stat
 
     def refusing(path, **options):
         if user in path.parents:
             raise PermissionError(13, "Permission denied", str(path))
         return stat_of(path, **options)
 
-    monkeypatch.setattr(tuning.Path, "stat", refusing)
+    monkeypatch.setattr(tables.Path, "stat", refusing)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "measured" not in select.choose(PROBLEM, "", 0b1111).reason
 
 
 def test_a_user_without_a_home_has_the_shipped_tables(user, homeless):
-    put(tuning.SHIPPED, table(entry({"math": 0.001})))
+    put(tables.SHIPPED, table(entry({"math": 0.001})))
     assert environment.tuning_dir() is None
     assert select.choose(PROBLEM, "", 0b1111).kernel.name == "math"
 
 
 def test_a_broken_table_warns_once_and_the_shipped_one_serves(user):
     put(user, "entries: [}")
-    put(tuning.SHIPPED, table(entry({"math": 0.001})))
+    put(tables.SHIPPED, table(entry({"math": 0.001})))
     with pytest.warns(UserWarning) as caught:
         first = select.choose(PROBLEM, "", 0b1111)
         select.choose(PROBLEM._replace(M=1000), "", 0b1111)
@@ -135,7 +135,7 @@ def test_a_broken_table_warns_once_and_the_shipped_one_serves(user):
 
 
 def test_the_users_table_comes_before_the_shipped(user):
-    put(tuning.SHIPPED, table(entry({"math": 0.001})))
+    put(tables.SHIPPED, table(entry({"math": 0.001})))
     assert select.choose(PROBLEM, "", 0b1111).kernel.name == "math"
     put(user, table(entry({"vendor_math": 0.0001, "math": 5.0})))
     select.clear_caches()
@@ -170,10 +170,10 @@ def test_times_scale_with_the_work(user):
 def test_writing_is_private_atomic_and_read_back(user):
     path = user / "deeper" / f"{DEVICE_NAME}.yaml"
     data = table(entry({"math": 1.5}))
-    tuning.write(path, data)
+    tables.write(path, data)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert yaml.safe_load(path.read_text()) == data
-    assert tuning.read(str(path)).buckets[0].ms == {"math": 1.5}
+    assert tables.read(str(path)).buckets[0].ms == {"math": 1.5}
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -182,7 +182,7 @@ def test_writing_refuses_what_reading_would_ignore(user):
     before = path.read_text()
     bad = copy.deepcopy(table(entry({"math": -1.0})))
     with pytest.raises(ValueError, match="positive milliseconds"):
-        tuning.write(path, bad)
+        tables.write(path, bad)
     assert path.read_text() == before
 
 
@@ -194,24 +194,24 @@ def test_a_failed_write_leaves_the_old_table_and_no_rest(user, monkeypatch):
         file.write("schema: 1\nent")
         raise OSError("disk full")
 
-    monkeypatch.setattr(tuning.yaml, "safe_dump", half)
+    monkeypatch.setattr(tables.yaml, "safe_dump", half)
     with pytest.raises(OSError, match="disk full"):
-        tuning.write(path, table(entry({"math": 2.0})))
+        tables.write(path, table(entry({"math": 2.0})))
     assert path.read_text() == before and [p.name for p in user.iterdir()] == [path.name]
 
 
 def test_writing_forgets_what_was_read(user):
     path = put(user, table(entry({"math": 1.0})))
-    assert tuning.read(str(path)).buckets[0].ms == {"math": 1.0}
-    tuning.write(path, table(entry({"math": 2.0})))
-    assert tuning.read(str(path)).buckets[0].ms == {"math": 2.0}
+    assert tables.read(str(path)).buckets[0].ms == {"math": 1.0}
+    tables.write(path, table(entry({"math": 2.0})))
+    assert tables.read(str(path)).buckets[0].ms == {"math": 2.0}
 
 
 def test_shipped_tables_are_readable():
-    for path in tuning.SHIPPED.glob("*.yaml"):
+    for path in tables.SHIPPED.glob("*.yaml"):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert tuning.read(str(path)) is not None
+            assert tables.read(str(path)) is not None
 
 
 # tiles

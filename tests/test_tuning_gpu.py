@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers import ON_GPU, entry
-from sdpa.dispatch import tuning
+from helpers import ON_GPU, entry, nearest
+from sdpa.dispatch import tables, tuning
 from sdpa.problem import AttentionProblem
 
 SIZES = {"B": 16, "H": 16, "Hkv": 16, "M": 1024, "N": 1024, "D": 128, "Dv": 128}
@@ -18,12 +18,12 @@ def buckets(*changes):
     for number, change in enumerate(changes):
         name = ",".join(map(str, change.values()))
         options = {"dtype": "bfloat16", **SIZES, **change}
-        made.append(tuning.parse_entry(number, entry({name: 1.0}, **options)))
+        made.append(tables.parse_entry(number, entry({name: 1.0}, **options)))
     return tuple(made)
 
 
 def answer(found, problem):
-    bucket = tuning.nearest(found, problem)
+    bucket = nearest(found, problem)
     return bucket and next(iter(bucket.ms))
 
 
@@ -55,8 +55,8 @@ def test_kinds_of_masks_and_what_stands_in_for_them(name, gpu):
     found = buckets(*({"mask": kind, **sizes} for kind in ("dense", "causal", "rows", *kinds, "window", "none")))
     for place, kind in enumerate(kinds):
         left = tuple(b for b in found if b.mask not in kinds[:place])
-        assert tuning.nearest(left, problem).mask == kind
-    assert tuning.nearest(tuple(b for b in found if b.mask not in kinds), problem) is None
+        assert nearest(left, problem).mask == kind
+    assert nearest(tuple(b for b in found if b.mask not in kinds), problem) is None
 
 
 def test_a_mask_of_one_row_is_told_from_one_of_many(gpu):
@@ -92,3 +92,57 @@ def test_decoding_and_shared_heads(gpu):
     assert answer(found, decode._replace(B=32)) == "1,8192,64"
     assert answer(found, decode._replace(B=32, Hkv=4)) == "1,8192,64,4"
     assert answer(found, decode._replace(M=512)) == "8192"
+
+
+def told(problem, *found, card=None):
+    """What buckets of one table say of a problem, in milliseconds."""
+    near = tuning.near(tables.Table("", "a_table", found), problem, card)
+    measured = tuning.combined(near, problem)
+    return measured and {name: 1e3 * seconds for name, seconds in measured.seconds.items()}
+
+
+def bucket(ms, **changes):
+    return tables.parse_entry(0, entry(ms, **{"dtype": "bfloat16", **SIZES, **changes}))
+
+
+def test_near_buckets_speak_together(gpu):
+    """Between two of the same distance that disagree, a kernel that is good in both comes first."""
+    short = bucket({"cuda_flash": 1.0, "triton_flash": 1.2, "vendor_flash": 2.0}, M=512)
+    long = bucket({"cuda_flash": 8.0, "triton_flash": 4.4, "vendor_flash": 4.0}, M=2048)
+    found = told(ON_GPU, short, long)
+    assert min(found, key=found.get) == "triton_flash"
+    assert found["triton_flash"] == pytest.approx(2.0 * (1.2 * 1.1) ** 0.5, rel=0.01), "twice the rows of the nearest"
+
+
+def test_the_problem_itself_outweighs_what_is_near(gpu):
+    itself = bucket({"cuda_flash": 1.0, "triton_flash": 1.1})
+    others = [bucket({"cuda_flash": 8.0, "triton_flash": 4.0}, M=M) for M in (512, 2048, 4096)]
+    found = told(ON_GPU, *others, itself)
+    assert found["cuda_flash"] < found["triton_flash"] and found["cuda_flash"] == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_kernel_that_the_nearest_lacks_stays_behind(gpu):
+    """It was not able there, or so slow that nobody measured it."""
+    found = told(ON_GPU, bucket({"cuda_flash": 1.0}), bucket({"cuda_flash": 2.0, "triton_decode": 0.1}, M=256))
+    assert 1.0 <= found["cuda_flash"] < 1.1 < found["triton_decode"]
+
+
+def test_one_bucket_tells_its_own_times(gpu):
+    assert told(ON_GPU, bucket({"cuda_flash": 1.0, "math": 70.0})) == pytest.approx({"cuda_flash": 1.0, "math": 70.0})
+    assert told(ON_GPU) is None
+
+
+def test_groups_beyond_sixteen_are_alike(gpu):
+    step = {"M": 1, "N": 8192, "H": 64}
+    found = [bucket({"triton_decode": 1.0}, **step, Hkv=4)]
+    falcon = ON_GPU._replace(M=1, N=8192, H=71, Hkv=1)
+    assert told(falcon, *found) is not None and told(falcon._replace(H=1), *found) is None
+
+
+def test_on_a_cpu_the_nearest_bucket_speaks_alone():
+    """Shipped tables of CPUs have only what a choice by the nearest bucket needs (sdpa tune --prune)."""
+    problem = AttentionProblem("cpu", torch.float32, 1, 8, 8, 1024, 1024, 64, 64)
+    found = told(
+        problem, *(tables.parse_entry(0, entry({name: 1.0}, M=M)) for name, M in (("math", 900), ("cpu_flash", 700)))
+    )
+    assert list(found) == ["math"]

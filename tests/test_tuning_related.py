@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import ON_GPU, entry, put, table
-from sdpa.dispatch import candidates, cost, select, tuning
+from sdpa.dispatch import candidates, cost, select, tables, tuning
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.device import Device
 
@@ -26,7 +26,7 @@ def here(monkeypatch, user):
 
 def shipped(name, ms=TIMES, card=CARD, **sizes):
     data = table(entry(ms, **SIZES, **sizes), device=name)
-    return put(tuning.SHIPPED, data | {"card": card} if card else data, name)
+    return put(tables.SHIPPED, data | {"card": card} if card else data, name)
 
 
 def seconds_of(name, problem=ON_GPU):
@@ -41,16 +41,16 @@ def test_the_nearest_card_of_the_architecture_answers(here):
     shipped("nvidia_unknown", {"cuda_flash": 9.0}, None)
     shipped("amd_other", {"cuda_flash": 9.0})
     found = tuning.measured(ON_GPU)
-    assert found.seconds == {"cuda_flash": pytest.approx(3e-3)} and found.card.bandwidth == 3.3e12
+    assert found.seconds == {"cuda_flash": pytest.approx(3e-3)}
     assert found.source.startswith("scaled from nvidia_near, a card of its architecture: measured at B16,H16")
-    assert [t.device for t in tuning.related(HERE)] == ["nvidia_near", "nvidia_far"]
+    assert [t.device for t in tables.related(HERE)] == ["nvidia_near", "nvidia_far"]
 
 
 def test_a_table_of_its_own_comes_first_where_it_has_a_bucket(here):
     shipped("nvidia_near", M=64, N=64)
     shipped("nvidia_card", {"cuda_flash": 5.0}, M=1024, N=1024)
     own, other = tuning.measured(ON_GPU), tuning.measured(ON_GPU._replace(M=64, N=64))
-    assert own.source.startswith("nvidia_card: measured") and own.card is None
+    assert own.source.startswith("nvidia_card: measured")
     assert other.source.startswith("scaled from nvidia_near")
 
 
@@ -61,10 +61,12 @@ def test_the_users_table_of_another_card_serves_too(here):
 
 @pytest.mark.parametrize("peaks, factor", [({"half_flops": 2e15}, 2.0), ({"bandwidth": 9e12}, 1.0)])
 def test_products_scale_by_the_peak(here, peaks, factor):
-    shipped("nvidia_near", card=CARD | peaks)
     long = ON_GPU._replace(M=4096, N=4096)
-    measured = tuning.measured(long).seconds["cuda_flash"]
-    assert seconds_of("cuda_flash", long) == pytest.approx(measured * factor, rel=0.02)
+    shipped("nvidia_near")
+    alike = seconds_of("cuda_flash", long)
+    select.clear_caches()
+    shipped("nvidia_near", card=CARD | peaks)
+    assert seconds_of("cuda_flash", long) == pytest.approx(alike * factor, rel=0.02)
 
 
 @pytest.mark.parametrize("peaks, factor", [({"half_flops": 2e15}, 1.0), ({"bandwidth": 9e12}, 3.0)])
@@ -76,14 +78,14 @@ def test_a_step_of_generation_scales_by_the_bandwidth(here, peaks, factor):
 
 def test_what_the_host_takes_does_not_scale(here):
     shipped("nvidia_near", {"vendor_flash": 0.01}, CARD | {"half_flops": 2e15, "bandwidth": 6e12}, M=8, N=8)
-    tiny = ON_GPU._replace(M=8, N=8)
-    assert seconds_of("vendor_flash", tiny) == pytest.approx(tuning.measured(tiny).seconds["vendor_flash"], rel=0.1)
+    tiny = ON_GPU._replace(M=8, N=8, B=16)
+    assert seconds_of("vendor_flash", tiny) == pytest.approx(1e-5, rel=0.1)
 
 
 def test_a_cpu_takes_no_other_table(user):
     shipped("nvidia_near")
     shipped("nvidia_nameless", card=CARD)
-    assert tuning.related(Device("cpu", "", ("cpu",), 1, 1.0, 1.0, 1.0, 1.0, "nvidia", "")) == []
+    assert tables.related(Device("cpu", "", ("cpu",), 1, 1.0, 1.0, 1.0, 1.0, "nvidia", "")) == []
 
 
 BROKEN = {
@@ -102,21 +104,21 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_card_is_named_and_its_table_ignored(here, name):
     data = table(entry(TIMES, **SIZES), device="nvidia_near") | {"card": BROKEN[name]}
-    path = put(tuning.SHIPPED, data, "nvidia_near")
+    path = put(tables.SHIPPED, data, "nvidia_near")
     with pytest.warns(UserWarning, match="expected card to map kind, vendor, architecture, cores") as caught:
         assert tuning.measured(ON_GPU) is None
     assert str(path) in str(caught[0].message)
 
 
 def test_a_card_is_read_as_it_was_written():
-    assert tuning.parse_card(tuning.card_of(HERE), "nvidia_card") == Device(
+    assert tables.parse_card(tables.card_of(HERE), "nvidia_card") == Device(
         "cuda", "nvidia_card", ("nvidia_card",), 132, 1e15, 6e13, 3e13, 3e12, "nvidia", "sm90"
     )
 
 
 def test_the_shipped_tables_of_gpus_say_what_they_were_measured_on():
     select.clear_caches()
-    found = [tuning.read(str(path)) for path in tuning.SHIPPED.glob("nvidia_*.yaml")]
+    found = [tables.read(str(path)) for path in tables.SHIPPED.glob("nvidia_*.yaml")]
     assert found and all(table.card is not None and table.card.vendor == "nvidia" for table in found)
 
 
@@ -126,7 +128,7 @@ def test_a_bucket_of_another_head_size_is_further_than_one_of_another_length(her
         entry({"vendor_flash": 5.0}, **SIZES | {"D": 64, "Dv": 64}, M=1024, N=1024),
         device="nvidia_card",
     )
-    put(tuning.SHIPPED, both | {"card": CARD}, "nvidia_card")
+    put(tables.SHIPPED, both | {"card": CARD}, "nvidia_card")
     assert "cuda_flash" in tuning.measured(ON_GPU).seconds
     assert "vendor_flash" in tuning.measured(ON_GPU._replace(D=72, Dv=72)).seconds
 

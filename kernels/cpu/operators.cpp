@@ -5,7 +5,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <functional>
 #include <initializer_list>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -90,8 +92,11 @@ View optional_view(const char* name, const std::optional<Tensor>& tensor, bool t
 
 Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype) {
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  const AOTITorchError status =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                               aoti_torch_device_type_cpu(), 0, &handle);
+  const auto elements = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
+  STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "cpu_flash: out of memory: no room for ", elements, " numbers");
   return Tensor(handle);
 }
 

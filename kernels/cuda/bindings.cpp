@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -31,6 +33,8 @@ constexpr double kRowsCacheShare = 0.6;
 constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
 // Heads that share keys have work tiles of their own where rows of queries times (G - 1) are at least this.
 constexpr int64_t kRowsToSum = 3000;
+// The largest head size of the instances that add in one order, and the fewest rows of a block of prepare_rows.
+constexpr int kLargestInOrder = 128, kFewestRows = 8;
 
 struct Device {
   int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
@@ -57,11 +61,16 @@ void make_context_current(int device) {
   STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " on device ", device);
 }
 
+// The dispatcher knows an error that says "out of memory", and lets another kernel answer.
 Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
                   int32_t index) {
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cuda(), index, &handle));
+  const AOTITorchError status =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                               aoti_torch_device_type_cuda(), index, &handle);
+  const auto elements = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
+  STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "cuda_flash: out of memory: device ", index, " has no room for ",
+                  elements, dtype == aoti_torch_dtype_float32() ? " float32" : " 16-bit", " numbers");
   return Tensor(handle);
 }
 
@@ -271,6 +280,13 @@ bool sums_groups(MaskKind mask, const BackwardParams& p) {
   return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.M} >= kRowsToSum;
 }
 
+// One kernel has a thread block for each kFewestRows rows of each sequence, as if all had the rows of the longest.
+void check_counts(const BackwardParams& p) {
+  const int64_t blocks = (int64_t{p.M} + kFewestRows - 1) / kFewestRows * p.H * (int64_t{p.B} + 1);
+  STD_TORCH_CHECK(blocks < INT32_MAX, "cuda_flash: expected fewer blocks of ", kFewestRows, " queries than ", INT32_MAX,
+                  " in the backward, counting the longest of B = ", p.B, " sequences B times, but got ", blocks);
+}
+
 // What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v.
 Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, bool deterministic,
                           cudaStream_t stream) {
@@ -356,6 +372,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   p.grad_lse = grad_lse.has_value() ? lse_of("grad_lse", *grad_lse, q) : nullptr;
   set_options(p, q, k, scale, left, right, bottom_right, k_lengths, q_lengths, softcap, cu_q, cu_k, max_q, max_k);
   set_sizes(p, q, k, v);
+  check_counts(p);
+  STD_TORCH_CHECK(scale > 0, "cuda_flash: expected a positive scale, got ", scale);
+  STD_TORCH_CHECK(!deterministic || std::max(p.D, p.Dv) <= kLargestInOrder, "cuda_flash: expected head sizes up to ",
+                  kLargestInOrder, " for a deterministic backward, got ", p.D, " and ", p.Dv);
   if (alibi.has_value()) set_slopes(p, *alibi, q);
   const MaskKind mask = backward_mask(p, q, k, q_segments, k_segments, deterministic);
   const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
@@ -378,7 +398,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   const Tensor workspace = allocate_workspace(p, *instance, deterministic, static_cast<cudaStream_t>(stream));
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
-  STD_TORCH_CHECK(scale > 0, "cuda_flash: expected a positive scale, got ", scale);
   p.scale_log2 = std::max(p.scale, kLeastScale) * 1.44269504f;
   // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
   const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);

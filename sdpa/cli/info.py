@@ -18,7 +18,7 @@ from rich.table import Table
 import sdpa
 from sdpa import repeated
 from sdpa.cli.common import as_json, console, print_json
-from sdpa.dispatch import apple, tuning
+from sdpa.dispatch import apple, tables
 from sdpa.dispatch import device as devices
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import environment_text
@@ -117,28 +117,28 @@ def torch_build() -> str:
     return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
 
 
-def tables() -> Section:
+def table_files() -> Section:
     """Every file a tuning table is looked for in, the first found first; and where none of a device's is there."""
     names = ["cpu"] + [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     names += ["mps"] if apple.is_available() else []
     found: Section = {}
     for name in names:
         facts = probe(partial(devices.device_of, name))
-        paths = [folder / f"{table}.yaml" for table in getattr(facts, "names", ()) for folder in tuning.folders()]
+        paths = [folder / f"{table}.yaml" for table in getattr(facts, "names", ()) for folder in tables.folders()]
         found |= {str(path): probe(partial(table_state, path)) for path in paths}
         if not isinstance(facts, devices.Device):
             found[name] = str(facts)
-        elif not any(map(tuning.is_there, paths)):
-            near = tuning.related(facts)
+        elif not any(map(tables.is_there, paths)):
+            near = tables.related(facts)
             source = f"scaled from {near[0].device}" if near else "estimated"
             found[name] = f"no tuning table for this device; times are {source}"
     return found
 
 
 def table_state(path: Path) -> str:
-    if not tuning.is_there(path):
+    if not tables.is_there(path):
         return "not there"
-    table = tuning.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
+    table = tables.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
     if table is None:
         return "ignored"
     # `sdpa tune --prune` leaves none where the estimate is right for all that was measured.
@@ -164,7 +164,7 @@ SECTIONS: dict[str, Callable[[], object]] = {
     "machine": machine,
     "libraries": libraries,
     "versions": versions,
-    "tuning tables": tables,
+    "tuning tables": table_files,
     "environment": variables,
     "kernels": kernels,
 }

@@ -15,12 +15,12 @@ import torch
 import yaml
 
 from sdpa import environment
-from sdpa.bench import pool, prune, record, tuner, warm
+from sdpa.bench import gpu_grid, pool, prune, record, tuner, warm
 from sdpa.bench.problems import Problem
 from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
 from sdpa.cli.common import console, device_option, progress, require_device, require_kernels, set_threads
-from sdpa.dispatch import tuning
+from sdpa.dispatch import tables
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.select import clear_caches
@@ -53,6 +53,11 @@ SAVE_EVERY = 8
 )  # fmt: skip
 @click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this one; several are given one by one.")
 @click.option("--out", type=FOLDER, metavar="DIR", help="The user's table folder by default.")
+@click.option(
+    "--problems", type=click.IntRange(0), default=0, metavar="K",
+    help="Adds K problems drawn as suite `random` does, and measures no other.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), help="Of --problems: which are drawn. 0 by default.")
 @click.option("--resume", is_flag=True, help="Keep what was measured and measure the rest.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be measured.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes that compile on a GPU; the cores but two by default.")
@@ -73,6 +78,9 @@ def tune(table: Path | None, threads: int | None, **options: Any) -> None:
 
     With --prune nothing is measured: the entries that are not needed for any choice leave the table, as shipped tables
     have it. --resume would measure them again.
+
+    With --problems the table gets problems like those of real models (bench/drawn.py) beside what it has. Figures of
+    suite `random` with the same seed then say nothing about problems that no table knows.
     """
     set_threads(threads)
     if table is not None:
@@ -89,24 +97,38 @@ class Request:
     time_limit: float  # minutes
     kernels: tuple[str, ...]
     out: Path | None
+    problems: int  # drawn ones; 0: the grid
+    seed: int | None
     resume: bool
     dry_run: bool
     jobs: int | None
 
+    @property
+    def adds(self) -> bool:
+        """Whether what the table has is kept."""
+        return self.resume or self.problems > 0
+
+    def grid(self) -> tuple[Problem, ...]:
+        if self.problems:
+            return gpu_grid.drawn_grid(self.seed or 0, self.problems, self.device)
+        return tuner.grid(self.device)
+
 
 def prune_table(path: Path) -> None:
     try:
-        before = tuning.load(path.read_text())
+        before = tables.load(path.read_text())
         after = prune.prune(str(path), before)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise click.ClickException(f"cannot prune {path}: {' '.join(str(error).split())}") from None
-    tuning.write(path, after)
+    tables.write(path, after)
     clear_caches()
     console().print(f"{len(before['entries'])} entries, {len(after['entries'])} needed: {path}", soft_wrap=True)
 
 
 def measure_table(request: Request) -> None:
     begin = time.monotonic()
+    if request.seed is not None and not request.problems:
+        raise click.UsageError("--seed says which problems --problems draws; give --problems K, too")
     device, kernels = require_device(request.device), require_kernels(request.kernels)
     facts = device_of(device)
     folder = request.out or environment.tuning_dir()
@@ -124,9 +146,9 @@ def measure_table(request: Request) -> None:
 def fill(book: Book, request: Request, begin: float) -> None:
     """Measures what the book lacks, from `begin` on for as long as was asked, and publishes it."""
     device, kernels = book.device, book.kernels
-    if request.resume or kernels:
+    if request.adds or kernels:
         book.open()
-    todo = [problem for problem in tuner.grid(device) if not (request.resume and book.has(problem))]
+    todo = [problem for problem in request.grid() if not (request.adds and book.has(problem))]
     screen = console()
     kept = len(book.entries)
     screen.print(
@@ -215,20 +237,20 @@ class Book:
 
     def save(self) -> None:
         """Write down what there is, beside the table."""
-        tuning.save(self.partial, self.data())
+        tables.save(self.partial, self.data())
 
     def publish(self) -> None:
         """Replace the table and make this process forget the old one."""
-        tuning.write(self.path, self.data())
+        tables.write(self.path, self.data())
         self.partial.unlink(missing_ok=True)
         clear_caches()
 
     def data(self) -> dict[str, Any]:
         facts = record.header(self.device)
-        head = {"schema": tuning.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
+        head = {"schema": tables.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
         about = {"command": facts["command"], "description": facts["description"], "threads": facts["threads"]}
         device = device_of(self.device)
-        card = {"card": tuning.card_of(device)} if device.architecture else {}
+        card = {"card": tables.card_of(device)} if device.architecture else {}
         return head | about | card | {"entries": list(self.entries.values())}
 
 
@@ -237,8 +259,8 @@ def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     try:
-        data = tuning.load(file.read_text())
-        tuning.parse(str(table), data)
+        data = tables.load(file.read_text())
+        tables.parse(str(table), data)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise click.ClickException(f"cannot resume {file}: {' '.join(str(error).split())}") from None
     measured, here = data["versions"].get("torch"), record.versions()["torch"]

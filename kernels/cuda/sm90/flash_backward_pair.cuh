@@ -24,7 +24,7 @@
 //   keys     K P+             [ds]   K P+ ..
 //
 // S+ before "add" would need 32 registers more than there are at D = 256: ptxas then runs all products one after the
-// other. Where D and DV are smaller (PairConfig::FULL), S+ comes first, and grad_q is one block of rows behind (Q-):
+// other. Without PairConfig::FULL, S+ comes first, and grad_q is one block of rows behind (Q-):
 //
 //   values   V S+ Q- [weights] [add]  V S+ Q- ..
 //   keys     K P+              [ds]   K P+ ..

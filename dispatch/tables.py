@@ -1,0 +1,230 @@
+"""Tuning tables: measured times of each device, the user's tables over the shipped ones; read, checked and written.
+
+A table is one YAML file named after its device (`device.names`):
+
+    schema: 1
+    device: amd_zen4
+    date: 2026-01-31
+    versions: {torch: 2.13.0, sdpa: 0.1.0}
+    command: sdpa tune
+    card: {kind: cuda, vendor: nvidia, architecture: sm90, cores: 132, half_flops: 1.07e+15,
+      float32_flops: 6.7e+13, float64_flops: 3.3e+13, bandwidth: 4.9e+12}
+    entries:
+      - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
+         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [768, 384, 0, 0]}}
+
+`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. `card` is
+what a GPU reports of itself (`device.Device`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import yaml
+
+from sdpa.dispatch.device import Device
+from sdpa.environment import tuning_dir
+from sdpa.problem import Tile
+
+SCHEMA = 1
+SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
+HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
+TEXTS = ("direction", "dtype", "mask")
+SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+PEAKS = ("half_flops", "float32_flops", "float64_flops", "bandwidth")
+CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fromkeys(PEAKS, float)}
+LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
+# The loader in C takes half the time of the one in Python, which the first call in a process waits for.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Bucket(NamedTuple):
+    """One measured problem: its sizes, and milliseconds by kernel."""
+
+    direction: str
+    dtype: str
+    mask: str
+    sizes: tuple[int, ...]  # in the order of SIZES
+    ms: dict[str, float]
+    tile: dict[str, Tile]  # of the kernels that were measured with more than one
+
+
+class Table(NamedTuple):
+    path: str
+    device: str
+    buckets: tuple[Bucket, ...]
+    card: Device | None = None  # the device, where the table says what it is
+
+
+def of(names: tuple[str, ...]) -> list[Table]:
+    """The readable tables for a device: user's before shipped, specific before general."""
+    found = (read(str(folder / f"{name}.yaml")) for name in names for folder in folders())
+    return [table for table in found if table is not None]
+
+
+def related(device: Device) -> list[Table]:
+    """The tables of other GPUs of a device's architecture, the nearest in peaks and bandwidth first."""
+    if not device.architecture:
+        return []
+    paths = (path for folder in folders() for path in files_in(folder, f"{device.vendor}_*.yaml"))
+    found = [t for path in paths if path.stem not in device.names and (t := read(str(path))) is not None]
+    near = [(distance(t.card, device), t) for t in found if t.card and t.card.architecture == device.architecture]
+    return [table for _, table in sorted(near, key=lambda pair: pair[0])]
+
+
+def distance(card: Device, device: Device) -> float:
+    pairs = ((card.half_flops, device.half_flops), (card.bandwidth, device.bandwidth), (card.cores, device.cores))
+    return sum(abs(math.log(a / b)) for a, b in pairs)
+
+
+def files_in(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder, in one order. A folder that this user may not search has none."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
+
+
+def folders() -> list[Path]:
+    """Where tables are looked for, the first first."""
+    own = tuning_dir()
+    return [SHIPPED] if own is None else [own, SHIPPED]
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file. A folder that this user may not search has none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=64)
+def read(path: str) -> Table | None:
+    """A table, or None where there is no file; a broken one is named in a warning and ignored as a whole."""
+    if not is_there(Path(path)):
+        return None
+    try:
+        return parse(path, load(Path(path).read_text()))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        warnings.warn(f"tuning table {path} is ignored: {error}", stacklevel=2)
+        return None
+
+
+def load(text: str) -> Any:
+    """The data of a YAML text. Raises ValueError or YAMLError, also where PyYAML raises what its look-ups do."""
+    try:
+        return yaml.load(text, Loader=LOADER)
+    except (LookupError, AttributeError) as error:
+        raise ValueError(f"a value is none of its tag's ({type(error).__name__}: {error})") from None
+    except RecursionError:
+        raise ValueError("its lists are nested too deep") from None
+
+
+def parse(path: str, data: object) -> Table:
+    """Check `data` against the schema. Raises ValueError that names what is wrong."""
+    if not isinstance(data, dict):
+        raise ValueError(f"expected a mapping, got {type(data).__name__}")
+    for key, kind in HEADER.items():
+        value = data.get(key)
+        if not isinstance(value, kind) or value is None or isinstance(value, bool):
+            raise ValueError(f"expected '{key}' to be a {kind.__name__}, got {data.get(key)!r}")
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"expected schema {SCHEMA}, got {data['schema']}")
+    if data["device"] != Path(path).stem:
+        raise ValueError(f"expected a table of device {Path(path).stem}, got one of {data['device']!r}")
+    buckets = tuple(parse_entry(number, entry) for number, entry in enumerate(data["entries"]))
+    return Table(path, data["device"], buckets, parse_card(data.get("card"), data["device"]))
+
+
+def card_of(device: Device) -> dict[str, Any]:
+    """What a table says of a GPU, in the form that `parse_card` reads."""
+    return {name: kind(getattr(device, name)) for name, kind in CARD.items()}
+
+
+def parse_card(card: object, name: str) -> Device | None:
+    """The device of a table. Raises ValueError where a fact is missing or no fact of a device."""
+    if card is None:
+        return None
+    if not isinstance(card, dict) or not all(is_fact(card.get(key), kind) for key, kind in CARD.items()):
+        raise ValueError(f"expected card to map {', '.join(CARD)} to what they are, got {card!r}")
+    return Device(description=name, names=(name,), **{key: card[key] for key in CARD})
+
+
+def is_fact(value: object, kind: type) -> bool:
+    """A text that is not empty, a positive integer, or a positive finite number."""
+    if kind is str:
+        return isinstance(value, str) and value != ""
+    return is_size(value) if kind is int else is_time("", value)
+
+
+def parse_entry(number: int, entry: object) -> Bucket:
+    if not isinstance(entry, dict):
+        raise ValueError(f"entry {number}: expected a mapping, got {entry!r}")
+    named = [entry.get(key) for key in TEXTS]
+    texts = [text for text in named if isinstance(text, str)]
+    if len(texts) < len(TEXTS):
+        raise ValueError(f"entry {number}: expected direction, dtype and mask, got {named!r}")
+    given = tuple(entry.get(name) for name in SIZES)
+    sizes = tuple(size for size in given if is_size(size))
+    if len(sizes) < len(SIZES):
+        raise ValueError(f"entry {number}: expected positive integers for {', '.join(SIZES)}, got {given!r}")
+    ms = entry.get("ms")
+    if not isinstance(ms, dict) or not ms or not all(is_time(name, value) for name, value in ms.items()):
+        raise ValueError(f"entry {number}: expected ms to map kernels to positive milliseconds, got {ms!r}")
+    times = {name: float(value) for name, value in ms.items()}
+    direction, dtype, mask = texts
+    return Bucket(direction, dtype, mask, sizes, times, parse_tiles(number, entry.get("tile", {}), times))
+
+
+def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str, Tile]:
+    """Tiles by kernel. Raises ValueError where one is no tile, or of a kernel without a time."""
+    if not isinstance(tiles, dict) or not all(name in times and is_tile(value) for name, value in tiles.items()):
+        fields = ", ".join(Tile._fields)
+        raise ValueError(f"entry {number}: expected tile to map kernels of ms to [{fields}], got {tiles!r}")
+    return {name: Tile(*value) for name, value in tiles.items()}
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
+
+
+def is_tile(value: object) -> bool:
+    """Four integers, the blocks positive, warps and stages not negative."""
+    if not isinstance(value, list) or len(value) != len(Tile._fields):
+        return False
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for number in value)
+    return whole and min(value[:2]) > 0 and min(value[2:]) >= 0 and max(value) <= LARGEST
+
+
+def is_time(name: object, value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return isinstance(name, str) and 0 < value <= LARGEST
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Replace a table that has been checked, and forget what was read before."""
+    parse(str(path), data)
+    save(path, data)
+    read.cache_clear()
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    """Replace a file atomically: a reader sees the old one or the new one. The folder is created private."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            yaml.safe_dump(data, file, sort_keys=False, width=160, default_flow_style=None)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
