@@ -214,6 +214,8 @@ STRUCTURED = {
         "k_segments": torch.arange(2 * 83).view(2, 83) // 30,
     },
     "both_lengths": {"k_lengths": lengths(40, 65), "q_lengths": lengths(20, 30)},
+    # Every fourth row sees nothing.
+    "allowed": {"allowed": (torch.arange(37) % 4 < 3).view(1, 1, 37, 1).expand(2, 1, 37, 83)},
 }  # fmt: skip
 
 
@@ -222,9 +224,11 @@ STRUCTURED = {
 @pytest.mark.parametrize("M", [1, 37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hidden_values_do_not_leak(isa, name, poison, M, dtype):
-    features = {n: t.int() if isinstance(t, Tensor) else t for n, t in STRUCTURED[name].items()}
+    features = {n: t.int() if isinstance(t, Tensor) and n != "allowed" else t for n, t in STRUCTURED[name].items()}
     if name == "segments":
         features["q_segments"] = features["q_segments"][:, :M].contiguous()
+    if name == "allowed":
+        features["allowed"] = features["allowed"][:, :, :M].contiguous()
     clean = make(Case(Sizes(M=M), features), dtype)
     seen_by = attention_pattern(clean)
     key_hidden, query_hidden = ~seen_by.any(2), ~seen_by.any(3)  # [B, 1, N], [B, 1, M]

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "pairs.h"
@@ -193,6 +194,8 @@ class Backward {
       }
       std::fill_n(dq_, p_.M * f_.q_ld_, T(0));
       load_rows(head);
+      blind_ = std::any_of(b_.lse, b_.lse + p_.M, is_blind);
+      if (blind_) forget_blind_rows();
       normalise_again(head);
       if (p_.sinks && split_ == 0) f_.sink_sums_[batch_ * p_.H + head] = sink_gradient(head);
     }
@@ -207,6 +210,31 @@ class Backward {
         b_.lse[i] = empty ? -lse : lse;
         if (f_.t_.grad_lse && !empty) b_.delta[i] -= *reinterpret_cast<const T*>(f_.t_.grad_lse.at(batch_, head, i));
       }
+    }
+
+    // Whether a row sees no key, by its lse as load_rows leaves it.
+    static bool is_blind(T lse) { return lse == std::numeric_limits<T>::infinity(); }
+
+    // A row that sees nothing adds nothing to gradients, whatever its query and its upstream gradient hold: its
+    // probabilities are 0, but 0 times NaN is not.
+    void forget_blind_rows() const {
+      for (int64_t i = 0; i < p_.M; ++i) {
+        if (!is_blind(b_.lse[i])) continue;
+        clear_row(b_.q_steps, i, f_.q_ld_);
+        clear_row(b_.grad_out_steps, i, f_.v_ld_);
+      }
+    }
+
+    // Clears a row of a right operand whose depth is the rows.
+    static void clear_row(Operand* steps, int64_t row, int64_t ld) {
+      using Value = std::conditional_t<kPack == 1, Operand, uint16_t>;
+      Value* values = reinterpret_cast<Value*>(steps + row / kPack * ld) + row % kPack;
+      for (int64_t i = 0; i < ld; ++i) values[i * kPack] = Value(0);
+    }
+
+    void hide_blind_rows(const Block& block) const {
+      for (int64_t r = 0; r < block.rows.count; ++r)
+        if (is_blind(b_.lse[block.rows.query + r])) std::fill_n(b_.dp + r * f_.block_n_, block.count, T(0));
     }
 
     static bool is_coarse(T lse) {
@@ -319,6 +347,7 @@ class Backward {
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.dp, ld);
       prim_.score_gradient(rows.count, count, b_.s, b_.dp, ld, b_.delta + first);
       if (block.exact) hide(block);
+      if (blind_) hide_blind_rows(block);
       if (f_.t_.dbias) add_bias_gradient(block);
       if (slope) multiply(b_.dp, slope, rows.count, count);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.s, ld);
@@ -416,6 +445,7 @@ class Backward {
     T* dq_ = nullptr;  // of the present head
     const Mask mask_;
     bool coarse_ = false;  // whether any row of the head has an `inverse`
+    bool blind_ = false;   // whether any sees no key
   };
 
   void reduce_sinks() const {
