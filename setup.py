@@ -72,7 +72,7 @@ IN_MEMORY = re.compile(r"(\d+) bytes (stack frame|spill stores|spill loads)")
 # What it says where it has to put the warpgroups' products one after the other.
 IN_A_ROW = re.compile(r".*(?:wgmma.*serialized|C75\d\d).*")
 CUDA_FLAGS = (
-    "-std=c++17 -O3 --use_fast_math -DNDEBUG -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED "
+    "-std=c++17 -O3 --use_fast_math -DNDEBUG "
     "-gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr --expt-extended-lambda "
     "-Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v"
 )

@@ -91,12 +91,13 @@ class Measurement(NamedTuple):
 
 def measured(problem: AttentionProblem) -> Measurement | None:
     """What the tables of the problem's device tell of it, with those of other cards of its architecture; None where
-    nothing near it was measured."""
+    nothing near it was measured. What was measured on two cards counts as the nearer one's."""
     device = device_of(problem.device)
     every = (near(table, problem) for table in tables.of(device.names))
     found = next((own for own in every if own), [])  # the user's before shipped, the device's before its family's
     for rank, table in enumerate(tables.related(device), 1):
-        further = near(table, problem, table.card)
+        known = {one.bucket[:4] for one in found}
+        further = [one for one in near(table, problem, table.card) if one.bucket[:4] not in known]
         found += [one._replace(distance=one.distance + CARD_STEP * rank) for one in further]
     return combined(found, problem)
 

@@ -54,6 +54,17 @@ def test_a_table_of_its_own_comes_first_where_it_has_a_bucket(here):
     assert other.source.startswith("scaled from nvidia_near")
 
 
+def test_what_was_measured_here_is_not_asked_of_another_card(here):
+    """Another card speaks only of problems that its own tables lack."""
+    shipped("nvidia_card", {"cuda_flash": 1.0, "vendor_flash": 1.05}, M=1024, N=1024)
+    shipped("nvidia_near", {"cuda_flash": 2.0, "vendor_flash": 1.0}, M=1024, N=1024)
+    assert tuning.measured(ON_GPU).seconds == pytest.approx({"cuda_flash": 1e-3, "vendor_flash": 1.05e-3})
+    select.clear_caches()
+    shipped("nvidia_near", {"cuda_flash": 20.0, "vendor_flash": 1.0}, M=1024, N=1030)
+    found = tuning.measured(ON_GPU).seconds
+    assert found["vendor_flash"] < 1.05e-3 and found["cuda_flash"] > 1e-3, "a problem nearby is heard, too"
+
+
 def test_the_users_table_of_another_card_serves_too(here):
     put(here, table(entry(TIMES, **SIZES), device="nvidia_mine") | {"card": CARD}, "nvidia_mine")
     assert tuning.measured(ON_GPU).source.startswith("scaled from nvidia_mine")
