@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import model
@@ -13,6 +14,7 @@ import prepare
 from prepare import EMULATOR, PYTHON, SITE, SYSTEM, TREE, Missing
 
 CPU_TESTS = "tests/test_cpu_flash.py"
+EMULATED_AT_ONCE = 2  # processors, each of which takes one of ours for minutes
 
 
 class Machine(NamedTuple):
@@ -64,8 +66,8 @@ def main() -> None:
     try:
         stage("cross build", prepare.build)
         stage("inner loops, modelled by llvm-mca", model.check)
-        for machine in MACHINES:
-            stage(f"emulated {machine.name}", lambda machine=machine: emulate(machine))
+        with ThreadPoolExecutor(EMULATED_AT_ONCE) as pool:
+            list(pool.map(lambda machine: stage(f"emulated {machine.name}", lambda: emulate(machine)), MACHINES))
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"arm: failed: {' '.join(map(str, error.cmd))}") from error
 
