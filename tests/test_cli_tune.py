@@ -229,7 +229,6 @@ def test_drawn_problems_are_those_that_a_table_can_tell():
     assert {cell.device for cell in cells} == {"cuda:0"} and not any(cell.explore for cell in cells)
     assert {problem.call for problem in every} > {cell.call for cell in cells} == {""}
     assert "alibi" in {problem.mask for problem in every} and "alibi" not in {cell.mask for cell in cells}
-    assert len({tuner.entry_key(cell) for cell in cells}) >= len(cells) - 2
 
 
 def test_rows_behind_a_cache_are_measured_as_what_they_see():

@@ -94,9 +94,9 @@ def test_decoding_and_shared_heads(gpu):
     assert answer(found, decode._replace(M=512)) == "8192"
 
 
-def told(problem, *found, card=None):
+def told(problem, *found):
     """What buckets of one table say of a problem, in milliseconds."""
-    near = tuning.near(tables.Table("", "a_table", found), problem, card)
+    near = tuning.near(tables.Table("", "a_table", found), problem)
     measured = tuning.combined(near, problem)
     return measured and {name: 1e3 * seconds for name, seconds in measured.seconds.items()}
 

@@ -194,8 +194,8 @@ class Backward {
       }
       std::fill_n(dq_, p_.M * f_.q_ld_, T(0));
       load_rows(head);
-      blind_ = std::any_of(b_.lse, b_.lse + p_.M, is_blind);
-      if (blind_) forget_blind_rows();
+      has_empty_ = std::any_of(b_.lse, b_.lse + p_.M, is_empty);
+      if (has_empty_) forget_empty_rows();
       normalise_again(head);
       if (p_.sinks && split_ == 0) f_.sink_sums_[batch_ * p_.H + head] = sink_gradient(head);
     }
@@ -213,13 +213,13 @@ class Backward {
     }
 
     // Whether a row sees no key, by its lse as load_rows leaves it.
-    static bool is_blind(T lse) { return lse == std::numeric_limits<T>::infinity(); }
+    static bool is_empty(T lse) { return lse == std::numeric_limits<T>::infinity(); }
 
     // A row that sees nothing adds nothing to gradients, whatever its query and its upstream gradient hold: its
     // probabilities are 0, but 0 times NaN is not.
-    void forget_blind_rows() const {
+    void forget_empty_rows() const {
       for (int64_t i = 0; i < p_.M; ++i) {
-        if (!is_blind(b_.lse[i])) continue;
+        if (!is_empty(b_.lse[i])) continue;
         clear_row(b_.q_steps, i, f_.q_ld_);
         clear_row(b_.grad_out_steps, i, f_.v_ld_);
       }
@@ -232,9 +232,9 @@ class Backward {
       for (int64_t i = 0; i < ld; ++i) values[i * kPack] = Value(0);
     }
 
-    void hide_blind_rows(const Block& block) const {
+    void hide_empty_rows(const Block& block) const {
       for (int64_t r = 0; r < block.rows.count; ++r)
-        if (is_blind(b_.lse[block.rows.query + r])) std::fill_n(b_.dp + r * f_.block_n_, block.count, T(0));
+        if (is_empty(b_.lse[block.rows.query + r])) std::fill_n(b_.dp + r * f_.block_n_, block.count, T(0));
     }
 
     static bool is_coarse(T lse) {
@@ -347,7 +347,7 @@ class Backward {
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.dp, ld);
       prim_.score_gradient(rows.count, count, b_.s, b_.dp, ld, b_.delta + first);
       if (block.exact) hide(block);
-      if (blind_) hide_blind_rows(block);
+      if (has_empty_) hide_empty_rows(block);
       if (f_.t_.dbias) add_bias_gradient(block);
       if (slope) multiply(b_.dp, slope, rows.count, count);
       if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.s, ld);
@@ -444,8 +444,8 @@ class Backward {
     const int64_t batch_, kv_head_, split_;
     T* dq_ = nullptr;  // of the present head
     const Mask mask_;
-    bool coarse_ = false;  // whether any row of the head has an `inverse`
-    bool blind_ = false;   // whether any sees no key
+    bool coarse_ = false;     // whether any row of the head has an `inverse`
+    bool has_empty_ = false;  // whether any sees no key
   };
 
   void reduce_sinks() const {
