@@ -31,6 +31,8 @@ PLAIN = ("none", "causal")
 OTHERS = ("bias", "allowed", "lengths", "segments", "window")
 # What fewer kernels take than a table's kinds of masks tell.
 UNTOLD_MASKS = ("alibi",)
+# The calls that a table tells from others: plain ones, and those of tables.BESIDE that a problem can ask.
+TOLD_CALLS = ("", "dropout", "softcap")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def mps_grid(device: str) -> tuple[Cell, ...]:
 def drawn_grid(seed: int, count: int, device: str) -> tuple[Cell, ...]:
     """`count` problems of suite `random` with this seed, less those that a table cannot tell from others."""
     problems = drawn(seed, count, device.partition(":")[0])
-    told = [cell_of(p, explore=False) for p in problems if not p.call and p.mask not in UNTOLD_MASKS]
+    told = [cell_of(p, explore=False) for p in problems if p.call in TOLD_CALLS and p.mask not in UNTOLD_MASKS]
     return tuple(replace(cell, device=device) for cell in {measurement(cell): cell for cell in told}.values())
 
 
@@ -81,7 +83,7 @@ def measurement(cell: Cell) -> tuple[Any, ...]:
     """What makes two cells one: an alibi is causal, and how a call is made decides nothing about kernels."""
     mask = "causal" if cell.mask == "alibi" else cell.mask
     sizes = (cell.B, cell.H, cell.Hkv, cell.M, cell.N, cell.D, cell.Dv)
-    return cell.dtype, cell.precision if cell.dtype == "float32" else "", mask, cell.direction, *sizes
+    return cell.dtype, cell.precision if cell.dtype == "float32" else "", mask, cell.direction, cell.call, *sizes
 
 
 def cell_of(problem: Problem, explore: bool | None = None) -> Cell:

@@ -79,6 +79,11 @@ def command() -> str:
 
 
 def header(device: str) -> dict[str, Any]:
+    return about(device) | {"driver": driver_facts(device)}
+
+
+def about(device: str) -> dict[str, Any]:
+    """The header without what has to be asked of a driver."""
     facts = device_of(device)
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -87,7 +92,6 @@ def header(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "command": command(),
-        "driver": driver_facts(device),
     }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from sdpa.bench import book
+from sdpa.bench.calls import DROPOUT, SOFTCAP
 from sdpa.bench.gpu_grid import Cell, gpu_grid, mps_grid
 from sdpa.bench.pool import first_line
 from sdpa.bench.problems import DTYPES, VIT, Problem, square
@@ -29,7 +32,7 @@ from sdpa.bench.timing import (
 )
 from sdpa.bench.timing import device_race as race_on_device
 from sdpa.bench.workload import Workload, make_workload, precision
-from sdpa.dispatch import cost, select, tuning
+from sdpa.dispatch import cost, select
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
@@ -56,14 +59,8 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 LONGEST = 4096  # forward only
 DECODE_LENGTHS = (256, 1024, 4096, 16384)
 DECODE_HEADS = 8
-# A problem's mask as the kind of a tuning table, where the words differ.
-GPU_KINDS = {"padding": "rows", "allowed": "dense", "alibi": "causal", "lower_right": "causal"}
-CPU_KINDS = {
-    **dict.fromkeys(("padding", "allowed", "bias", "bias_grad"), "dense"),
-    **dict.fromkeys(("lengths", "segments"), "structured"),
-    **dict.fromkeys(("alibi", "lower_right"), "causal"),
-}
-ENTRY_FIELDS = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+# A call's options beside its mask, of those that tables tell from plain ones (tables.BESIDE).
+BESIDE: dict[str, dict[str, Any]] = {"dropout": {"dropout_p": DROPOUT}, "softcap": {"softcap": SOFTCAP}}
 # A call that takes the device longer than this hides what its launch takes the host.
 HOST_MATTERS = 1e-4
 # Most of it: where the host takes longer, a program that is no CUDA graph waits for it and never for the device. Of two
@@ -118,43 +115,27 @@ def importance(problem: Problem) -> tuple[int, float]:
     return doublings % 2 == 0, problem.flops()
 
 
-def entry_key(problem: Problem) -> tuple[Any, ...]:
-    """What makes two entries of a table the same measurement."""
-    sizes = tuple(getattr(problem, name) for name in ENTRY_FIELDS)
-    return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes)
-
-
-def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS))
-
-
-def dtype_name(problem: Problem) -> str:
-    """In the tuning tables' words (tuning.dtype_names)."""
-    return "tfloat32" if problem.dtype == "float32" and problem.precision != "highest" else problem.dtype
-
-
-def mask_kind(problem: Problem) -> str:
-    """In the tuning tables' words (tuning.mask_kind)."""
-    if problem.mask == "lower_right" and problem.visible_pairs() >= tuning.NEARLY_ALL * problem.M * problem.N:
-        return "none"
-    kinds = CPU_KINDS if problem.device.startswith("cpu") else GPU_KINDS
-    return kinds.get(problem.mask, problem.mask)
-
-
 def inputs_of(work: Workload) -> AttentionInputs:
     """The normalised inputs kernels take, cut off from autograd."""
     q, k, v = (t.detach() for t in work.qkv)
-    return build_inputs(q, k, v, Options(work.our_mask, **work.options))
+    return build_inputs(q, k, v, Options(work.our_mask, **work.options, **BESIDE.get(work.problem.call, {})))
+
+
+def no_others(kernel: Kernel) -> tuple[Tile, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
 class Field:
-    """A problem made ready: its tensors, what is asked of kernels, and who takes part."""
+    """A problem made ready: its tensors, what is asked of kernels, who takes part, and with which tiles beside each
+    kernel's first guess."""
 
     inputs: AttentionInputs
     asked: AttentionProblem
-    grad_out: Tensor  # (B, H, M, Dv)
+    grad_out: Tensor | None  # (B, H, M, Dv), of a backward
     kernels: tuple[Kernel, ...]
+    label: str
+    other_tiles: Callable[[Kernel], tuple[Tile, ...]] = no_others
 
 
 def prepare(problem: Problem, contest: Contest) -> Field:
@@ -163,7 +144,8 @@ def prepare(problem: Problem, contest: Contest) -> Field:
     extra = frozenset({"bias_grad"} if problem.mask == "bias_grad" else ())
     asked = AttentionProblem.of(inputs, problem.direction, extra)
     kernels = tuple(k for k in without_twins(contestants(asked, contest), asked) if worth_building(k, problem, asked))
-    return Field(inputs, asked, work.grad_out.detach(), kernels)
+    others = partial(other_tiles, problem, asked, contest.entries)
+    return Field(inputs, asked, work.grad_out.detach(), kernels, problem.label, others)
 
 
 def measure(problem: Problem, time_limit: float, contest: Contest | None = None) -> dict[str, Any] | None:
@@ -175,15 +157,18 @@ def measure(problem: Problem, time_limit: float, contest: Contest | None = None)
         except torch.OutOfMemoryError:
             contest.report(f"{problem.label}: its tensors do not fit the device")
             return None
-        if not ready.kernels:
-            return None
-        call = caller(ready.inputs, ready.asked, ready.grad_out)
-        seconds = tournament(ready.kernels, problem, ready.asked, call, time_limit, contest)
-    if not seconds:
+        found = compete(ready, time_limit, contest)
+    if found is None:
         return None
-    sizes = {name: getattr(problem, name) for name in ENTRY_FIELDS}
-    about = {"direction": problem.direction, "dtype": dtype_name(problem), "mask": mask_kind(problem), **sizes}
-    return about | figures(seconds, ready.asked, {kernel.name: kernel for kernel in ready.kernels})
+    return book.about(problem) | found
+
+
+def compete(ready: Field, time_limit: float, contest: Contest) -> dict[str, Any] | None:
+    """An entry's "ms" and "tile" of a field; None where no kernel can, or none ran."""
+    if not ready.kernels:
+        return None
+    seconds = tournament(ready, time_limit, contest)
+    return figures(seconds, ready.asked, {kernel.name: kernel for kernel in ready.kernels}) if seconds else None
 
 
 def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
@@ -214,7 +199,7 @@ def without_twins(kernels: list[Kernel], asked: AttentionProblem) -> list[Kernel
 Caller = Callable[[Kernel, "Tile | None"], Call]
 
 
-def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -> Caller:
+def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor | None) -> Caller:
     """Makes calls of kernels' forwards; or of their backwards, all on the results of one forward."""
     if asked.direction == "forward":
         return lambda kernel, tile: repeated(kernel, tile, asked, inputs)
@@ -223,6 +208,7 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -
     # What need not be compiled comes first: it cannot fail or hang, and any right result serves.
     best = min(able, key=lambda c: (c.kernel.materialises, bool(select.tiles_of(c.kernel, forward)), c.seconds))
     results: Any = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
+    assert grad_out is not None, "a backward has a gradient that arrives"
     upstream = Results(grad_out, None)
     return lambda kernel, tile: repeated(kernel, tile, asked, inputs, results, upstream)
 
@@ -243,15 +229,10 @@ def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensor
     return lambda: again(*given) or run(*tensors, asked, tile)
 
 
-def tournament(
-    kernels: Sequence[Kernel],
-    problem: Problem,
-    asked: AttentionProblem,
-    call: Caller,
-    time_limit: float,
-    contest: Contest,
-) -> dict[tuple[str, Tile | None], float]:
+def tournament(ready: Field, time_limit: float, contest: Contest) -> dict[tuple[str, Tile | None], float]:
     """Seconds by kernel and tile. First guesses run first; other tiles where the kernel is near the fastest."""
+    asked, kernels, device = ready.asked, ready.kernels, ready.asked.device
+    call = caller(ready.inputs, asked, ready.grad_out)
     calls, first = {}, {}
 
     def sample(kernel: Kernel, tile: Tile | None) -> None:
@@ -260,10 +241,10 @@ def tournament(
             return
         try:
             calls[key] = call(kernel, tile)
-            first[key] = first_sample(calls[key], problem.device)
+            first[key] = first_sample(calls[key], device)
         except Exception as error:
-            contest.report(f"{problem.label}: {kernel.name} {list(tile or ())} fails: {first_line(error)}")
-            recover_device(problem.device)
+            contest.report(f"{ready.label}: {kernel.name} {list(tile or ())} fails: {first_line(error)}")
+            recover_device(device)
 
     for kernel in kernels:
         sample(kernel, select.tile_of(kernel, asked))
@@ -271,10 +252,10 @@ def tournament(
     for kernel in kernels:
         guess = first.get((kernel.name, select.tile_of(kernel, asked)), math.inf)
         if guess <= TILE_REACH * fastest or guess == math.inf:
-            for tile in other_tiles(kernel, problem, asked, contest.entries):
+            for tile in ready.other_tiles(kernel):
                 sample(kernel, tile)
     kept = without_slow_tiles(first)
-    return race({key: calls[key] for key in kept}, problem.device, time_limit, kept) if kept else {}
+    return race({key: calls[key] for key in kept}, device, time_limit, kept) if kept else {}
 
 
 def worth_building(kernel: Kernel, problem: Problem, asked: AttentionProblem) -> bool:
@@ -290,7 +271,7 @@ def is_dense(asked: AttentionProblem) -> bool:
 
 
 def other_tiles(
-    kernel: Kernel, problem: Problem, asked: AttentionProblem, entries: list[dict[str, Any]]
+    problem: Problem, asked: AttentionProblem, entries: list[dict[str, Any]], kernel: Kernel
 ) -> tuple[Tile, ...]:
     """The tiles to try after a kernel's first guess: all, or in cells that do not explore what was best nearby."""
     others = select.tiles_of(kernel, asked)[1:]
@@ -308,7 +289,7 @@ def learnt_tiles(kernel: str, problem: Problem, entries: list[dict[str, Any]]) -
 
     def distance(entry: dict[str, Any]) -> float:
         sizes = sum(abs(math.log(entry[name] / getattr(problem, name))) for name in ("M", "N", "D", "Dv"))
-        return sizes + (entry["mask"] != mask_kind(problem)) + (entry["dtype"] != dtype_name(problem))
+        return sizes + (entry["mask"] != book.mask_kind(problem)) + (entry["dtype"] != book.dtype_name(problem))
 
     return tuple(Tile(*entry["tile"][kernel]) for entry in sorted(known, key=distance)[:LEARNT_FROM])
 

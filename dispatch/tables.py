@@ -13,8 +13,9 @@ A table is one YAML file named after its device (`device.names`):
       - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
          ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [768, 384, 0, 0]}}
 
-`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. `card` is
-what a GPU reports of itself (`device.Device`).
+`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. So is
+`beside`: what was asked beside the mask, as [dropout] (BESIDE). `card` is what a GPU reports of itself
+(`device.Device`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
 HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
 TEXTS = ("direction", "dtype", "mask")
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+BESIDE = frozenset({"dropout", "softcap", "sinks"})  # features of a problem that decide which kernels are able
 PEAKS = ("half_flops", "float32_flops", "float64_flops", "bandwidth")
 CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fromkeys(PEAKS, float)}
 LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
@@ -54,6 +56,7 @@ class Bucket(NamedTuple):
     sizes: tuple[int, ...]  # in the order of SIZES
     ms: dict[str, float]
     tile: dict[str, Tile]  # of the kernels that were measured with more than one
+    beside: frozenset[str] = frozenset()  # of BESIDE
 
 
 class Table(NamedTuple):
@@ -63,10 +66,11 @@ class Table(NamedTuple):
     card: Device | None = None  # the device, where the table says what it is
 
 
-def of(names: tuple[str, ...]) -> list[Table]:
-    """The readable tables for a device: user's before shipped, specific before general."""
-    found = (read(str(folder / f"{name}.yaml")) for name in names for folder in folders())
-    return [table for table in found if table is not None]
+def of(names: tuple[str, ...]) -> list[list[Table]]:
+    """The readable tables for a device, by name, the specific one before the general one; the user's table of a name
+    before the shipped one."""
+    found = ([read(str(folder / f"{name}.yaml")) for folder in folders()] for name in names)
+    return [[table for table in tables if table is not None] for tables in found]
 
 
 def related(device: Device) -> list[Table]:
@@ -181,7 +185,10 @@ def parse_entry(number: int, entry: object) -> Bucket:
         raise ValueError(f"entry {number}: expected ms to map kernels to positive milliseconds, got {ms!r}")
     times = {name: float(value) for name, value in ms.items()}
     direction, dtype, mask = texts
-    return Bucket(direction, dtype, mask, sizes, times, parse_tiles(number, entry.get("tile", {}), times))
+    tiles, beside = parse_tiles(number, entry.get("tile", {}), times), entry.get("beside", [])
+    if not isinstance(beside, list) or not all(isinstance(name, str) and name in BESIDE for name in beside):
+        raise ValueError(f"entry {number}: expected beside to list some of {', '.join(sorted(BESIDE))}, got {beside!r}")
+    return Bucket(direction, dtype, mask, sizes, times, tiles, frozenset(beside))
 
 
 def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str, Tile]:

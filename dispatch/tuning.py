@@ -10,7 +10,7 @@ behind its own; their times are scaled (`cost.beside`).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sdpa.dispatch import cost, tables
 from sdpa.dispatch.catalog import by_name
@@ -25,7 +25,7 @@ PARALLEL_WEIGHT = 0.25
 # Query heads of a group beyond which more of them change nothing but the rows.
 GROUPS = 16
 # What another dtype of the same speed, and each further card, add to a distance; and each further kind of mask, which
-# speaks only where none of the kinds before it does.
+# speaks only where none of the kinds before it does, as what lacks dropout, softcap or sinks that the problem has.
 DTYPE_STEP = 0.1
 CARD_STEP = 0.1
 KIND_STEP = 20.0
@@ -33,6 +33,9 @@ KIND_STEP = 20.0
 SOFTNESS = 0.1
 # How much slower than the fastest a kernel counts where a bucket lacks it: it could not run there, or was not worth it.
 UNHEARD = 2.0
+# The same for a kernel that writes out the scores, which is measured at few problems: 20 times as slow in the median
+# of the shipped tables of GPUs, at the tenth fastest of its figures 10 times.
+UNHEARD_SCORES = 20.0
 # Rows of queries one program of a GPU kernel takes, and how many programs per multiprocessor make a GPU full: beyond
 # two waves the last, partly filled one no longer decides.
 GPU_ROWS = 128
@@ -93,13 +96,31 @@ def measured(problem: AttentionProblem) -> Measurement | None:
     """What the tables of the problem's device tell of it, with those of other cards of its architecture; None where
     nothing near it was measured. What was measured on two cards counts as the nearer one's."""
     device = device_of(problem.device)
-    every = (near(table, problem) for table in tables.of(device.names))
-    found = next((own for own in every if own), [])  # the user's before shipped, the device's before its family's
+    every = (together(own, problem) for own in tables.of(device.names))
+    found = next((own for own in every if own), [])  # the device's before its family's
     for rank, table in enumerate(tables.related(device), 1):
-        known = {one.bucket[:4] for one in found}
-        further = [one for one in near(table, problem, table.card) if one.bucket[:4] not in known]
-        found += [one._replace(distance=one.distance + CARD_STEP * rank) for one in further]
+        further = near(table, problem, table.card)
+        found = joined(found, [one._replace(distance=one.distance + CARD_STEP * rank) for one in further])
     return combined(found, problem)
+
+
+def together(own: list[Table], problem: AttentionProblem) -> list[Near]:
+    """The buckets near a problem of the tables of one name."""
+    found: list[Near] = []
+    for table in own:
+        found = joined(found, near(table, problem))
+    return found
+
+
+def joined(found: list[Near], further: list[Near]) -> list[Near]:
+    """Buckets and others, without those of the others that were measured among the first."""
+    known = {key_of(one.bucket) for one in found}
+    return found + [one for one in further if key_of(one.bucket) not in known]
+
+
+def key_of(bucket: Bucket) -> tuple[Any, ...]:
+    """What makes two buckets the same measurement."""
+    return (*bucket[:4], bucket.beside)
 
 
 def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None:
@@ -112,7 +133,9 @@ def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None
     fastest, weight = [min(seconds.values()) for seconds in times], sum(one.weight for one in heard)
 
     def slower(name: str) -> float:
-        ratios = [seconds.get(name, UNHEARD * best) / best for seconds, best in zip(times, fastest, strict=True)]
+        kernel = by_name().get(name)
+        unheard = UNHEARD_SCORES if kernel and kernel.materialises else UNHEARD
+        ratios = [seconds.get(name, unheard * best) / best for seconds, best in zip(times, fastest, strict=True)]
         logs = (one.weight * math.log(ratio) for one, ratio in zip(heard, ratios, strict=True))
         return math.exp(sum(logs) / weight)
 
@@ -125,14 +148,17 @@ def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None
 def near(table: Table, problem: AttentionProblem, card: Device | None = None) -> list[Near]:
     """The buckets of a table that are near a problem."""
     device, dtypes, kinds = device_of(problem.device), dtype_names(problem), mask_kinds(problem)
-    weight = reach_of(problem).head_weight
+    weight, beside = reach_of(problem).head_weight, beside_of(problem)
     found = []
     for bucket in table.buckets:
         if bucket.direction != problem.direction or bucket.dtype not in dtypes or bucket.mask not in kinds:
             continue
+        if not bucket.beside <= beside:
+            continue
         steps = distances(bucket, problem, device)
         if max(steps) <= FARTHEST:
             kind = DTYPE_STEP * dtypes.index(bucket.dtype) + KIND_STEP * kinds.index(bucket.mask)
+            kind += KIND_STEP * len(beside - bucket.beside)
             found.append(Near(kind + weighed(steps, weight), bucket, table, card))
     return found
 
@@ -181,6 +207,11 @@ def dtype_names(problem: AttentionProblem) -> tuple[str, ...]:
     if name == "float32" and problem.tf32:
         return ("tfloat32",)
     return (name, "bfloat16") if name == "float16" else (name,)
+
+
+def beside_of(problem: AttentionProblem) -> frozenset[str]:
+    """What a problem asks beside its mask that decides which kernels are able."""
+    return problem.features & tables.BESIDE
 
 
 def mask_kind(problem: AttentionProblem) -> str:
@@ -240,4 +271,5 @@ def bucket_work(bucket: Bucket) -> float:
 
 def describe(bucket: Bucket) -> str:
     sizes = ",".join(f"{name}{size}" for name, size in zip(SIZES, bucket.sizes, strict=True))
-    return f"measured at {sizes} {bucket.mask}"
+    beside = " and ".join(sorted(bucket.beside))
+    return f"measured at {sizes} {bucket.mask}" + (f" with {beside}" if beside else "")

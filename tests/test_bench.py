@@ -11,7 +11,7 @@ import torch
 
 import sdpa
 from helpers import nearest
-from sdpa.bench import ceilings, timing, truth, tuner, workload, written_out
+from sdpa.bench import book, ceilings, timing, truth, tuner, workload, written_out
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, WINDOW, Problem, square
 from sdpa.bench.suites import GPU_SUITES, SUITES
 from sdpa.dispatch import tables
@@ -226,7 +226,7 @@ def test_the_suite_of_apples_gpus():
     assert any(cell.M == 1 and cell.H == 8 * cell.Hkv for cell in cells)
     assert max(cell.flops() for cell in cells) < 5e11, "the smallest of these GPUs computes 2.6e12 in a second"
     grid = tuner.grid("mps")
-    keys = [tuner.entry_key(cell) for cell in grid]
+    keys = [book.entry_key(cell) for cell in grid]
     assert len(set(keys)) == len(keys) and {cell.device for cell in grid} == {"mps"}
     assert {key[1] for key in keys} == {"float16", "bfloat16", "float32"}
 
@@ -253,8 +253,8 @@ def test_spread_is_the_interquartile_range():
 
 def test_grid_covers_directions_dtypes_and_masks():
     cells = tuner.grid("cpu")
-    assert max(Counter(map(tuner.entry_key, cells)).values()) == 1
-    kinds = {(p.direction, p.dtype, tuner.mask_kind(p)) for p in cells}
+    assert max(Counter(map(book.entry_key, cells)).values()) == 1
+    kinds = {(p.direction, p.dtype, book.mask_kind(p)) for p in cells}
     assert kinds == {
         (direction, dtype, mask)
         for direction in DIRECTIONS
@@ -269,7 +269,7 @@ def test_grid_covers_directions_dtypes_and_masks():
 def test_a_measured_entry_is_one_the_dispatcher_reads(mask, direction, tmp_path):
     problem = square(161, 16, dtype="float32", mask=mask, direction=direction)  # wider than the window
     entry = tuner.measure(problem, 0.0)
-    assert tuner.entry_key_of(entry) == tuner.entry_key(problem)
+    assert book.entry_key_of(entry) == book.entry_key(problem)
     bucket = tables.parse_entry(0, entry)
     assert "math" in bucket.ms and all(ms > 0 for ms in bucket.ms.values())
     asked = AttentionProblem.of(tuner.inputs_of(workload.make_workload(problem)), direction)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import CPU_TILES, ON_GPU, PROBLEM
-from sdpa.bench import tuner
+from sdpa.bench import book, tuner
 from sdpa.bench.gpu_grid import Cell
 from sdpa.bench.suites import GPU_SUITES
 from sdpa.bench.timing import Timing
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("several_tiles")
 
 def test_the_grid_of_a_gpu():
     cells = tuner.grid("cuda:1")
-    keys = [tuner.entry_key(cell) for cell in cells]
+    keys = [book.entry_key(cell) for cell in cells]
     assert len(set(keys)) == len(keys) and len(keys) < 220 and all(cell.device == "cuda:1" for cell in cells)
     assert {key[2] for key in keys} == {
         "none", "causal", "window", "lengths", "segments", "bias", "bias_grad", "dense", "rows",
@@ -32,7 +32,7 @@ def test_the_grid_of_a_gpu():
     assert {cell.D for cell in cells} == {32, 64, 96, 128, 192, 256}
     assert all(c.dtype == "bfloat16" and c.mask in ("none", "causal") for c in cells[:20])
     measured = [p for cells in GPU_SUITES.values() for p in cells if p.mask != "alibi" and not p.call]
-    assert {tuner.entry_key(p) for p in measured} <= set(keys)
+    assert {book.entry_key(p) for p in measured} <= set(keys)
     assert {(c.M, c.B) for c in cells if c.M in (1, 8)} >= {(1, 1), (1, 16), (1, 64), (8, 1), (8, 16)}
     assert all(cell.H % cell.Hkv == 0 for cell in cells)
 
@@ -44,7 +44,7 @@ def test_a_cell_is_the_problem_its_entry_answers_for(mask, gpu):
     asked = AttentionProblem.of(tuner.inputs_of(make_workload(cell)), extra=extra)._replace(device="cuda:0")
     cell = replace(cell, device="cuda:0")
     rows_are_told = "row_mask" in AttentionProblem._fields
-    expected = "dense" if mask == "padding" and not rows_are_told else tuner.mask_kind(cell)
+    expected = "dense" if mask == "padding" and not rows_are_told else book.mask_kind(cell)
     assert tuning.mask_kind(asked) == expected
 
 
@@ -191,7 +191,7 @@ def test_who_is_worth_a_compilation():
 def test_float32_cells_say_whether_products_may_be_rounded():
     before = torch.get_float32_matmul_precision()
     exact, rounded = (Cell(1, 1, 8, 8, 8, precision=precision) for precision in ("highest", "high"))
-    assert tuner.entry_key(exact)[1] == "float32" and tuner.entry_key(rounded)[1] == "tfloat32"
+    assert book.entry_key(exact)[1] == "float32" and book.entry_key(rounded)[1] == "tfloat32"
     for cell in (exact, rounded):
         with tuner.precision(cell):
             assert (float32_precision() == "tf32") == (cell is rounded)  # which a problem on a GPU reads

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
 from helpers import ON_GPU, entry, nearest
-from sdpa.dispatch import tables, tuning
+from sdpa.dispatch import candidates, cost, tables, tuning
+from sdpa.kernels.triton import target
 from sdpa.problem import AttentionProblem
 
 SIZES = {"B": 16, "H": 16, "Hkv": 16, "M": 1024, "N": 1024, "D": 128, "Dv": 128}
@@ -127,6 +131,21 @@ def test_a_kernel_that_the_nearest_lacks_stays_behind(gpu):
     assert 1.0 <= found["cuda_flash"] < 1.1 < found["triton_decode"]
 
 
+def test_what_was_asked_beside_the_mask_tells_buckets_apart(gpu):
+    plain, dropped = bucket({"cuda_flash": 1.0, "math": 9.0}), bucket({"triton_efficient": 2.0}, beside=["dropout"])
+    both = bucket({"triton_flash": 3.0}, beside=["softcap", "sinks"])
+    dropping, capped = features("dropout"), features("softcap")
+    assert set(told(ON_GPU, plain, dropped, both)) == {"cuda_flash", "math"}
+    assert nearest((plain, dropped, both), dropping) is dropped and nearest((plain, both), dropping) is plain
+    assert nearest((plain, both), features("softcap", "sinks")) is both and nearest((plain, both), capped) is plain
+    found = told(dropping, plain, dropped)
+    assert min(found, key=found.get) == "triton_efficient", "that of plain calls is far away"
+    assert tuning.describe(both).endswith("none with sinks and softcap")
+    for wrong in ("dropout", ["causal"], [1]):
+        with pytest.raises(ValueError, match="expected beside to list some of dropout, sinks, softcap, got"):
+            bucket({"math": 1.0}, beside=wrong)
+
+
 def test_one_bucket_tells_its_own_times(gpu):
     assert told(ON_GPU, bucket({"cuda_flash": 1.0, "math": 70.0})) == pytest.approx({"cuda_flash": 1.0, "math": 70.0})
     assert told(ON_GPU) is None
@@ -146,3 +165,30 @@ def test_on_a_cpu_the_nearest_bucket_speaks_alone():
         problem, *(tables.parse_entry(0, entry({name: 1.0}, M=M)) for name, M in (("math", 900), ("cpu_flash", 700)))
     )
     assert list(found) == ["math"]
+
+
+@pytest.fixture(params=["nvidia_h200", "nvidia_h100_80gb_hbm3"])
+def hopper(request, monkeypatch):
+    """A card that has a shipped table."""
+    card = tables.read(str(tables.SHIPPED / f"{request.param}.yaml")).card
+    device = replace(card, names=(request.param,), shared_memory=227 << 10, warp_size=32)
+    for module in (tuning, cost):
+        monkeypatch.setattr(module, "device_of", lambda name: device)
+    with target.assume(target.Target("cuda", 90, 227 << 10, device.cores, 50 << 20)):
+        yield device
+
+
+@pytest.mark.parametrize("length", [64, 200, 512, 1024, 3000])
+@pytest.mark.parametrize("name", KINDS)
+def test_shipped_tables_never_choose_what_writes_out_the_scores(name, length, hopper):
+    """With dropout, too, which no table has: there most of the kernels that a bucket names are not able."""
+    problem, _ = KINDS[name]
+    directions = ["backward"] if "bias_grad" in problem.features else ["forward", "backward"]
+    for direction, extra, D in product(directions, ((), ("dropout",)), (64, 128)):
+        asked = problem._replace(
+            **{"direction": direction, "features": problem.features.union(extra), "M": length, "N": length},
+            **{"D": D, "Dv": D},
+        )
+        able = [c for c in candidates.consider_elsewhere(asked) if c.able]
+        first = min(able, key=candidates.ranking(able))
+        assert not first.kernel.materialises, f"{asked}: {first}"

@@ -65,6 +65,20 @@ def test_what_was_measured_here_is_not_asked_of_another_card(here):
     assert found["vendor_flash"] < 1.05e-3 and found["cuda_flash"] > 1e-3, "a problem nearby is heard, too"
 
 
+def test_the_users_table_adds_to_the_shipped_one_of_the_same_device(here):
+    """An entry of the user's replaces the shipped one of the same problem and hides no other."""
+    shipped("nvidia_card", {"cuda_flash": 1.0, "vendor_flash": 9.0}, M=1024, N=1024)
+    mine = (entry({"cuda_flash": 3.0, "vendor_flash": 2.0}, **SIZES, M=512, N=512), entry(TIMES, **SIZES, M=64, N=64))
+    put(here, table(*mine, device="nvidia_card"), "nvidia_card")
+    source, least = tuning.measured(ON_GPU).source, tuning.measured(ON_GPU).seconds
+    assert "M1024,N1024" in source and "1 near it" in source and min(least, key=least.get) == "cuda_flash"
+    again = entry({"cuda_flash": 2.0, "vendor_flash": 1.0}, **SIZES, M=1024, N=1024)
+    put(here, table(*mine, again, device="nvidia_card"), "nvidia_card")
+    select.clear_caches()
+    found = tuning.measured(ON_GPU).seconds
+    assert min(found, key=found.get) == "vendor_flash", "the shipped figure of this problem counts no longer"
+
+
 def test_the_users_table_of_another_card_serves_too(here):
     put(here, table(entry(TIMES, **SIZES), device="nvidia_mine") | {"card": CARD}, "nvidia_mine")
     assert tuning.measured(ON_GPU).source.startswith("scaled from nvidia_mine")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import torch
 import yaml
 
 from sdpa import environment
-from sdpa.bench import gpu_grid, pool, prune, record, tuner, warm
+from sdpa.bench import gpu_grid, pool, prune, tuner, warm
+from sdpa.bench.book import Book, BookError, alone, require_writable
 from sdpa.bench.problems import Problem
 from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
@@ -25,12 +24,6 @@ from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.select import clear_caches
 from sdpa.testing import Case
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 TABLE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -126,7 +119,13 @@ def prune_table(path: Path) -> None:
 
 
 def measure_table(request: Request) -> None:
-    begin = time.monotonic()
+    try:
+        measure_book(request, time.monotonic())
+    except BookError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def measure_book(request: Request, begin: float) -> None:
     if request.seed is not None and not request.problems:
         raise click.UsageError("--seed says which problems --problems draws; give --problems K, too")
     device, kernels = require_device(request.device), require_kernels(request.kernels)
@@ -172,101 +171,6 @@ def fill(book: Book, request: Request, begin: float) -> None:
     left = len(todo) - done
     screen.print(f"{done} problems measured" + (f", {left} left: run again with --resume" if left else ""))
     screen.print(f"written: {book.path}", soft_wrap=True)
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """While nobody else measures the same table: of two that did, the one that ended first would lose its figures."""
-    if fcntl is None:
-        yield
-        return
-    with path.with_name(path.name + ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise click.ClickException(f"another `sdpa tune` is measuring {path}") from None
-        try:
-            yield
-        finally:
-            Path(file.name).unlink(missing_ok=True)
-
-
-def require_writable(folder: Path) -> None:
-    """Before hours of measuring. The folder is created private."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise click.ClickException(f"cannot write a table to {folder}: {error.strerror}") from None
-
-
-@dataclass
-class Book:
-    """A table being measured: its entries by key, its file, and the file beside it that an interrupted run leaves."""
-
-    path: Path
-    device: str
-    kernels: tuple[str, ...] = ()  # those measured; none: all
-    entries: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def partial(self) -> Path:
-        return self.path.with_name(self.path.name + ".partial")
-
-    def open(self) -> None:
-        """Take over the table, and over it what an interrupted run measured."""
-        for file in (self.path, self.partial):
-            for entry in entries_of(file, self.path):
-                self.entries[tuner.entry_key_of(entry)] = entry
-
-    def has(self, problem: Problem) -> bool:
-        """Whether there is an entry for `problem`, with a figure of every kernel asked for."""
-        entry = self.entries.get(tuner.entry_key(problem))
-        return entry is not None and set(self.kernels) <= set(entry["ms"])
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """A new entry replaces the old one; where only some kernels were measured, their figures."""
-        key = tuner.entry_key_of(entry)
-        old = self.entries.get(key)
-        if old is not None and self.kernels:
-            tiles = {name: tile for name, tile in old.get("tile", {}).items() if name not in entry["ms"]}
-            tiles |= entry.get("tile", {})
-            entry = entry | {"ms": old["ms"] | entry["ms"]} | ({"tile": tiles} if tiles else {})
-        self.entries[key] = entry
-
-    def save(self) -> None:
-        """Write down what there is, beside the table."""
-        tables.save(self.partial, self.data())
-
-    def publish(self) -> None:
-        """Replace the table and make this process forget the old one."""
-        tables.write(self.path, self.data())
-        self.partial.unlink(missing_ok=True)
-        clear_caches()
-
-    def data(self) -> dict[str, Any]:
-        facts = record.header(self.device)
-        head = {"schema": tables.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
-        about = {"command": facts["command"], "description": facts["description"], "threads": facts["threads"]}
-        device = device_of(self.device)
-        card = {"card": tables.card_of(device)} if device.architecture else {}
-        return head | about | card | {"entries": list(self.entries.values())}
-
-
-def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
-    """The entries of a file to go on with; of another torch, or broken, they are not mixed with new figures."""
-    if not file.is_file():
-        return []
-    try:
-        data = tables.load(file.read_text())
-        tables.parse(str(table), data)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise click.ClickException(f"cannot resume {file}: {' '.join(str(error).split())}") from None
-    measured, here = data["versions"].get("torch"), record.versions()["torch"]
-    if measured != here:
-        raise click.ClickException(f"cannot resume {file}: expected torch {here}, measured with {measured}")
-    return data["entries"]
 
 
 def check_and_build(

@@ -1,0 +1,184 @@
+"""A tuning table while it is measured: what makes two entries the same, who may write, what an interruption leaves."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sdpa.bench import record
+from sdpa.bench.problems import Problem
+from sdpa.dispatch import tables, tuning
+from sdpa.dispatch.device import device_of
+from sdpa.dispatch.select import clear_caches
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# A problem's mask as the kind of a tuning table, where the words differ.
+GPU_KINDS = {"padding": "rows", "allowed": "dense", "alibi": "causal", "lower_right": "causal"}
+CPU_KINDS = {
+    **dict.fromkeys(("padding", "allowed", "bias", "bias_grad"), "dense"),
+    **dict.fromkeys(("lengths", "segments"), "structured"),
+    **dict.fromkeys(("alibi", "lower_right"), "causal"),
+}
+ENTRY_FIELDS = ("B", "H", "Hkv", "M", "N", "D", "Dv")
+
+
+WAIT = 0.05  # seconds between two looks at a lock
+
+
+class BookError(Exception):
+    """A table that cannot be measured, resumed or written, and why, in one sentence."""
+
+
+def entry_key(problem: Problem) -> tuple[Any, ...]:
+    """What makes two entries of a table the same measurement."""
+    sizes = tuple(getattr(problem, name) for name in ENTRY_FIELDS)
+    return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes, *beside_of(problem))
+
+
+def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return (*(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS)), *entry.get("beside", ()))
+
+
+def about(problem: Problem) -> dict[str, Any]:
+    """An entry without its figures."""
+    sizes = {name: getattr(problem, name) for name in ENTRY_FIELDS}
+    entry = {"direction": problem.direction, "dtype": dtype_name(problem), "mask": mask_kind(problem), **sizes}
+    return entry | ({"beside": beside} if (beside := beside_of(problem)) else {})
+
+
+def beside_of(problem: Problem) -> list[str]:
+    """What a call asks beside its mask, in the tuning tables' words (tables.BESIDE)."""
+    return [problem.call] if problem.call in tables.BESIDE else []
+
+
+def dtype_name(problem: Problem) -> str:
+    """In the tuning tables' words (tuning.dtype_names)."""
+    return "tfloat32" if problem.dtype == "float32" and problem.precision != "highest" else problem.dtype
+
+
+def mask_kind(problem: Problem) -> str:
+    """In the tuning tables' words (tuning.mask_kind)."""
+    if problem.mask == "lower_right" and problem.visible_pairs() >= tuning.NEARLY_ALL * problem.M * problem.N:
+        return "none"
+    kinds = CPU_KINDS if problem.device.startswith("cpu") else GPU_KINDS
+    return kinds.get(problem.mask, problem.mask)
+
+
+@contextmanager
+def alone(path: Path, patience: float = 0.0) -> Iterator[None]:
+    """While nobody else measures the same table: of two that did, the one that ended first would lose its figures. It
+    is waited for `patience` seconds."""
+    if fcntl is None:
+        yield
+        return
+    end = time.monotonic() + patience
+    with path.with_name(path.name + ".lock").open("w") as file:
+        while not is_locked(file):
+            if time.monotonic() >= end:
+                raise BookError(f"another `sdpa tune` is measuring {path}")
+            time.sleep(WAIT)
+        try:
+            yield
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def is_locked(file: Any) -> bool:
+    """Whether the file is locked now, for this process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def require_writable(folder: Path) -> None:
+    """Before hours of measuring. The folder is created private."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BookError(f"cannot write a table to {folder}: {error.strerror}") from None
+
+
+@dataclass
+class Book:
+    """A table being measured: its entries by key, its file, and the file beside it that an interrupted run leaves."""
+
+    path: Path
+    device: str
+    kernels: tuple[str, ...] = ()  # those measured; none: all
+    entries: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    command: str = ""  # what measures it; "": the command of this process
+
+    @property
+    def partial(self) -> Path:
+        return self.path.with_name(self.path.name + ".partial")
+
+    def open(self) -> None:
+        """Take over the table, and over it what an interrupted run measured."""
+        for file in (self.path, self.partial):
+            for entry in entries_of(file, self.path):
+                self.entries[entry_key_of(entry)] = entry
+
+    def has(self, problem: Problem) -> bool:
+        """Whether there is an entry for `problem`, with a figure of every kernel asked for."""
+        entry = self.entries.get(entry_key(problem))
+        return entry is not None and set(self.kernels) <= set(entry["ms"])
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """A new entry replaces the old one; where only some kernels were measured, their figures."""
+        key = entry_key_of(entry)
+        old = self.entries.get(key)
+        if old is not None and self.kernels:
+            tiles = {name: tile for name, tile in old.get("tile", {}).items() if name not in entry["ms"]}
+            tiles |= entry.get("tile", {})
+            entry = entry | {"ms": old["ms"] | entry["ms"]} | ({"tile": tiles} if tiles else {})
+        self.entries[key] = entry
+
+    def save(self) -> None:
+        """Write down what there is, beside the table."""
+        tables.save(self.partial, self.data())
+
+    def publish(self) -> None:
+        """Replace the table and make this process forget the old one."""
+        tables.write(self.path, self.data())
+        self.partial.unlink(missing_ok=True)
+        clear_caches()
+
+    def data(self) -> dict[str, Any]:
+        facts = record.about(self.device)
+        head = {"schema": tables.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
+        about = {name: facts[name] for name in ("command", "description", "threads")}
+        about |= {"command": self.command} if self.command else {}
+        device = device_of(self.device)
+        card = {"card": tables.card_of(device)} if device.architecture else {}
+        return head | about | card | {"entries": list(self.entries.values())}
+
+
+def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
+    """The entries of a file to go on with; of another torch, or broken, they are not mixed with new figures."""
+    if not file.is_file():
+        return []
+    try:
+        data = tables.load(file.read_text())
+        tables.parse(str(table), data)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        raise BookError(f"cannot resume {file}: {' '.join(str(error).split())}") from None
+    measured, here = data["versions"].get("torch"), record.versions()["torch"]
+    if measured != here:
+        raise BookError(f"cannot resume {file}: expected torch {here}, measured with {measured}")
+    return data["entries"]
