@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa.alignment import BULK_BYTES, alignment_of, stride_alignment
+from sdpa.alignment import BULK_BYTES, alignment_of, has_rows, stride_alignment
 from sdpa.layout import empty_as
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
@@ -41,7 +41,7 @@ def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple
 
 def at_home(tensor: Tensor) -> Tensor:
     """The tensor itself where its rows can be read by vectors, else a copy."""
-    return tensor if tensor.stride(3) == 1 and alignment_of(tensor) == BULK_BYTES else aligned_copy(tensor)
+    return tensor if has_rows(tensor) and alignment_of(tensor) == BULK_BYTES else aligned_copy(tensor)
 
 
 def home_of_bias(bias: Tensor, rows: bool) -> Tensor:
@@ -70,7 +70,7 @@ def told(problem: AttentionProblem, names: tuple[str, ...]) -> str:
     apart = tuple(name for name in names if not problem.unaligned_at(name))
     others = tuple(name for name in names if name not in apart)
     why = f"which {'do' if len(listed(others)) > 1 else 'does'} not lie at multiples of {BULK_BYTES} bytes"
-    clauses = [(apart, "whose last stride is not 1"), (others, why)]
+    clauses = [(apart, "whose last dimension is not the only one of stride 1"), (others, why)]
     return "on copies " + ", and ".join(f"of {joined(listed(some))}, {clause}" for some, clause in clauses if some)
 
 

@@ -51,7 +51,7 @@ def placement_of(
 def unaligned_of(inputs: AttentionInputs) -> tuple[tuple[str, int], ...]:
     """(name, bytes) of q, k, v and the bias, for those that do not lie at multiples of 16 bytes."""
     tensors = zip(PLACED, inputs[:3], strict=False)
-    found = [(name, alignment_of(t) if t.stride(3) == 1 else 0) for name, t in tensors]
+    found = [(name, alignment_of(t) if has_rows(t) else 0) for name, t in tensors]
     bias = inputs.bias
     if bias is not None and lies_on_gpu(bias):
         dense = bias.stride(3) == 1 or bias.shape[3] == 1
@@ -68,6 +68,13 @@ def unaligned_others(others: tuple[Tensor | None, ...]) -> tuple[tuple[str, int]
         if tensor is not None and (name == "lse" or tensor.stride(3) == 1):
             found.append((name, alignment_of(tensor, strides=name != "lse")))
     return tuple(pair for pair in found if pair[1] < BULK_BYTES)
+
+
+def has_rows(tensor: Tensor) -> bool:
+    """Whether the last dimension of (B, H, M, D) has a stride of 1 and no other has: torch makes results of its kernels
+    in the memory order of the queries, which is not theirs where rows overlap so, as `unfold` lets them."""
+    *others, last = zip(tensor.shape, tensor.stride(), strict=True)
+    return last[1] == 1 and (last[0] == 1 or all(n == 1 or stride != 1 for n, stride in others))
 
 
 def stride_alignment(tensor: Tensor) -> int:

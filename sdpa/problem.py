@@ -170,8 +170,8 @@ class AttentionProblem(NamedTuple):
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
     full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
     narrow_mask: bool = False  # the dense masks given repeat one column for all keys
-    # Tensors (of PLACED) that do not lie at multiples of 16 bytes, and of how many bytes then; 0: the last stride is
-    # not 1.
+    # Tensors (of PLACED) that do not lie at multiples of 16 bytes, and of how many bytes then; 0: the last dimension is
+    # not the only one of stride 1 (`alignment.has_rows`).
     unaligned: tuple[tuple[str, int], ...] = ()
     zero_strides: bool = False  # q, k or v repeats along a dimension
 
@@ -226,7 +226,7 @@ class AttentionProblem(NamedTuple):
 
     @property
     def alignment(self) -> int:
-        """The largest of 16, 8, 4, 2 and 1 bytes of which all tensors lie at multiples; 0: a last stride is not 1."""
+        """The largest of 16, 8, 4, 2 and 1 bytes of which all tensors lie at multiples; 0: one has no rows."""
         return min((found for _, found in self.unaligned), default=BULK_BYTES)
 
     @property

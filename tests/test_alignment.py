@@ -291,7 +291,10 @@ def test_explain_tells_of_copies(rows):
     rows(("fused", None, FUSED), ("loose", None, {"alignment": 1, "efficiency": 0.01}))
     problem = ON_GPU._replace(M=8192, N=8192, unaligned=(("q", 4), ("k", 0)))
     found = explain.explain_problem(problem)
-    clause = "on copies of k, whose last stride is not 1, and of q, which does not lie at multiples of 16 bytes"
+    clause = (
+        "on copies of k, whose last dimension is not the only one of stride 1, and of q, which does not lie at "
+        "multiples of 16 bytes"
+    )
     assert found.chosen == "fused" and clause in found.reason and str(found).count(clause) == 3
     assert found.as_dict()["kernels"][0]["copies"] == clause
 
@@ -320,6 +323,30 @@ def test_a_strided_call_by_name_on_a_cpu():
     torch.testing.assert_close(found, sdpa.scaled_dot_product_attention(q, k, v, kernel="math"))
     sdpa.scaled_dot_product_attention(q, k, v, kernel="vendor_cpu_flash")
     assert sdpa.last_choice().copies == ("q", "k", "v")
+
+
+OVERLAPPING = {"rows": (500, 100, 1, 1), "heads": (500, 1, 64, 1), "batch": (1, 500, 64, 1)}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_rows_that_overlap_in_memory_on_a_cpu(name):
+    """torch makes results in the memory order of the queries, and its CPU flash writes them as if that had rows."""
+    base = torch.randn(4000)
+    overlapping = base.as_strided((2, 3, 7, 16), OVERLAPPING[name])
+    apart = [torch.randn(2, 3, 40, 16) for _ in range(2)]
+    for q, k, v in ((overlapping, *apart), (apart[0], overlapping, overlapping)):
+        tensors = [t.detach().requires_grad_() for t in (q, k, v)]
+        exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        for kernel in ("vendor_cpu_flash", "cpu_flash"):
+            found, wanted = (
+                sdpa.scaled_dot_product_attention(*given, kernel=by)
+                for given, by in ((tensors, kernel), (exact, "math"))
+            )
+            torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+            upstream = torch.randn_like(wanted)
+            grads = torch.autograd.grad(found, tensors, upstream.float())
+            for got, want in zip(grads, torch.autograd.grad(wanted, exact, upstream), strict=True):
+                torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
 def test_inputs_as_a_user_gives_them(anywhere):

@@ -277,6 +277,23 @@ def test_nan_in_a_visible_entry_reaches_exactly_the_rows_that_see_it(where, caus
     assert torch.equal(out.isnan(), wanted)
 
 
+@pytest.mark.parametrize("N", [1, 5, 15, 16])
+@pytest.mark.parametrize("kernel", ["cpu_flash", "vendor_cpu_flash", "math"])
+def test_nan_in_all_that_a_row_sees_of_few_keys(kernel, N):
+    """torch's CPU flash looks for the maximum of fewer than 16 scores without NaN, and gives 0 where it finds none."""
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, N, 8), torch.randn(2, 2, N, 8)
+    q[0, 1, 2] = math.nan
+    k[1, 1, 0] = math.nan  # of the heads 2 and 3, and under a causal mask all that their first row sees
+    for is_causal in (False, True):
+        out = sdpa.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True, kernel=kernel)
+        wanted = torch.zeros(2, 4, 6, dtype=torch.bool)
+        wanted[0, 1, 2] = wanted[1, 2:] = True
+        assert torch.equal(out.isnan().all(-1), wanted) and torch.equal(out.isnan().any(-1), wanted)
+    zeros = torch.zeros(1, 1, 1, 8)
+    out = sdpa.scaled_dot_product_attention(zeros, zeros, zeros, kernel=kernel)
+    assert not out.any(), "a log-sum-exp of 0 may be right"
+
+
 @dtypes
 def test_nan_in_a_float_mask_reaches_its_row(dtype):
     bias = torch.zeros(9, 11, dtype=dtype)
