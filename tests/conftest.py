@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -266,3 +267,12 @@ def installed(fresh_compiler):
     sdpa.install(patterns=True)
     yield config.pre_grad_custom_pass
     sdpa.uninstall()
+
+
+@pytest.fixture(scope="module")
+def others_frozen():
+    """The collector looks at nothing that was there before, which takes it seconds after thousands of tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

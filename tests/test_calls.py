@@ -339,7 +339,7 @@ MASKED = {
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8), (1, 1, 5, 8), (1, 1, 1, 5, 8)], ids=str)
 @pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 1.0}, {"return_lse": True}], ids=str)
-def test_what_is_remembered_holds_no_tensor(shape, mask, options):
+def test_what_is_remembered_holds_no_tensor(shape, mask, options, others_frozen):
     """Of a call of any rank: not its mask, whose graph may be large, and not its sinks."""
     held = []
     for _ in range(3):

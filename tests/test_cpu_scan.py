@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from cpu_cases import Case, Sizes, compare, expect, lay_out, lengths, make, random, run_forward
@@ -94,15 +96,21 @@ def test_gradients_under_a_diagonal(threads, clean, position, kind, name):
         assert all(t[:, :, position + 1 :].isfinite().all() for t in (found.k, found.v))
 
 
+@lru_cache
+def up_to(length: int) -> tuple[AttentionInputs, Results, Results]:
+    """Inputs of so many keys, what float64 makes of them and what bfloat16 does."""
+    inputs = make(Case(SCANNED, {"k_lengths": lengths(length, length)}), torch.bfloat16)
+    return inputs, attention(inputs), attention(inputs, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_behind_odd_lengths(threads, position, kind, name):
     """The first key behind the length is the second of a pair."""
-    inputs = make(Case(SCANNED, {"k_lengths": lengths(position, position)}), torch.bfloat16)
+    inputs, exact, plain = up_to(position)
     spoilt = inputs._replace(**{name: spoil(getattr(inputs, name), position, "nan", kind)})
     results, grad_out = run_forward(spoilt), random(2, 4, SCANNED.M, SCANNED.Dv, dtype=torch.bfloat16)
-    exact, plain = attention(inputs), attention(inputs, torch.bfloat16)
     expect([compare(n, *r, SCANNED.N) for n, *r in zip(Results._fields, results, exact, plain, strict=True)])
     found = gradients(spoilt, results, grad_out)
     assert all(t.isfinite().all() for t in (found.q, found.k, found.v))

@@ -407,7 +407,7 @@ def test_an_error_of_a_prepared_call_reaches_the_caller():
 
 @built
 @pytest.mark.parametrize("name", CASES)
-def test_no_reference_is_lost_or_kept(name):
+def test_no_reference_is_lost_or_kept(name, others_frozen):
     """Counted of the tensors, and of all objects that the collector knows."""
     tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     call = case(name, tensors)
