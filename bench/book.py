@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +34,6 @@ CPU_KINDS = {
 ENTRY_FIELDS = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 
 
-WAIT = 0.05  # seconds between two looks at a lock
-
-
 class BookError(Exception):
     """A table that cannot be measured, resumed or written, and why, in one sentence."""
 
@@ -48,7 +45,7 @@ def entry_key(problem: Problem) -> tuple[Any, ...]:
 
 
 def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS)), *entry.get("beside", ()))
+    return (*(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS)), *sorted(entry.get("beside", ())))
 
 
 def about(problem: Problem) -> dict[str, Any]:
@@ -77,31 +74,33 @@ def mask_kind(problem: Problem) -> str:
 
 
 @contextmanager
-def alone(path: Path, patience: float = 0.0) -> Iterator[None]:
-    """While nobody else measures the same table: of two that did, the one that ended first would lose its figures. It
-    is waited for `patience` seconds."""
+def alone(path: Path) -> Iterator[None]:
+    """While nobody else measures the same table: of two that did, the one that ended first would lose its figures."""
     if fcntl is None:
         yield
         return
-    end = time.monotonic() + patience
-    with path.with_name(path.name + ".lock").open("w") as file:
-        while not is_locked(file):
-            if time.monotonic() >= end:
-                raise BookError(f"another `sdpa tune` is measuring {path}")
-            time.sleep(WAIT)
-        try:
-            yield
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+    lock = path.with_name(path.name + ".lock")
+    while True:
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise BookError(f"another `sdpa tune` is measuring {path}") from None
+            if not is_at(file, lock):  # whoever had it removed it meanwhile: another file has that name
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
 
 
-def is_locked(file: Any) -> bool:
-    """Whether the file is locked now, for this process."""
+def is_at(file: Any, path: Path) -> bool:
+    """Whether an open file is the one that a path names now."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
         return False
-    return True
 
 
 def require_writable(folder: Path) -> None:
@@ -122,7 +121,6 @@ class Book:
     device: str
     kernels: tuple[str, ...] = ()  # those measured; none: all
     entries: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
-    command: str = ""  # what measures it; "": the command of this process
 
     @property
     def partial(self) -> Path:
@@ -163,7 +161,6 @@ class Book:
         facts = record.about(self.device)
         head = {"schema": tables.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
         about = {name: facts[name] for name in ("command", "description", "threads")}
-        about |= {"command": self.command} if self.command else {}
         device = device_of(self.device)
         card = {"card": tables.card_of(device)} if device.architecture else {}
         return head | about | card | {"entries": list(self.entries.values())}

@@ -73,7 +73,8 @@ def problem_of(bucket: tables.Bucket) -> AttentionProblem:
     """The problem that a bucket was measured on, as far as its table tells."""
     sizes: dict[str, Any] = dict(zip(tables.SIZES, bucket.sizes, strict=True))
     fields: dict[str, Any] = dict(MASK_FIELDS[bucket.mask])
+    fields["features"] = fields.get("features", frozenset()) | bucket.beside
     if sizes["H"] != sizes["Hkv"]:
-        fields["features"] = fields.get("features", frozenset()) | {"gqa"}
+        fields["features"] |= {"gqa"}
     dtype = getattr(torch, bucket.dtype)
     return AttentionProblem("cpu", dtype, **sizes, direction=bucket.direction, **fields)

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sdpa.alignment import ADDRESS_BITS, has_memory
-from sdpa.dispatch import autotune
 from sdpa.dispatch.caches import CACHES, LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import CURRENT, current_text
@@ -278,14 +277,12 @@ class Pass(Repeated):
 
     def __init__(self, form: Form, choice: Choice, takes_output_alone: bool = False) -> None:
         self.form, self.choice = form, choice
-        # Whether the kernel may be an operator of torch's, which is then what is called again.
-        self.is_native = takes_output_alone and form.numbers is not None
+        # Whether the kernel is an operator of torch's, which is then what is called again.
+        self.is_native = takes_output_alone and form.numbers is not None and choice.native is not None
         self.again = None  # its recorded launches
         self.is_passing = False  # not expected to be called again: launches are not recorded
 
     def first_time(self, tensors: Sequence[Tensor]) -> Any:
-        if autotune.is_on():
-            self.choice = LAST.choice = autotune.better(self.choice, *self.nouns(self.given(tensors)))
         try:
             return self.first(tensors)
         except Exception as error:
@@ -298,27 +295,22 @@ class Pass(Repeated):
         """Run the kernel and record its launches, or torch's own operator; for later calls whose tensors the recorded
         launches do not fit, run the kernel again."""
         form, choice = self.form, self.choice
-        given, count = self.given(tensors), len(form.places)
-        nouns = self.nouns(given)
+        count = len(form.places)
+        # What hooks of saved tensors return for one tensor may be several, and for several one.
+        given = [tensors[number] for number in form.same]
+        nouns = self.nouns((*given, *tensors[count:]))
         if self.is_native:
-            self.is_native, native = False, choice.native
-            operator = None if native is None else native(*nouns)
+            self.is_native, operator = False, choice.native(*nouns)
             if operator is not None:
                 self.again = Operator(*operator)
                 return self.again(*given)
         record = None if self.is_passing else choice.record
-        if record is None or (len(tensors) > count and first_places(given[:count]) != form.same):
+        if record is None or (len(tensors) > count and first_places(given) != form.same):
             return choice.call(*nouns)
         results, again = record(nouns, choice.problem, choice.tile)
         if again is not None:
             self.again = again if len(form.firsts) == count else self.once(again)
         return results
-
-    def given(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors as they were when the form was described: what hooks of saved tensors return for one tensor may
-        be several, and for several one."""
-        form = self.form
-        return (*[tensors[number] for number in form.same], *tensors[len(form.places) :])
 
     def once(self, again: Callable[..., Any]) -> Callable[..., Any]:
         """`again`, given each tensor once."""

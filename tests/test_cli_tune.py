@@ -64,6 +64,25 @@ def test_of_two_at_once_the_second_says_so(tiny_grid, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
+    """Its name may be another file's by the time that it is locked."""
+    path, honest = tmp_path / "table.yaml", book.fcntl.flock
+    lock = tmp_path / "table.yaml.lock"
+
+    def flock(file, how):
+        monkeypatch.setattr(book.fcntl, "flock", honest)
+        lock.unlink()  # as by the one who had it
+        lock.touch()
+        return honest(file, how)
+
+    monkeypatch.setattr(book.fcntl, "flock", flock)
+    with alone(path):
+        with pytest.raises(book.BookError, match="another `sdpa tune` is measuring"), alone(path):
+            pass
+        assert lock.exists()
+    assert not lock.exists()
+
+
 def test_tune_without_a_home(tiny_grid, homeless):
     assert "home is not known" in complaint("tune", code=2)
     paths = json.loads(call("info", "--json"))["tuning tables"]

@@ -84,6 +84,14 @@ def test_an_entry_is_read_as_its_problem(mask, direction):
     assert "gqa" in problem.features and nearest((bucket,), problem) is bucket
 
 
+def test_an_entry_with_dropout_is_read_with_it():
+    """Without it the choice would be another kernel with the entry and without it, and the entry would leave."""
+    dropped = entry({"math": 1.0, "cpu_flash": 9.0}, beside=["dropout"])
+    assert pruned(dropped) == [dropped]
+    (bucket,) = tables.parse("x.yaml", table(dropped, device="x")).buckets
+    assert tuning.beside_of(prune.problem_of(bucket)) == bucket.beside == {"dropout"}
+
+
 def test_shipped_tables_of_cpus_are_pruned():
     assert {path.stem for path in OF_CPUS} >= {"amd_zen4", "amd_zen5", "intel_sapphire_rapids"}
     for path in OF_CPUS:
