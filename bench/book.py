@@ -31,7 +31,6 @@ CPU_KINDS = {
     **dict.fromkeys(("lengths", "segments"), "structured"),
     **dict.fromkeys(("alibi", "lower_right"), "causal"),
 }
-ENTRY_FIELDS = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 
 
 class BookError(Exception):
@@ -40,17 +39,17 @@ class BookError(Exception):
 
 def entry_key(problem: Problem) -> tuple[Any, ...]:
     """What makes two entries of a table the same measurement."""
-    sizes = tuple(getattr(problem, name) for name in ENTRY_FIELDS)
+    sizes = tuple(getattr(problem, name) for name in tables.SIZES)
     return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes, *beside_of(problem))
 
 
 def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(entry[name] for name in ("direction", "dtype", "mask", *ENTRY_FIELDS)), *sorted(entry.get("beside", ())))
+    return (*(entry[name] for name in ("direction", "dtype", "mask", *tables.SIZES)), *sorted(entry.get("beside", ())))
 
 
 def about(problem: Problem) -> dict[str, Any]:
     """An entry without its figures."""
-    sizes = {name: getattr(problem, name) for name in ENTRY_FIELDS}
+    sizes = {name: getattr(problem, name) for name in tables.SIZES}
     entry = {"direction": problem.direction, "dtype": dtype_name(problem), "mask": mask_kind(problem), **sizes}
     return entry | ({"beside": beside} if (beside := beside_of(problem)) else {})
 

@@ -289,6 +289,13 @@ def test_nan_in_all_that_a_row_sees_of_few_keys(kernel, N):
         wanted = torch.zeros(2, 4, 6, dtype=torch.bool)
         wanted[0, 1, 2] = wanted[1, 2:] = True
         assert torch.equal(out.isnan().all(-1), wanted) and torch.equal(out.isnan().any(-1), wanted)
+    bias = torch.zeros(6, N)
+    bias[1] = math.nan
+    bias[2, 0] = -math.inf
+    out = sdpa.scaled_dot_product_attention(
+        torch.randn(2, 4, 6, 8), k[:1].expand_as(k), v, bias, enable_gqa=True, kernel=kernel
+    )
+    assert torch.equal(out.isnan().all(-1), torch.arange(6).eq(1).expand(2, 4, 6)) and not out[:, :, 2].isnan().any()
     zeros = torch.zeros(1, 1, 1, 8)
     out = sdpa.scaled_dot_product_attention(zeros, zeros, zeros, kernel=kernel)
     assert not out.any(), "a log-sum-exp of 0 may be right"

@@ -39,7 +39,9 @@ def sees_only_nan(inputs: AttentionInputs) -> Tensor:
     """Whether every score that a query sees, and there is one, is NaN: [B, H, M]."""
     q, k, mask = inputs.q, inputs.k, float_mask(inputs)
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT  # [B, H, M, N], N < LANES
-    seen = torch.ones_like(scores, dtype=torch.bool) if mask is None else (mask > -torch.inf).expand_as(scores)
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    if mask is not None:
+        seen, scores = seen & (mask != -torch.inf), scores + mask
     if is_causal(inputs):
         seen = seen & torch.ones_like(seen).tril()
     return seen.any(-1) & (scores.isnan() | ~seen).all(-1)
