@@ -121,10 +121,6 @@ def inputs_of(work: Workload) -> AttentionInputs:
     return build_inputs(q, k, v, Options(work.our_mask, **work.options, **BESIDE.get(work.problem.call, {})))
 
 
-def no_others(kernel: Kernel) -> tuple[Tile, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Field:
     """A problem made ready: its tensors, what is asked of kernels, who takes part, and with which tiles beside each
@@ -132,10 +128,10 @@ class Field:
 
     inputs: AttentionInputs
     asked: AttentionProblem
-    grad_out: Tensor | None  # (B, H, M, Dv), of a backward
+    grad_out: Tensor  # (B, H, M, Dv)
     kernels: tuple[Kernel, ...]
     label: str
-    other_tiles: Callable[[Kernel], tuple[Tile, ...]] = no_others
+    other_tiles: Callable[[Kernel], tuple[Tile, ...]]
 
 
 def prepare(problem: Problem, contest: Contest) -> Field:
@@ -157,18 +153,12 @@ def measure(problem: Problem, time_limit: float, contest: Contest | None = None)
         except torch.OutOfMemoryError:
             contest.report(f"{problem.label}: its tensors do not fit the device")
             return None
-        found = compete(ready, time_limit, contest)
-    if found is None:
+        if not ready.kernels:
+            return None
+        seconds = tournament(ready, time_limit, contest)
+    if not seconds:
         return None
-    return book.about(problem) | found
-
-
-def compete(ready: Field, time_limit: float, contest: Contest) -> dict[str, Any] | None:
-    """An entry's "ms" and "tile" of a field; None where no kernel can, or none ran."""
-    if not ready.kernels:
-        return None
-    seconds = tournament(ready, time_limit, contest)
-    return figures(seconds, ready.asked, {kernel.name: kernel for kernel in ready.kernels}) if seconds else None
+    return book.about(problem) | figures(seconds, ready.asked, {kernel.name: kernel for kernel in ready.kernels})
 
 
 def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
@@ -199,7 +189,7 @@ def without_twins(kernels: list[Kernel], asked: AttentionProblem) -> list[Kernel
 Caller = Callable[[Kernel, "Tile | None"], Call]
 
 
-def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor | None) -> Caller:
+def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -> Caller:
     """Makes calls of kernels' forwards; or of their backwards, all on the results of one forward."""
     if asked.direction == "forward":
         return lambda kernel, tile: repeated(kernel, tile, asked, inputs)
@@ -208,7 +198,6 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor | 
     # What need not be compiled comes first: it cannot fail or hang, and any right result serves.
     best = min(able, key=lambda c: (c.kernel.materialises, bool(select.tiles_of(c.kernel, forward)), c.seconds))
     results: Any = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
-    assert grad_out is not None, "a backward has a gradient that arrives"
     upstream = Results(grad_out, None)
     return lambda kernel, tile: repeated(kernel, tile, asked, inputs, results, upstream)
 
