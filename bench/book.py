@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ CPU_KINDS = {
     **dict.fromkeys(("lengths", "segments"), "structured"),
     **dict.fromkeys(("alibi", "lower_right"), "causal"),
 }
+# Seconds between two looks whether a table's lock is free.
+PAUSE = 0.01
 
 
 class BookError(Exception):
@@ -73,18 +76,24 @@ def mask_kind(problem: Problem) -> str:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """While nobody else measures the same table: of two that did, the one that ended first would lose its figures."""
+def alone(path: Path, patience: float = 0.0) -> Iterator[None]:
+    """While nobody else writes the same table: of two that did, the one that ended first would lose its figures. Who
+    has it is waited for as many seconds as `patience` says."""
     if fcntl is None:
         yield
         return
     lock = path.with_name(path.name + ".lock")
+    attempts = round(patience / PAUSE)
     while True:
         with lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise BookError(f"another `sdpa tune` is measuring {path}") from None
+                if attempts <= 0:
+                    raise BookError(f"another `sdpa tune` is measuring {path}") from None
+                attempts -= 1
+                time.sleep(PAUSE)
+                continue
             if not is_at(file, lock):  # whoever had it removed it meanwhile: another file has that name
                 continue
             try:
@@ -157,18 +166,29 @@ class Book:
         clear_caches()
 
     def data(self) -> dict[str, Any]:
-        facts = record.about(self.device)
-        head = {"schema": tables.SCHEMA, "device": self.path.stem, "date": facts["date"], "versions": facts["versions"]}
-        about = {name: facts[name] for name in ("command", "description", "threads")}
-        device = device_of(self.device)
-        card = {"card": tables.card_of(device)} if device.architecture else {}
-        return head | about | card | {"entries": list(self.entries.values())}
+        return header(self.path, self.device) | {"entries": list(self.entries.values())}
+
+
+def header(path: Path, device: str) -> dict[str, Any]:
+    """What a table that is measured by this process says beside its entries."""
+    facts = record.about(device)
+    head = {"schema": tables.SCHEMA, "device": path.stem, "date": facts["date"], "versions": facts["versions"]}
+    about = {name: facts[name] for name in ("command", "description", "threads")}
+    card = device_of(device)
+    return head | about | ({"card": tables.card_of(card)} if card.architecture else {})
 
 
 def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
-    """The entries of a file to go on with; of another torch, or broken, they are not mixed with new figures."""
+    """The entries of a file to go on with."""
+    data = opened(file, table)
+    return [] if data is None else data["entries"]
+
+
+def opened(file: Path, table: Path) -> dict[str, Any] | None:
+    """What a file holds for a table, None where there is no file. Of another torch, or broken, it is not mixed with new
+    figures."""
     if not file.is_file():
-        return []
+        return None
     try:
         data = tables.load(file.read_text())
         tables.parse(str(table), data)
@@ -177,4 +197,4 @@ def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:
     measured, here = data["versions"].get("torch"), record.versions()["torch"]
     if measured != here:
         raise BookError(f"cannot resume {file}: expected torch {here}, measured with {measured}")
-    return data["entries"]
+    return data

@@ -308,16 +308,21 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def race(
-    calls: dict[Key, Call], device: str, time_limit: float, first: dict[Key, float] | None = None
+    calls: dict[Key, Call],
+    device: str,
+    time_limit: float,
+    first: dict[Key, float] | None = None,
+    rounds: int | None = None,
 ) -> dict[Key, float]:
-    """Seconds of each call, measured in turns; the hopeless ones by a single sample after their warm-up (`first`)."""
+    """Seconds of each call, measured in turns; the hopeless ones by a single sample after their warm-up (`first`). On a
+    CPU with so many `rounds`, where they are given, instead of a time limit."""
     first = first or {key: first_sample(call, device) for key, call in calls.items()}
     best = min(first.values())
     close = [key for key in calls if first[key] <= HOPELESS * best]
     if device.startswith("cuda"):
         return first | gpu_race({key: calls[key] for key in close}, device, time_limit)
     several, watch = [calls[key] for key in close], stopwatch_for(device)
-    timings = interleave(several, watch, time_limit=time_limit, min_sample=sample_for(device))
+    timings = interleave(several, watch, rounds, time_limit, min_sample=sample_for(device))
     return first | {key: timing.minimum for key, timing in zip(close, timings, strict=True)}
 
 

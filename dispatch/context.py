@@ -43,16 +43,23 @@ class Setting(NamedTuple):
     forced: bool = False  # asked for by kernel=: never falls back
     decomposed: bool = False  # operations of torch's answer
     toggles: int | None = None  # torch's switches of a with-block inside of a graph, instead of those where it runs
+    autotune: float | None = None  # seconds to measure a problem for, 0: it is not; None: as holds everywhere
 
     def encode(self) -> str:
         """As a string, the form in which a setting passes through an operator."""
         flags = "".join(letter for letter, on in zip("psfd", self[1:5], strict=True) if on)
+        flags += "" if self.autotune is None else f"a{self.autotune!r}"
         flags += "" if self.toggles is None else f"t{self.toggles}"
         return ",".join(self.allowed) + (f";{flags}" if flags else "")
 
     def switches(self, outside: int) -> int:
         """torch's switches, of which `outside` are those that hold where a kernel is chosen."""
         return outside if self.toggles is None else self.toggles
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leaves open what may run, and how it is chosen."""
+        return not (self.allowed or self.priority or self.strict or self.forced)
 
     @classmethod
     def decode(cls, text: str) -> Setting:
@@ -63,9 +70,11 @@ class Setting(NamedTuple):
 def decode(text: str) -> Setting:
     names, _, flags = text.partition(";")
     flags, _, toggles = flags.partition("t")
+    flags, _, seconds = flags.partition("a")
     allowed = tuple(name for name in names.split(",") if name)
     priority, strict, forced, decomposed = (letter in flags for letter in "psfd")
-    return Setting(allowed, priority, strict, forced, decomposed, int(toggles) if toggles else None)
+    held, budget = int(toggles) if toggles else None, float(seconds) if seconds else None
+    return Setting(allowed, priority, strict, forced, decomposed, held, budget)
 
 
 class Entry:
@@ -247,7 +256,7 @@ def request_text(kernel: str | None) -> str:
         return with_toggles(own or tracing.traced_text(), tracing.traced_toggles())
     if own:
         return own
-    return recorded_text() if tracing.is_recording() else current_text() or environment_text()
+    return recorded_text() if tracing.is_recording() else completed(current_text())
 
 
 def forced_text(kernel: str) -> str:
@@ -263,12 +272,14 @@ def with_toggles(text: str, toggles: int | None) -> str:
 
 @constant
 def nested_text(text: str, outer: str) -> str:
-    """The setting of a with-block of `text` inside of one of `outer`: the inner one says what may run, and inside of
-    `decomposed()` everything is decomposed."""
+    """The setting of a with-block of `text` inside of one of `outer`: the inner one says what may run, inside of
+    `decomposed()` everything is decomposed, and `autotune` changes nothing else."""
     setting, around = Setting.decode(text), Setting.decode(outer)
     if text == DECOMPOSED:
         return around._replace(decomposed=True).encode()
-    return setting._replace(decomposed=around.decomposed).encode()
+    if setting.autotune is not None:
+        return around._replace(autotune=setting.autotune).encode()
+    return setting._replace(decomposed=around.decomposed, autotune=around.autotune).encode()
 
 
 def is_inside_decomposed() -> bool:
@@ -302,10 +313,19 @@ def recorded_text() -> str:
 def effective(text: str) -> str:
     """What an operator was asked, completed by the context it runs in: in a graph, "" means whatever holds."""
     if not text or text.startswith(";t"):  # names no kernel, and may only tell torch's switches
-        held = current_text()
-        held = environment_text() if held in ("", DECOMPOSED) else held
+        held = completed(current_text())
         return with_toggles(held, Setting.decode(text).toggles) if text else held
     return text
+
+
+def completed(text: str) -> str:
+    """The setting of a with-block of `text`, with what SDPA_KERNEL names where it leaves open what may run."""
+    if not text:
+        return environment_text()
+    setting = Setting.decode(text)
+    if not setting.is_open:
+        return text
+    return Setting.decode(environment_text())._replace(autotune=setting.autotune).encode()
 
 
 # The attribute of the memory of a log-sum-exp that tells a backward what its forward ran under. Not of the tensor: a

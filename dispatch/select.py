@@ -72,6 +72,8 @@ def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
     able = [candidate for candidate in candidates if candidate.able]
     if not able:
         raise NoKernelError(refusal(problem, setting, candidates))
+    if setting.strict:  # math may be the fastest and still is refused
+        able = [candidate for candidate in able if candidate.kernel.family != "math"] or able
     rank = ranking(able)
     best = by_preference(able, setting, rank) if setting.priority else min(able, key=rank)
     if best.kernel.family == "math":
@@ -118,7 +120,7 @@ def backward_setting(text: str, problem: AttentionProblem) -> str:
     if all("backward" not in kernel.directions for kernel in named) or (
         some_is_able(forward) and not some_is_able(problem)
     ):
-        return Setting(toggles=setting.toggles).encode()
+        return Setting(toggles=setting.toggles, autotune=setting.autotune).encode()
     return text
 
 

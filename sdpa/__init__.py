@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from sdpa import pytrees  # noqa: F401  registers pytrees for torch.export and torch.func
 from sdpa.checkpointing import save_attention
 from sdpa.decomposed import decomposed, decomposition_table
+from sdpa.dispatch.autotune import autotune
 from sdpa.dispatch.context import sdpa_kernel
 from sdpa.dispatch.explain import Explanation
 from sdpa.dispatch.select import Choice, NoKernelError, last_choice
@@ -29,6 +30,7 @@ __all__ = [
     "Mask",
     "NoKernelError",
     "accelerate",
+    "autotune",
     "decomposed",
     "decomposition_table",
     "explain",

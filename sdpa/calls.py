@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sdpa.alignment import ADDRESS_BITS, has_memory
+from sdpa.dispatch import autotune
 from sdpa.dispatch.caches import CACHES, LAST
 from sdpa.dispatch.choice import Choice
 from sdpa.dispatch.context import CURRENT, current_text
@@ -273,14 +274,15 @@ class Pass(Repeated):
     weights.
     """
 
-    __slots__ = ("form", "is_native", "is_passing")
+    __slots__ = ("form", "is_native", "is_passing", "is_unmeasured")
 
     def __init__(self, form: Form, choice: Choice, takes_output_alone: bool = False) -> None:
         self.form, self.choice = form, choice
-        # Whether the kernel is an operator of torch's, which is then what is called again.
-        self.is_native = takes_output_alone and form.numbers is not None and choice.native is not None
+        # Whether the kernel may be an operator of torch's, which is then what is called again.
+        self.is_native = takes_output_alone and form.numbers is not None
         self.again = None  # its recorded launches
         self.is_passing = False  # not expected to be called again: launches are not recorded
+        self.is_unmeasured = autotune.is_wanted(choice)  # the next call may be one that sdpa.autotune measures
 
     def first_time(self, tensors: Sequence[Tensor]) -> Any:
         try:
@@ -293,14 +295,20 @@ class Pass(Repeated):
 
     def first(self, tensors: Sequence[Tensor]) -> Any:
         """Run the kernel and record its launches, or torch's own operator; for later calls whose tensors the recorded
-        launches do not fit, run the kernel again."""
+        launches do not fit, run the kernel again. Inside of `sdpa.autotune` the problem is measured before."""
         form, choice = self.form, self.choice
         count = len(form.places)
         # What hooks of saved tensors return for one tensor may be several, and for several one.
         given = [tensors[number] for number in form.same]
         nouns = self.nouns((*given, *tensors[count:]))
+        if self.is_unmeasured:
+            if not autotune.may_begin(choice):
+                return choice.call(*nouns)
+            self.is_unmeasured = False
+            self.choice = LAST.choice = choice = autotune.better(choice, *nouns)
         if self.is_native:
-            self.is_native, operator = False, choice.native(*nouns)
+            self.is_native, native = False, choice.native
+            operator = None if native is None else native(*nouns)
             if operator is not None:
                 self.again = Operator(*operator)
                 return self.again(*given)
