@@ -64,6 +64,7 @@ class Kernel:
     # From so many rows of queries on, times (G - 1), its backward adds up gradients of keys in float32 where heads of
     # queries share these and later rows see more of them; 0: it never does.
     sums_groups: int = 0
+    sums_queries: bool = False  # its backward adds up gradients of queries in float32, in memory beside its results
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
     splits_keys: bool = False  # splits keys over programs; heads that share keys are in one program
@@ -109,6 +110,12 @@ class Kernel:
     def varies(self, problem: AttentionProblem) -> bool:
         """Whether the bits of its results may vary from call to call."""
         return problem.direction in self.varies_in and not problem.deterministic
+
+    def extra_bytes(self, problem: AttentionProblem) -> int:
+        """Memory beside its results, as far as it grows with the problem."""
+        rows = problem.B * problem.H * problem.M * torch.float32.itemsize
+        sums = rows * problem.D if self.sums_queries and problem.direction == "backward" else 0
+        return sums + (rows * problem.N if self.materialises else 0)
 
     def copies_rows(self, problem: AttentionProblem) -> bool:
         return bool(self.pads_heads and problem.D % self.pads_heads)

@@ -42,7 +42,9 @@ def recover(
             forget_choices()
         heir = successor(choice, kind, exhausted)
         if heir is None:
-            raise failure.as_error(kind, told) from error
+            lean = [c.kernel.name for c in needing_less(choice)] if kind == failure.MEMORY else []
+            less = f"; {' and '.join(lean)} would need less beside the results" if lean else ""
+            raise failure.as_error(kind, told + less) from error
         who = heir.kernel.name if heir.kernel is not choice.kernel else f"its {heir.tile}"
         warnings.warn(f"{told}; {who} answers instead", stacklevel=3)
         # The frames of the failed call hold its temporaries: the next one needs that memory.
@@ -78,6 +80,14 @@ def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
         return None
     best = min(able, key=ranking(able))
     return in_place_of(choice, best, f"in place of {choice.kernel.name}, which failed")
+
+
+def needing_less(choice: Choice) -> list[Candidate]:
+    """The able kernels that need less memory than that of `choice`, the fastest first."""
+    problem = choice.problem
+    needed = choice.kernel.extra_bytes(problem)
+    able = [c for c in consider(problem) if c.able and c.kernel.extra_bytes(problem) < needed]
+    return sorted(able, key=ranking(able))
 
 
 def in_place_of(choice: Choice, heir: Candidate, reason: str) -> Choice:

@@ -34,6 +34,7 @@ from sdpa.operators import (
     of_weights,
 )
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, fields_of
+from sdpa.sinks import row_bias_grad
 from sdpa.torch_private import (
     SingleLevelFunction,
     TransformType,
@@ -80,13 +81,17 @@ class Attention(SingleLevelFunction):
             return (None,) * (1 + len(call.form.places))
         *tensors, out, lse = ctx.saved_tensors  # checkpointing lets them be read only once
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        bias_grad = False
-        for name, place in call.form.learned:
-            bias_grad = bias_grad or (name == "bias" and ctx.needs_input_grad[1 + place])
         gradients = call.differentiable if torch.is_grad_enabled() or dispatch_modes() > 0 else call.gradients
-        found = gradients(tensors, (out, lse), (grad_out, grad_lse), bias_grad)
+        results, upstream = (out, lse), (grad_out, grad_lse)
         if not call.form.learned:
-            return (None, *found[:3], *(None,) * (len(tensors) - 3))
+            return (None, *gradients(tensors, results, upstream, False)[:3], *(None,) * (len(tensors) - 3))
+        given = {name: tensors[place] for name, place in call.form.learned}
+        bias_grad = any(name == "bias" and ctx.needs_input_grad[1 + place] for name, place in call.form.learned)
+        # What depends on saved results is no function of the inputs, so further derivatives need the sum over keys.
+        of_rows = bias_grad and given["bias"].shape[3] == 1 and not torch.is_grad_enabled()
+        found = list(gradients(tensors, results, upstream, bias_grad and not of_rows))
+        if of_rows:
+            found[3] = row_bias_grad(given["bias"], given.get("sinks"), Results(*results), Results(*upstream))
         return (None, *found[:3], *beside(ctx, call, found))
 
 

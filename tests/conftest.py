@@ -150,10 +150,14 @@ def cuda_flash_able():
 
 @pytest.fixture
 def poisoned_memory():
-    """NaN, or the largest integer, in everything that torch.empty gives to Python and to native code."""
+    """NaN, or the largest integer, in everything that torch.empty gives to Python and to native code, and NaN in what a
+    GPU's allocator has free, of which native code may take some that is no tensor."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
+    if torch.cuda.is_available():
+        spare = [torch.empty(size, device="cuda") for size in (1 << 26, *(1 << 16,) * 64)]
+        del spare
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -76,6 +76,36 @@ def test_gradients_of_biases_and_sinks(name, kernel):
     assert gradcheck(lambda q, k, v, e: attention(q, k, v, **options(e), kernel=kernel), leaves)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 3, 1), (1, 2, 1, 1), (2, 1, 3, 1)], ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_bias_that_moves_whole_rows(shape, sinks, with_lse):
+    """It changes a sink's weight and the log-sum-exp alone; a row without a key has neither."""
+    leaves = [*qkv(), draw(*shape).requires_grad_(), *([draw(2).requires_grad_()] if sinks else [])]
+
+    def call(q, k, v, bias, *rest):
+        mask = Mask(bias=bias, window=(None, 0), align="bottom_right", lengths=torch.tensor([4, 2]))
+        out, lse = attention(q, k, v, mask, sinks=rest[0] if rest else None, return_lse=True)
+        return (out, lse.nan_to_num(neginf=0.0)) if with_lse else out
+
+    assert gradcheck(call, leaves)
+    assert gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_bias_that_moves_whole_rows_in_half_precision(dtype):
+    """Its gradient is 0 where nothing else sees the row's sum; a sum over keys would leave the rounding of each."""
+    q, k, v = (draw(2, 3, 40, 16).to(dtype) for _ in range(3))
+    bias = draw(1, 3, 40, 1).to(dtype).requires_grad_()
+    attention(q, k, v, bias).float().square().sum().backward()
+    assert not bias.grad.any() and bias.grad.dtype == dtype
+    sinks, exact = draw(3), bias.detach().double().requires_grad_()
+    bias.grad = None
+    attention(q, k, v, bias, sinks=sinks.float()).float().square().sum().backward()
+    attention(*(t.double() for t in (q, k, v)), exact, sinks=sinks).square().sum().backward()
+    assert (bias.grad.double() - exact.grad).norm() <= 4 * torch.finfo(dtype).eps * exact.grad.norm()
+
+
 @pytest.mark.parametrize("kernel", COMPLETE)
 def test_gradients_of_the_lse(kernel):
     for options in ({}, {"is_causal": True}, {"softcap": 1.5}):

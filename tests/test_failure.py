@@ -196,6 +196,15 @@ def test_out_of_memory_stays_torchs_error_and_names_kernel_and_problem(rows):
     assert got.value.__cause__ is NO_MEMORY and second.ran == 0, "a kernel that needs more is not tried"
 
 
+def test_out_of_memory_where_a_kernel_was_asked_for_names_those_that_need_less(rows):
+    _, second, _ = rows(("first", NO_MEMORY, {"sums_queries": True}), ("second", None, {}), ("third", None, LARGE))
+    with pytest.raises(torch.OutOfMemoryError, match=r"; second would need less beside the results$"):
+        run("first;f", direction="backward")
+    with pytest.raises(torch.OutOfMemoryError, match=r"has$"):  # sums are those of a backward
+        run("first;f")
+    assert second.ran == 0
+
+
 def test_out_of_memory_of_a_kernel_that_needs_more(rows):
     first, second = rows(("first", NO_MEMORY, LARGE), ("second", None, {}))
     for count in (1, 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -371,6 +372,31 @@ SANITIZED = [
 def test_sanitized(case):
     """`make gpu-sanitize` runs these under compute-sanitizer, which sees reads and writes out of bounds."""
     right(check_kernel(name_for(make_inputs(case)), case), case)
+
+
+CUDA_SANITIZED = [
+    real(B=2, H=4, Hkv=2, M=200, N=331, D=D, Dv=Dv, dtype=torch.bfloat16, mask=mask)
+    for (D, Dv), mask in product(
+        [(64, 64), (128, 128), (192, 128), (256, 256)], ("none", "causal", "window", "segments")
+    )
+]
+
+
+ORDERED = [case for case in CUDA_SANITIZED if case.D <= 128 and case.mask != "segments"]
+
+
+@pytest.mark.parametrize(
+    "case, in_order", [(case, False) for case in CUDA_SANITIZED] + [(case, True) for case in ORDERED], ids=str
+)
+def test_sanitized_cuda(case, in_order, cuda_flash_able):
+    """Forwards and backwards of the CUDA library: of single thread blocks, of pairs, and in one order."""
+    torch.use_deterministic_algorithms(in_order)
+    try:
+        found = check_kernel("cuda_flash", case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any(c.name == "grad_q" for c in found)
+    right(found, case)
 
 
 def test_sanitized_decode():

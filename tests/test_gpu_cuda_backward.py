@@ -253,16 +253,18 @@ def test_any_strides_the_copy_engine_follows():
             assert (one.double() - other.double()).norm() <= 1e-2 * other.double().norm()
 
 
-def test_nothing_but_its_own_rows_and_keys():
-    """NaN all around the tensors, and huge values beyond the head size."""
-    wide = torch.full((2, 3, 130, 256), torch.nan, device="cuda", dtype=BFLOAT16)
-    q, k, v, up = (wide.clone()[:, :, 1:129, 16:96] for _ in range(4))
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("rows", [64, 128, 192])
+def test_nothing_but_its_own_rows_and_keys(rows, D):
+    """NaN all around the tensors, in memory that begins and ends where no block does."""
+    wide = torch.full((2, 3, rows + 2, D + 32), torch.nan, device="cuda", dtype=BFLOAT16)
+    q, k, v, up = (wide.clone()[:, :, 1:-1, 16:-16] for _ in range(4))
     for t in (q, k, v, up):
         t.copy_(torch.randn_like(t))
-    inputs = build_inputs(q, k, v, Options())
-    found = check_inputs("cuda_flash", inputs, up)
-    assert any(c.name == "grad_q" for c in found)
-    right(found, "an island")
+    for mask in (Mask(), Mask(causal=True), Mask(window=(50, 20))):
+        found = check_inputs("cuda_flash", build_inputs(q, k, v, Options(mask)), up)
+        assert any(c.name == "grad_q" for c in found)
+        right(found, ("an island", mask))
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "lengths"])
@@ -289,15 +291,15 @@ def test_the_same_at_full_size(D, Dv, mask):
         assert (one - other).norm() <= 3e-3 * one.norm(), name
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("D, in_order", [(64, False), (64, True), (128, True), (256, False)])
 @pytest.mark.parametrize("mask", ["none", "causal"])
-def test_work_drawn_by_launches_side_by_side(mask, in_order, request):
+def test_work_drawn_by_launches_side_by_side(mask, D, in_order, request):
     """Eager backwards on two streams, of which one goes first where both wait, and one that was captured, each of more
     blocks than there are multiprocessors."""
     if in_order:
         request.getfixturevalue("deterministic")
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
-    draws = [[torch.randn(8, 16, 1024, 64, device="cuda", dtype=BFLOAT16) for _ in range(4)] for _ in range(3)]
+    draws = [[torch.randn(8, 16, 1024, D, device="cuda", dtype=BFLOAT16) for _ in range(4)] for _ in range(3)]
 
     def learn(q, k, v, up):
         return passes(build_inputs(q, k, v, Options(CORNERS[mask])), up)[1]
@@ -363,6 +365,46 @@ def test_the_same_bits_in_deterministic_mode(mask, D, Dv, deterministic):
                 noise @ noise
         found = passes(inputs, grad_out)[1]
         assert all(map(torch.equal, found[:3], wanted[:3])), number
+
+
+@pytest.mark.parametrize("options", [
+    {"softcap": 5.0}, {"sinks": True}, {"is_causal": True, "softcap": 5.0}, {"is_causal": True, "sinks": True},
+], ids=["softcap", "sinks", "causal softcap", "causal sinks"])  # fmt: skip
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_same_bits_beside_the_mask(options, D, deterministic):
+    q, k, v, up = (torch.randn(2, 8, 700, D, device="cuda", dtype=FLOAT16) for _ in range(4))
+    options = options | ({"sinks": torch.randn(8, device="cuda")} if "sinks" in options else {})
+    inputs = build_inputs(q, k, v, Options(**options))
+    checked(inputs, (options, D))
+    wanted = passes(inputs, up)[1]
+    for _ in range(20):
+        found = passes(inputs, up)[1]
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True) if other is not None)
+
+
+def learn_beyond(room, kernel):
+    """Gradients where the process may take `room` bytes more than the tensors of the forward have."""
+    leaves = [torch.randn(1, 16, 1 << 15, 64, device="cuda", dtype=BFLOAT16, requires_grad=True) for _ in range(3)]
+    out, up = sdpa.scaled_dot_product_attention(*leaves, kernel=kernel), torch.randn_like(leaves[0])
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + room
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        return torch.autograd.grad(out, leaves, up)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_workspace_that_does_not_fit():
+    """The gradients take 192 MiB, the sums beside them 132: an error where the kernel was asked for by name, and where
+    none was, the work of a kernel that needs less."""
+    told = r"cuda_flash ran out of memory on backward .*needs 324 MiB of device 0 .*triton_hopper.* would need less"
+    with pytest.raises(torch.OutOfMemoryError, match=told):
+        learn_beyond(260 << 20, "cuda_flash")
+    with pytest.warns(UserWarning, match=r"ran out of memory on backward .* answers instead"):
+        found = learn_beyond(260 << 20, None)
+    assert all(grad.isfinite().all() for grad in found)
 
 
 def test_explain_says_whether_bits_vary(deterministic):

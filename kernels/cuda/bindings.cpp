@@ -8,8 +8,7 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
-#include <numeric>
+#include <atomic>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -17,6 +16,10 @@
 
 #include "counters.h"
 #include "params.h"
+
+// A torch that lacks them has tensors for the backward's workspace.
+#pragma weak aoti_torch_cuda_caching_allocator_raw_alloc
+#pragma weak aoti_torch_cuda_caching_allocator_raw_delete
 
 namespace sdpa_cuda {
 namespace {
@@ -33,22 +36,26 @@ constexpr double kRowsCacheShare = 0.6;
 constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
 // Heads that share keys have work tiles of their own where rows of queries times (G - 1) are at least this.
 constexpr int64_t kRowsToSum = 3000;
-// The largest head size of the instances that add in one order, and the fewest rows of a block of prepare_rows.
+// The largest head size of the instances that add in one order and are of single thread blocks, not of pairs; and the
+// fewest rows of a block of prepare_rows.
 constexpr int kLargestInOrder = 128, kFewestRows = 8;
+// What TMA reads begins, and has its rows, at multiples of so many bytes.
+constexpr int kTmaBytes = 16;
 
 struct Device {
-  int sm_count = 0, cache = 0;  // cache: bytes of the L2 cache
+  int cache = 0;                 // bytes of the L2 cache
+  std::atomic<int> sm_count{0};  // set last
 };
 
 // The driver is asked once for each device: an answer takes it a microsecond.
 const Device& device_of(int index) {
   static std::array<Device, kMaxDevices> known;
   Device& device = known[index % kMaxDevices];
-  if (device.sm_count == 0) {
+  if (device.sm_count.load(std::memory_order_acquire) == 0) {
     int sm_count = 0;
     cudaDeviceGetAttribute(&device.cache, cudaDevAttrL2CacheSize, index);
     cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, index);
-    device.sm_count = sm_count;
+    device.sm_count.store(sm_count, std::memory_order_release);
   }
   return device;
 }
@@ -61,32 +68,82 @@ void make_context_current(int device) {
   STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " on device ", device);
 }
 
-// The dispatcher knows an error that says "out of memory", and lets another kernel answer.
+void check_status(cudaError_t status, const char* what) {
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " in ", what);
+}
+
+// What a call allocates, which an error tells of.
+struct Need {
+  int device;
+  int64_t bytes;
+};
+
+// The dispatcher knows an error that says "out of memory", and lets another kernel answer. An allocation fails, too,
+// where a kernel in front had an error that leaves the device unusable.
+void check_allocated(AOTITorchError status, const Need& need) {
+  if (status == AOTI_TORCH_SUCCESS) return;
+  size_t free = 0, all = 0;
+  check_status(cudaMemGetInfo(&free, &all), "a kernel in front, found by an allocation");
+  STD_TORCH_CHECK(false, "cuda_flash: out of memory: needs ", (need.bytes + (1 << 20) - 1) >> 20, " MiB of device ",
+                  need.device, " for results and for what it adds up");
+}
+
 Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
-                  int32_t index) {
+                  const Need& need) {
   AtenTensorHandle handle;
-  const AOTITorchError status =
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
-                               aoti_torch_device_type_cuda(), index, &handle);
-  const auto elements = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
-  STD_TORCH_CHECK(status == AOTI_TORCH_SUCCESS, "cuda_flash: out of memory: device ", index, " has no room for ",
-                  elements, dtype == aoti_torch_dtype_float32() ? " float32" : " 16-bit", " numbers");
+  check_allocated(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                                           aoti_torch_device_type_cuda(), need.device, &handle),
+                  need);
   return Tensor(handle);
 }
 
+// Memory of the caching allocator until the call returns. It is no tensor, because torch fills new tensors under
+// torch.use_deterministic_algorithms, which would take 5 % of a deterministic backward's time at 2048 rows.
+class Workspace {
+ public:
+  Workspace(int64_t bytes, const Need& need) {
+    if (aoti_torch_cuda_caching_allocator_raw_alloc && aoti_torch_cuda_caching_allocator_raw_delete) {
+      check_allocated(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_), need);
+    } else {
+      tensor_ = new_tensor({(bytes + 3) / 4}, {1}, aoti_torch_dtype_int32(), need);
+      data_ = tensor_->data_ptr();
+    }
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  ~Workspace() {
+    if (!tensor_) aoti_torch_cuda_caching_allocator_raw_delete(data_);
+  }
+  template <class T>
+  T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset);
+  }
+
+ private:
+  void* data_ = nullptr;
+  std::optional<Tensor> tensor_;
+};
+
 // (B, H, M, D), in the memory order (B, M, H, D) when `like` has it.
-Tensor new_like(const Tensor& like, int64_t D, int32_t dtype) {
+Tensor new_like(const Tensor& like, int64_t D, int32_t dtype, const Need& need) {
   const int64_t B = like.size(0), H = like.size(1), M = like.size(2);
   const bool rows_outside = H > 1 && M > 1 && 0 < like.stride(1) && like.stride(1) < like.stride(2);
   const std::vector<int64_t> strides =
       rows_outside ? std::vector<int64_t>{M * H * D, D, H * D, 1} : std::vector<int64_t>{H * M * D, M * D, D, 1};
-  return new_tensor({B, H, M, D}, strides, dtype, like.get_device());
+  return new_tensor({B, H, M, D}, strides, dtype, need);
 }
 
 // A dimension of size 1 needs no true stride, and TMA refuses some strides.
 View view_of(const Tensor& t) {
   const auto stride = [&](int i) { return t.size(i) == 1 ? t.size(3) : t.stride(i); };
   return {t.data_ptr(), stride(0), stride(1), stride(2)};
+}
+
+// Whether TMA reads rows (.., D) of 16-bit numbers where they lie.
+bool is_readable(const Tensor& t) {
+  const auto whole = [&](int i) { return t.size(i) == 1 || t.stride(i) * 2 % kTmaBytes == 0; };
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % kTmaBytes == 0 && t.stride(3) == 1 && whole(0) && whole(1) &&
+         whole(2);
 }
 
 void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -105,8 +162,8 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
   STD_TORCH_CHECK(q.size(2) < kUnlimited && k.size(2) < kUnlimited, "cuda_flash takes fewer than ", kUnlimited,
                   " queries and keys, but got ", q.size(2), " and ", k.size(2));
   for (const Tensor& t : {q, k, v})
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
-                    "cuda_flash cannot read addresses that are no multiples of 16 bytes");
+    STD_TORCH_CHECK(is_readable(t), "cuda_flash cannot read addresses and rows that are no multiples of ", kTmaBytes,
+                    " bytes");
 }
 
 void set_sizes(FlashParams& p, const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -117,20 +174,14 @@ void set_sizes(FlashParams& p, const Tensor& q, const Tensor& k, const Tensor& v
   p.device = q.get_device();
 }
 
-// Memory for what find_spans finds out about the ids of segments. The parts come in the order of their alignment, the
-// strictest first.
-Tensor allocate_workspace(SegmentParams& p, const Instance& instance) {
+// The bytes of what find_spans finds out about the ids of segments: spans, ranges of ids, and padded ids of keys. The
+// parts come in the order of their alignment, the strictest first.
+std::array<int64_t, 3> segment_bytes(SegmentParams& p, const Instance& instance) {
   p.groups = blocks_of(p, instance.BLOCK_M) * (instance.BLOCK_M / kWarpgroupRows);
   p.blocks = (p.N + instance.BLOCK_N - 1) / instance.BLOCK_N;
-  const int64_t spans = int64_t{p.B} * p.groups * sizeof(Span), id_ranges = int64_t{p.B} * p.blocks * sizeof(IdRange);
-  const int64_t bytes = spans + id_ranges + int64_t{p.B} * p.blocks * instance.BLOCK_N * sizeof(int32_t);
-  const int64_t count = bytes / sizeof(int32_t);
-  const Tensor workspace = new_tensor({count}, {1}, aoti_torch_dtype_int32(), p.device);
-  char* const begin = static_cast<char*>(workspace.data_ptr());
-  p.spans = reinterpret_cast<Span*>(begin);
-  p.id_ranges = reinterpret_cast<IdRange*>(begin + spans);
-  p.padded_k_ids = reinterpret_cast<int32_t*>(begin + spans + id_ranges);
-  return workspace;
+  const int64_t B = p.B;
+  return {B * p.groups * int64_t{sizeof(Span)}, B * p.blocks * int64_t{sizeof(IdRange)},
+          B * p.blocks * instance.BLOCK_N * int64_t{sizeof(int32_t)}};
 }
 
 // The part that the operators share: `p` brings the options in which they differ.
@@ -144,13 +195,6 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   make_context_current(q.get_device());
   const Device& device = device_of(q.get_device());
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  const Tensor out = new_like(q, Dv, dtype);
-  const Tensor lse =
-      new_tensor({q.size(0), H, q.size(2)}, {H * q.size(2), q.size(2), 1}, aoti_torch_dtype_float32(), q.get_device());
-  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
-  p.lse = static_cast<float*>(lse.data_ptr());
   p.sm_count = device.sm_count;
   STD_TORCH_CHECK((int64_t{p.M} / kWarpgroupRows + 1) * p.B * H < INT32_MAX - p.sm_count, "cuda_flash: ", p.B,
                   " sequences of up to ", p.M, " queries in ", H, " heads are more blocks than it counts");
@@ -159,8 +203,24 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident_heads) * (H / Hkv), 1, p.B * H));
   const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance for head sizes ", D, " and ", Dv);
-  std::optional<Tensor> workspace;
-  if (mask == MaskKind::kSegments) workspace = allocate_workspace(p, *instance);
+  const bool segments = mask == MaskKind::kSegments;
+  const auto [spans, id_ranges, ids] = segments ? segment_bytes(p, *instance) : std::array<int64_t, 3>{};
+  const int64_t rows = q.size(0) * H * q.size(2);
+  const Need need{p.device, rows * (2 * Dv + 4) + spans + id_ranges + ids};
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  const Tensor out = new_like(q, Dv, dtype, need);
+  const Tensor lse =
+      new_tensor({q.size(0), H, q.size(2)}, {H * q.size(2), q.size(2), 1}, aoti_torch_dtype_float32(), need);
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
+  p.lse = static_cast<float*>(lse.data_ptr());
+  std::optional<Workspace> workspace;
+  if (segments) {
+    workspace.emplace(spans + id_ranges + ids, need);
+    p.spans = workspace->at<Span>(0);
+    p.id_ranges = workspace->at<IdRange>(spans);
+    p.padded_k_ids = workspace->at<int32_t>(spans + id_ranges);
+  }
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   if (int64_t{blocks_of(p, instance->BLOCK_M)} * p.B * p.H > p.sm_count) p.counter = take_counter(p.device, stream);
@@ -261,7 +321,7 @@ std::tuple<Tensor, Tensor> flash_forward_segments(Tensor q, Tensor k, Tensor v, 
 void check_like(const char* name, const Tensor& t, const Tensor& q, int64_t rows, int64_t columns) {
   STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == q.size(0) && t.size(1) == q.size(1) && t.size(2) == rows &&
                       t.size(3) == columns && t.scalar_type() == q.scalar_type() && t.get_device() == q.get_device() &&
-                      t.stride(3) == 1 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
+                      is_readable(t),
                   "cuda_flash: expected ", name,
                   " of the dtype, device and sizes of the output, in rows that begin at ", "multiples of 16 bytes");
 }
@@ -287,9 +347,15 @@ void check_counts(const BackwardParams& p) {
                   " in the backward, counting the longest of B = ", p.B, " sequences B times, but got ", blocks);
 }
 
-// What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v.
-Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, bool deterministic,
-                          cudaStream_t stream) {
+// What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v;
+// ids of segments and what is found out about them; semaphores. In numbers of four bytes, but for spans.
+struct Kept {
+  int64_t rows = 0, grad_q = 0, grad_k = 0, grad_v = 0, row_ids = 0, key_ids = 0, spans = 0, semaphores = 0;
+  int64_t sums() const { return 2 * rows + grad_q + grad_k + grad_v; }  // a multiple of 16 bytes
+  int64_t all() const { return sums() + row_ids + key_ids + 2 * spans + semaphores; }
+};
+
+Kept kept_of(BackwardParams& p, const BackwardInstance& instance, bool deterministic) {
   const int64_t block = instance.BLOCK_M;
   const int64_t blocks = p.cu_q ? p.query_rows / block + p.B : (p.M + block - 1) / block;
   const int64_t heads = p.cu_q ? p.H : int64_t{p.B} * p.H, rows = heads * blocks * block;
@@ -300,31 +366,35 @@ Tensor allocate_workspace(BackwardParams& p, const BackwardInstance& instance, b
   p.key_blocks = static_cast<int>(key_blocks);
   const int64_t keys =
       p.tile_heads < p.group ? (p.cu_k ? p.Hkv : int64_t{p.B} * p.Hkv) * key_blocks * kBackwardKeys : 0;
-  const int64_t semaphores = deterministic ? heads * blocks + 1 : 0;  // and the counter of work tiles
-  const int64_t entries = p.q_ids.data ? p.B : 0;                     // with segments
-  const int64_t row_ids = entries * blocks * (block + kRangeNumbers);
-  const int64_t key_ids = entries * key_blocks * 2 * (kWarpgroupRows + kRangeNumbers), spans = entries * key_blocks * 2;
-  static_assert(sizeof(RowSpan) == 2 * sizeof(float));
-  const int64_t sums = rows * (2 + instance.D) + keys * (instance.D + instance.Dv);  // a multiple of 16 bytes
-  const Tensor workspace =
-      new_tensor({sums + row_ids + key_ids + spans + semaphores}, {1}, aoti_torch_dtype_float32(), p.device);
-  p.base2 = static_cast<float*>(workspace.data_ptr());
-  p.delta = p.base2 + rows;
-  p.grad_q_acc = p.delta + rows;
-  if (keys > 0) {
-    p.grad_k_acc = p.grad_q_acc + rows * instance.D;
-    p.grad_v_acc = p.grad_k_acc + keys * instance.D;
-    cudaMemsetAsync(p.grad_k_acc, 0, keys * (instance.D + instance.Dv) * sizeof(float), stream);
+  const int64_t entries = p.q_ids.data ? p.B : 0;  // with segments
+  Kept kept;
+  kept.rows = rows;
+  kept.grad_q = rows * instance.D, kept.grad_k = keys * instance.D, kept.grad_v = keys * instance.Dv;
+  kept.row_ids = entries * blocks * (block + kRangeNumbers);
+  kept.key_ids = entries * key_blocks * 2 * (kWarpgroupRows + kRangeNumbers);
+  kept.spans = entries * key_blocks;
+  kept.semaphores = deterministic ? heads * blocks + 1 : 0;  // and the counter of work tiles
+  return kept;
+}
+
+void place(BackwardParams& p, const Kept& kept, const Workspace& workspace, cudaStream_t stream) {
+  static_assert(sizeof(int32_t) == sizeof(float) && sizeof(RowSpan) == 2 * sizeof(float));
+  p.base2 = workspace.at<float>(0);
+  p.delta = p.base2 + kept.rows;
+  p.grad_q_acc = p.delta + kept.rows;
+  if (kept.grad_k > 0) {
+    p.grad_k_acc = p.grad_q_acc + kept.grad_q;
+    p.grad_v_acc = p.grad_k_acc + kept.grad_k;
+    check_status(cudaMemsetAsync(p.grad_k_acc, 0, (kept.grad_k + kept.grad_v) * sizeof(float), stream),
+                 "clearing sums of the backward");
   }
-  if (deterministic) {
-    static_assert(sizeof(int32_t) == sizeof(float));
-    p.semaphores = reinterpret_cast<int32_t*>(p.base2 + sums + row_ids + key_ids + spans);
-    p.counter = p.semaphores + semaphores - 1;
+  p.row_ids = workspace.at<int32_t>(kept.sums() * sizeof(float));
+  p.key_ids = p.row_ids + kept.row_ids;
+  p.row_spans = reinterpret_cast<RowSpan*>(p.key_ids + kept.key_ids);
+  if (kept.semaphores > 0) {
+    p.semaphores = reinterpret_cast<int32_t*>(p.row_spans + kept.spans);
+    p.counter = p.semaphores + kept.semaphores - 1;
   }
-  p.row_ids = reinterpret_cast<int32_t*>(p.base2 + sums);
-  p.key_ids = p.row_ids + row_ids;
-  p.row_spans = reinterpret_cast<RowSpan*>(p.key_ids + key_ids);
-  return workspace;
 }
 
 // Which instances of the backward take `p`, whose ids of segments are set.
@@ -351,6 +421,8 @@ void set_slopes(BackwardParams& p, const Tensor& t, const Tensor& q) {
                   " sequences or for all, on the device of q, but got ", t.numel(), " in ", t.dim(),
                   " dimensions, of another dtype, device or stride perhaps");
   STD_TORCH_CHECK(p.softcap == 0.f, "cuda_flash: expected alibi or a softcap, got both");
+  STD_TORCH_CHECK(t.size(0) == 1 || t.stride(0) * p.B < INT32_MAX, "cuda_flash: expected alibi in fewer than ",
+                  INT32_MAX, " numbers of memory");
   p.slopes = static_cast<const float*>(t.data_ptr());
   p.slopes_batch = t.size(0) == 1 ? 0 : static_cast<int>(t.stride(0));
 }
@@ -383,19 +455,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   make_context_current(p.device);
   p.sm_count = device_of(p.device).sm_count;
+  p.group = p.H / p.Hkv;
+  p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
+  const Kept kept = kept_of(p, *instance, deterministic);
+  const int64_t results = q.numel() + k.numel() + v.numel();
+  const Need need{p.device, 2 * results + 4 * kept.all()};
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  const Tensor grad_q = new_like(q, p.D, dtype), grad_k = new_like(k, p.D, dtype), grad_v = new_like(v, p.Dv, dtype);
+  const Tensor grad_q = new_like(q, p.D, dtype, need), grad_k = new_like(k, p.D, dtype, need),
+               grad_v = new_like(v, p.Dv, dtype, need);
   const std::vector<int64_t> rows{q.size(0), q.size(1), q.size(2)}, none{0};
   const Tensor delta =
       new_tensor(delta_wanted ? rows : none,
                  delta_wanted ? std::vector<int64_t>{rows[1] * rows[2], rows[2], 1} : std::vector<int64_t>{1},
-                 aoti_torch_dtype_float32(), p.device);
-  p.group = p.H / p.Hkv;
-  p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
+                 aoti_torch_dtype_float32(), need);
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
-  const Tensor workspace = allocate_workspace(p, *instance, deterministic, static_cast<cudaStream_t>(stream));
+  const Workspace workspace(kept.all() * sizeof(float), need);
+  place(p, kept, workspace, static_cast<cudaStream_t>(stream));
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
   p.scale_log2 = std::max(p.scale, kLeastScale) * 1.44269504f;
@@ -406,10 +483,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   p.section = static_cast<int>(std::min(heads, int64_t{p.B} * (p.H / p.tile_heads)));
   const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
   STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
-  if (tiles > p.sm_count && !deterministic) p.counter = take_counter(p.device, stream);
+  const int at_once = std::max(p.D, p.Dv) > kLargestInOrder ? p.sm_count / 2 : p.sm_count;  // pairs, or thread blocks
+  if (tiles > at_once && !deterministic) p.counter = take_counter(p.device, stream);
   if (delta_wanted) {
     p.delta_rows = static_cast<float*>(delta.data_ptr());
-    if (p.cu_q) cudaMemsetAsync(p.delta_rows, 0, delta.numel() * sizeof(float), static_cast<cudaStream_t>(stream));
+    if (p.cu_q)
+      check_status(cudaMemsetAsync(p.delta_rows, 0, delta.numel() * sizeof(float), static_cast<cudaStream_t>(stream)),
+                   "clearing delta of the backward");
   }
   const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
   STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " in the backward for B = ", p.B,

@@ -24,8 +24,10 @@ class Counters {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;  // a stream's handle may be used again for another stream, its id is not
     if (cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone ||
-        cudaStreamGetId(stream, &id) != cudaSuccess)
+        cudaStreamGetId(stream, &id) != cudaSuccess) {
+      if (status == cudaStreamCaptureStatusNone) cudaGetLastError();  // or the next launch would seem to fail
       return fresh();
+    }
     const auto known = of_stream_.find(id);
     if (known != of_stream_.end()) return known->second;
     int32_t* const counter = fresh();

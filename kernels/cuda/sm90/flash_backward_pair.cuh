@@ -180,6 +180,7 @@ CUTE_DEVICE void consume_values(BackwardParams const& p, PairStorage<C>& s, KeyS
     int const row0 = c.m * C::BLOCK_M, key0 = c.work().key0;
     if (mask.needs_mask(row0, key0)) mask.apply(score_rows, coords, row0, key0);
     part_segments<C>(score_rows, coords, s.ids, i, 0);
+    __syncwarp();  // other lanes have read what the stage holds beside q, too
     c.release(s.q_empty[i]);
     Empty::wait(&s.weights_empty[x], c.exchange_phase_of(c.step) ^ 1);
 #pragma unroll

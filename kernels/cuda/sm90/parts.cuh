@@ -301,7 +301,7 @@ cudaError_t allow_shared_memory(Kernel* kernel, int bytes, int device) {
   if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
   cudaError_t const refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (refused == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return refused;
+  return refused == cudaSuccess ? refused : cudaGetLastError();  // or the next launch would seem to fail
 }
 
 }  // namespace sdpa_cuda
