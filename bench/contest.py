@@ -17,16 +17,25 @@ import torch
 from torch import Tensor
 
 import sdpa
-from sdpa.bench.calls import torch_has
+from sdpa.bench.calls import our_call, torch_has
 from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, ours, peers_for
 from sdpa.bench.pool import first_line
 from sdpa.bench.problems import Problem
 from sdpa.bench.timing import USUAL, Call, Pace, Racer, Timing, race
-from sdpa.bench.truth import gradient_error, host_work, mean_under_dropout, out_error, right_gradients, right_out
+from sdpa.bench.truth import (
+    Distance,
+    gradient_error,
+    host_work,
+    mean_under_dropout,
+    out_error,
+    right_gradients,
+    right_out,
+)
 from sdpa.bench.workload import Refusal, Workload, WrongResult, make_workload, surroundings
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import sdpa_kernel
-from sdpa.dispatch.select import NoKernelError, clear_caches
+from sdpa.dispatch.explain import Explanation, explain_problem
+from sdpa.dispatch.select import NoKernelError, backward_setting, clear_caches
 
 DEFAULT = "default"  # what the dispatcher chooses, in the place of a kernel's name
 OWN = "triton"  # what it chooses with torch's kernels left out
@@ -60,6 +69,7 @@ class Entry:
     timing: Timing | None = None
     seconds: float | None = None  # the figure: the median on a GPU, the least time on a CPU
     error: float | None = None  # largest distance to float64, of the output or in a backward of the gradients
+    rms_error: float | None = None  # root mean square of that distance over what is right; of gradients the largest
     bytes: int | None = None  # peak of what a step allocates, its results included
     reason: str = ""  # why it was not timed
     failed: bool = False  # because it raised or was wrong, and not because it cannot do such problems
@@ -146,10 +156,14 @@ def own_best(work: Workload) -> Contestant:
 
 
 def forced(work: Workload, kernel: str) -> Contestant:
-    """A kernel without a backward would leave that to another one, which is not what was asked for."""
+    """A kernel without such a backward would leave that to another one, which is not what was asked for."""
     row, direction = by_name().get(kernel), work.problem.direction
     if row is not None and direction not in row.directions:
         raise Refusal(f"has no {direction} pass")
+    if row is not None and direction == "backward":
+        told = planned(work, kernel)
+        if told.chosen != kernel:
+            raise Refusal("; ".join(reason for one in told.rows if one.kernel == kernel for reason in one.reasons))
     return ours(work, kernel)
 
 
@@ -164,7 +178,7 @@ def name_of(work: Workload, entry: Entry, asked: str) -> str:
     if entry.kernel:
         return entry.kernel
     with sdpa_kernel(OWN_KERNELS) if asked == OWN else nullcontext():
-        return planned_kernel(work, None if asked in (DEFAULT, OWN) else asked)
+        return planned(work, None if asked in (DEFAULT, OWN) else asked).chosen or ""
 
 
 def kernel_of(problem: Problem) -> str:
@@ -173,10 +187,17 @@ def kernel_of(problem: Problem) -> str:
     return choice.kernel.name if choice is not None and choice.problem.direction == problem.direction else ""
 
 
-def planned_kernel(work: Workload, kernel: str | None) -> str:
-    """For a backward that autograd ran in a thread of its own: what the dispatcher answers for it."""
-    told = sdpa.explain(*work.qkv, work.our_mask, **work.options, kernel=kernel, direction=work.problem.direction)
-    return told.chosen or ""
+def planned(work: Workload, kernel: str | None) -> Explanation:
+    """What the dispatcher answers in the problem's direction; autograd may run a backward in a thread of its own. It is
+    asked what a forward was, which knows of packed sequences and of all that a call asks."""
+    our_call(work, kernel)()
+    choice: Any = sdpa.last_choice()
+    asked, setting = choice.problem, choice.setting
+    if work.problem.direction == "backward":
+        learns = {"bias_grad"} if work.problem.mask == "bias_grad" else set()
+        asked = asked._replace(direction="backward", features=asked.features - {"lse"} | learns)
+        setting = backward_setting(setting, asked)
+    return explain_problem(asked, setting)
 
 
 class Judge:
@@ -187,9 +208,8 @@ class Judge:
         self.right_out = right_out(self.work)
         self.right_gradients: tuple[Tensor, ...] | None = None
 
-    def error(self, contestant: Contestant, result: Any) -> float:
-        """The largest distance to float64, where it differentiates of the gradients. Raises WrongResult beyond
-        rounding."""
+    def error(self, contestant: Contestant, result: Any) -> Distance:
+        """The distance to float64, where it differentiates of the gradients. Raises WrongResult beyond rounding."""
         problem = self.work.problem
 
         def read(made: Any) -> Tensor:
@@ -222,7 +242,8 @@ def prepare(name: str, maker: Maker, work: Workload, judge: Judge) -> tuple[Entr
                 kernel = kernel_of(problem)
                 size = extra_bytes(contestant, problem)
             call, around = call_of(contestant, out, problem)
-            return Entry(name, kernel, error=error, bytes=size, note=note_of(told)), Racer(call, around)
+            entry = Entry(name, kernel, error=error.largest, rms_error=error.rms, bytes=size, note=note_of(told))
+            return entry, Racer(call, around)
         except (Refusal, NoKernelError) as error:
             reason, failed = reasons_of(error), False
         except WrongResult as error:

@@ -168,7 +168,7 @@ def flash4_batched(work: Workload) -> Contestant:
 
     q, k, v = (swap(t.detach()).contiguous().requires_grad_(p.needs_grad) for t in work.qkv)
     grad_out = swap(swap(work.grad_out).contiguous())
-    forward = partial(flash_attn_func, q, k, v, **masked.get(p.mask, {}))
+    forward = partial(flash_attn_func, q, k, v, **masked.get(p.mask, {}), **in_order(p))
     return Contestant("fa4", lambda: swap(first(forward())), (q, k, v), grad_out, standard=swap)
 
 
@@ -180,10 +180,16 @@ def flash4_packed(work: Workload) -> Contestant:
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), rows.ends),
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), rows.longest),
         "causal": True,
+        **in_order(work.problem),
     }
     read = partial(unpack, B=work.problem.B)
     forward = partial(flash_attn_varlen_func, *rows.leaves, **options)
     return Contestant("fa4", lambda: first(forward()), rows.leaves, pack(work.grad_out), standard=read, read=read)
+
+
+def in_order(p: Problem) -> dict[str, bool]:
+    """FlashAttention-4 has an argument and does not read torch's mode."""
+    return {"deterministic": True} if p.deterministic else {}
 
 
 def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -88,8 +88,8 @@ def figures_of(records: Sequence[Record]) -> dict[Problem, dict[str, float]]:
             found.setdefault(problem, {}).update({n: problem.figure(float(ms) * 1e-3) for n, ms in times.items()})
 
     def place(problem: Problem) -> tuple[Any, ...]:
-        kind = (DIRECTIONS.index(problem.direction), problem.dtype, problem.precision != "highest", problem.D)
-        asked = (CALLS.index(problem.call), MASKS.index(problem.mask))
+        kind = (DIRECTIONS.index(problem.direction), problem.deterministic, problem.dtype)
+        asked = (problem.precision != "highest", problem.D, CALLS.index(problem.call), MASKS.index(problem.mask))
         return (*kind, *asked, problem.H, problem.Hkv, problem.N, problem.B, problem.M)
 
     return {problem: found[problem] for problem in sorted(found, key=place)}
@@ -111,7 +111,8 @@ def our_name(record: Record) -> str:
 def panel_title(problem: Problem) -> str:
     heads = f" heads {problem.H} / {problem.Hkv}" if problem.H != problem.Hkv else ""
     tf32 = " TF32" if problem.precision != "highest" else ""
-    return f"{problem.direction} {problem.dtype}{tf32} head size {problem.D}{heads} mask {problem.mask}"
+    mode = " deterministic" if problem.deterministic else ""
+    return f"{problem.direction}{mode} {problem.dtype}{tf32} head size {problem.D}{heads} mask {problem.mask}"
 
 
 def place_of(problem: Problem) -> str:

@@ -55,6 +55,7 @@ class Problem:
     precision: str = "highest"  # torch's float32 matmul precision; "high" allows TF32
     host: bool = False  # the figure is the host's time of a call, and not the device's
     call: str = ""  # of CALLS
+    deterministic: bool = False  # whether torch.use_deterministic_algorithms is set
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "Hkv", self.Hkv or self.H)
@@ -89,9 +90,9 @@ class Problem:
     @property
     def label(self) -> str:
         """Short enough for a column: what distinguishes the cells of a suite."""
-        tf32 = ["tf32"] * (self.precision != "highest")
+        modes = ["tf32"] * (self.precision != "highest") + ["deterministic"] * self.deterministic
         mask = f"{self.mask}{self.window}" if self.mask == "window" and self.window != WINDOW else self.mask
-        return f"{self.dtype} {self.shape} {mask} {'+'.join([self.direction, *self.manner, *tf32])}"
+        return f"{self.dtype} {self.shape} {mask} {'+'.join([self.direction, *self.manner, *modes])}"
 
     @property
     def manner(self) -> list[str]:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -38,9 +39,10 @@ DRIVER_FACTS = {"driver": "driver_version", "sm_clock_max": "clocks.max.sm", "sm
 COMMENT = "# "
 COLUMNS = (
     "suite", "problem", "asked", "kernel", "ms", "tflops_or_gbs", "unit", "best_peer", "best_peer_value", "ratio",
-    "best_torch", "best_torch_value", "torch_ratio", "our_error", "peer_error", "our_bytes", "peers", "peer_errors",
-    "peer_bytes", "refused", "samples", "spread", "date", "note",
+    "best_torch", "best_torch_value", "torch_ratio", "our_error", "our_rms_error", "peer_error", "our_bytes", "peers",
+    "peer_errors", "peer_rms_errors", "peer_bytes", "refused", "samples", "spread", "date", "note",
 )  # fmt: skip
+LATER = ("our_rms_error", "peer_rms_errors")  # columns that older files lack
 KEY = ("suite", "problem", "asked")  # a row measured again replaces the one with the same
 Record = dict[str, str]
 
@@ -153,11 +155,12 @@ def timings(row: Row) -> dict[str, dict[str, Any]]:
 
 
 def as_record(row: Row, date: str = "") -> Record:
-    """One row as the CSV has it. Columns `peers`, `peer_errors` and `peer_bytes` are name:value pairs joined by ";"."""
+    """One row as the CSV has it. What it tells of each peer, as `peers` does, are name:value pairs joined by ";"."""
     problem, own = row.problem, row.own
     record = {"suite": row.suite, "problem": problem.label, "asked": own.name, "kernel": own.kernel, "date": date}
     record |= {"unit": problem.unit, "ms": milliseconds(own), "tflops_or_gbs": value(problem, own)}
-    record |= {"our_error": short(own.error), "our_bytes": whole(own.bytes), "note": own.reason or own.note}
+    record |= {"our_error": short(own.error), "our_rms_error": short(own.rms_error), "our_bytes": whole(own.bytes)}
+    record["note"] = own.reason or own.note
     best, best_torch = row.best(), row.best(TORCH_PEERS)
     if best is not None:
         record |= {"best_peer": best.name, "best_peer_value": value(problem, best), "peer_error": short(best.error)}
@@ -167,6 +170,7 @@ def as_record(row: Row, date: str = "") -> Record:
     timed = [peer for peer in row.peers if peer.seconds is not None]
     record["peers"] = pairs((peer.name, milliseconds(peer)) for peer in timed)
     record["peer_errors"] = pairs((peer.name, short(peer.error)) for peer in timed)
+    record["peer_rms_errors"] = pairs((peer.name, short(peer.rms_error)) for peer in timed)
     record["peer_bytes"] = pairs((peer.name, whole(peer.bytes)) for peer in timed)
     record["refused"] = pairs((peer.name, peer.reason) for peer in row.peers if peer.seconds is None)
     if own.timing is not None:
@@ -200,7 +204,8 @@ def unpaired(text: str) -> dict[str, str]:
 
 def problem_of(record: Record) -> Problem | None:
     """The problem that a record was measured on; None where its suite no longer has it."""
-    return next((p for p in SUITES.get(record["suite"], ()) if p.label == record["problem"]), None)
+    cells = (replace(p, deterministic=mode) for mode in (False, True) for p in SUITES.get(record["suite"], ()))
+    return next((p for p in cells if p.label == record["problem"]), None)
 
 
 class Table:
@@ -241,11 +246,12 @@ def as_csv(records: Iterable[Record]) -> str:
 
 
 def read(path: Path) -> tuple[list[str], list[Record]]:
-    """Comment lines and records. Raises ValueError where the columns are not those of a contest."""
+    """Comment lines and records, whose later columns are empty where an older file lacks them. Raises ValueError where
+    the columns are not those of a contest."""
     lines = path.read_text().splitlines()
     comments = [line for line in lines if line.startswith(COMMENT)]
     reader = csv.DictReader(line for line in lines if not line.startswith(COMMENT))
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    missing = [name for name in COLUMNS if name not in (*(reader.fieldnames or ()), *LATER)]
     if missing:
         raise ValueError(f"expected a CSV of `sdpa bench --csv`, got {str(path)!r} without the column {missing[0]}")
-    return comments, list(reader)
+    return comments, [dict.fromkeys(LATER, "") | record for record in reader]

@@ -167,9 +167,25 @@ def precision(problem: Problem) -> Iterator[None]:
 
 
 @contextmanager
+def deterministic(mode: bool) -> Iterator[None]:
+    """torch.use_deterministic_algorithms(mode). It is not called where nothing would change: it imports Inductor."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if before == (mode, False):
+        yield
+        return
+    torch.use_deterministic_algorithms(mode)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
 def surroundings(problem: Problem) -> Iterator[None]:
-    """What a problem's calls find when they are made: a graph only where one is needed, autocast where it is asked."""
+    """What a problem's calls find when they are made: a graph only where one is needed, autocast where it is asked, and
+    torch's modes as the problem has them."""
     device = torch.device(problem.device).type
     cast = torch.autocast(device, AUTOCAST) if problem.call == "autocast" else nullcontext()
-    with precision(problem), cast, nullcontext() if problem.needs_grad else torch.no_grad():
+    graph = nullcontext() if problem.needs_grad else torch.no_grad()
+    with precision(problem), deterministic(problem.deterministic), cast, graph:
         yield

@@ -82,10 +82,10 @@ def some_rows(suite: str = "gpu-forward", kernel: str = "triton_flash", few: int
     rows = []
     for number, problem in enumerate(SUITES[suite][:few]):
         fast, slow = Timing((1e-3 * (number + 1),)), Timing((2e-3 * (number + 1),))
-        own = Entry(kernel, kernel, fast, fast.median, 1e-3, 4096)
+        own = Entry(kernel, kernel, fast, fast.median, 1e-3, 1e-4, 4096)
         beside = (
-            Entry("cudnn", "", slow, slow.median, 2e-3, 8192),
-            Entry("fa4", "", fast, fast.median, 3e-3, 1024),
+            Entry("cudnn", "", slow, slow.median, 2e-3, 2e-4, 8192),
+            Entry("fa4", "", fast, fast.median, 3e-3, 3e-4, 1024),
             Entry("math", reason="expected scores below 8 GB; got 9"),
         )
         rows.append(Row(suite, problem, own, beside))

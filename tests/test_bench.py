@@ -11,10 +11,10 @@ import torch
 
 import sdpa
 from helpers import nearest
-from sdpa.bench import book, ceilings, timing, truth, tuner, workload, written_out
+from sdpa.bench import book, ceilings, contest, peers, timing, truth, tuner, workload, written_out
 from sdpa.bench.problems import CALLS, DIRECTIONS, MASKS, WINDOW, Problem, square
 from sdpa.bench.suites import GPU_SUITES, SUITES
-from sdpa.dispatch import tables
+from sdpa.dispatch import kernel, tables
 from sdpa.problem import AttentionProblem
 
 # Those that the tuner's CPU grid is made of.
@@ -238,6 +238,70 @@ def test_what_is_right_is_found_where_float64_is(monkeypatch):
     there = truth.host_work(work)
     assert there.problem.device == "cpu" and there.torch_mask.device.type == "cpu"
     assert [g.shape for g in truth.right_gradients(there)] == [(1, 9, 8), (9, 8), (9, 8), (1, 9, 9)]
+
+
+def test_root_mean_square_errors_are_relative_and_the_largest():
+    """Of dQ, dK and dV; of an output of the heads that are compared."""
+    problem = Problem(1, 2, 9, 9, 8, direction="backward")
+    work = workload.make_workload(problem)
+    out, right = truth.right_out(work), truth.right_gradients(work)
+    off = [1 + share * 1e-4 for share in (1, 3, 2)]
+    gradients = tuple((g * share).float().expand(1, 2, 9, 8) for g, share in zip(right, off, strict=True))
+    found = truth.gradient_error(work, gradients, right)
+    assert found.rms == pytest.approx(3e-4, rel=1e-2)
+    apart = (g[0, -1].double() - r.reshape(9, 8) for g, r in zip(gradients, right, strict=True))
+    assert found.largest == max(float(t.abs().max()) for t in apart)
+    heads = torch.cat([part for _, part in out]) * torch.tensor([1 + 1e-4, 1 + 2e-4]).double()[:, None, None]
+    assert truth.out_error(work, heads.float()[None], out).rms == pytest.approx(2e-4, rel=1e-2)
+
+
+def test_deterministic_mode_is_the_contestants_and_put_back(monkeypatch):
+    """Whatever they raise. What is right is found without it, which products by cuBLAS may refuse."""
+    seen, attend = [], truth.Slice.attend
+
+    def mode():
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def right(*given):
+        seen.append(("right", *mode()))
+        return attend(*given)
+
+    def stopped(work):
+        seen.append(("peer", *mode()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(truth.Slice, "attend", right)
+    monkeypatch.setitem(peers.PEERS, "fake", stopped)
+    problem = Problem(1, 2, 9, 9, 8, direction="backward", deterministic=True)
+    options = contest.Options(peers=("fake",), pace=timing.Pace(rounds=1))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for asked in (problem, replace(problem, deterministic=False)):
+            with pytest.raises(KeyboardInterrupt):
+                contest.measure_cell("s", asked, options)
+            assert mode() == (True, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {entry[1:] for entry in seen if entry[0] == "right"} == {(False, False)}
+    assert [entry[1:] for entry in seen if entry[0] == "peer"] == [(True, False), (False, False)]
+    (row,) = contest.measure_cell("s", replace(problem, mask="nonsense"), options)
+    assert row.own.failed and mode() == (False, False)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_kernel_that_is_refused_in_deterministic_mode_says_so(direction, own_surroundings, monkeypatch):
+    """Its backward too, which the library leaves to another kernel."""
+
+    def in_any_order(asked_of, problem):
+        varies = asked_of.name == "cpu_flash" and problem.deterministic and problem.direction == direction
+        return "adds in any order" if varies else None
+
+    monkeypatch.setattr(kernel, "CHECKS", (*kernel.CHECKS, in_any_order))
+    options = contest.Options(("cpu_flash", "math"), pace=timing.Pace(rounds=1))
+    for mode in (False, True):
+        own, other = contest.measure_cell("s", Problem(1, 2, 9, 9, 8, direction=direction, deterministic=mode), options)
+        assert (own.own.seconds is None, own.own.reason) == (mode, "adds in any order" if mode else "")
+        assert other.own.seconds and not own.own.failed and own.own.kernel == "cpu_flash"
 
 
 def test_calibrate_is_bounded():

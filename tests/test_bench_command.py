@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from dataclasses import replace
@@ -14,7 +16,7 @@ from helpers import complete_output
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from sdpa.bench import calls, contest, record
+from sdpa.bench import calls, contest, peers, plots, record
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 
@@ -70,6 +72,46 @@ def test_bench_of_several_suites(tiny_gpu_suite, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["summary"] == plain.splitlines()[-1]
 
 
+def without_columns(text: str, names: tuple[str, ...]) -> str:
+    """A CSV as it was before it had these columns."""
+    rows = list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+    kept = io.StringIO()
+    writer = csv.DictWriter(kept, [name for name in rows[0] if name not in names], extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return kept.getvalue()
+
+
+def that_puts(work):
+    """A peer with an operation of torch's that has no deterministic implementation."""
+    honest = calls.torch_call(work)
+    return peers.contestant("flash", lambda: (torch.zeros(1).put_(torch.tensor([0]), torch.ones(1)), honest())[1], work)
+
+
+def test_deterministic_rows_are_cells_of_their_own(tiny_gpu_suite, monkeypatch, tmp_path):
+    """Beside those of an older file, which has no root mean square errors. A peer that raises is not timed."""
+    monkeypatch.setitem(peers.PEERS, "flash", that_puts)
+    path, out = tmp_path / "r.csv", tmp_path / "r.json"
+    arguments = ("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--peer", "torch", "--peer", "flash")
+    call(*arguments, "--csv", str(path))
+    first = record.read(path)[1]
+    assert all(set(record.unpaired(row["peer_rms_errors"])) == {"torch", "flash"} for row in first)
+    assert all(0 < float(row["our_rms_error"]) < 1e-6 for row in first)
+    path.write_text(without_columns(path.read_text(), record.LATER))
+    for _ in range(2):
+        call(*arguments, "--csv", str(path), "--json", str(out), "--merge", "--deterministic")
+    assert not torch.are_deterministic_algorithms_enabled()
+    records = record.read(path)[1]
+    assert records[:2] == [row | dict.fromkeys(record.LATER, "") for row in first]
+    assert [row["problem"] for row in records[2:]] == [row["problem"] + "+deterministic" for row in first]
+    assert [row["problem"] for row in json.loads(out.read_text())["rows"]] == [row["problem"] for row in records[2:]]
+    for row in records[2:]:
+        assert record.unpaired(row["refused"])["flash"].startswith("RuntimeError: put_ does not have a deterministic")
+        assert row["ratio"] and set(record.unpaired(row["peers"])) == {"torch"} and record.problem_of(row).deterministic
+    titles = [title.partition(" float32")[0] for title, _ in plots.panels_of(records)]
+    assert titles == ["forward", "forward deterministic"]
+
+
 def test_bench_fails_where_ours_is_wrong(tiny_gpu_suite, monkeypatch, tmp_path):
     honest = calls.FORMS[""]
     wrong = replace(honest, ours=lambda *given: lambda: honest.ours(*given)() * 1.1)
@@ -103,6 +145,7 @@ def test_rows_are_written_as_they_come(tiny_gpu_suite, monkeypatch, tmp_path):
         (("--suite", "tiny-gpu", "--csv", "/no/such/folder/f.csv"), "expected a file in a folder that exists"),
         (("--suite", "tiny-gpu", "--device", "cpu", "--kernel", "x"), "unknown kernel or backend 'x'"),
         (("--suite", "tiny-gpu", "--suite", "nope"), "unknown suite 'nope'"),
+        (("--suite", "models", "--deterministic"), "suite models runs alone"),
     ],
 )
 def test_bench_complains_in_one_sentence(tiny_gpu_suite, arguments, said):

@@ -268,10 +268,11 @@ def test_peers_refuse_in_a_sentence(monkeypatch):
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_flash4_gets_its_own_layout(direction, pair, monkeypatch):
+    """And torch's mode as its argument."""
     seen = []
 
-    def flash_attn_func(q, k, v, causal):
-        seen.append((tuple(q.shape), q.is_contiguous()))
+    def flash_attn_func(q, k, v, causal, deterministic=False):
+        seen.append((tuple(q.shape), q.is_contiguous(), deterministic))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         out = out.transpose(1, 2)
@@ -282,9 +283,9 @@ def test_flash4_gets_its_own_layout(direction, pair, monkeypatch):
     package.cute.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package.cute)
-    problem = replace(TINY, mask="causal", direction=direction)
+    problem = replace(TINY, mask="causal", direction=direction, deterministic=pair)
     (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("fa4",)))
-    assert row.peers[0].seconds and set(seen) == {((2, 40, 4, 8), True)}, row.peers
+    assert row.peers[0].seconds and set(seen) == {((2, 40, 4, 8), True, pair)}, row.peers
 
 
 def test_which_peers_take_part():

@@ -43,6 +43,8 @@ def test_csv_round_trip(tmp_path):
     assert (first["best_peer"], first["ratio"], first["best_torch"], first["torch_ratio"]) == ("fa4", "1", "cudnn", "2")
     assert float(first["best_peer_value"]) == pytest.approx(2 * float(first["best_torch_value"]), rel=1e-3)
     assert (first["our_error"], first["peer_error"], first["our_bytes"]) == ("0.001", "0.003", "4096")
+    assert first["our_rms_error"] == "0.0001"
+    assert record.unpaired(first["peer_rms_errors"]) == {"cudnn": "0.0002", "fa4": "0.0003"}
     assert record.unpaired(first["peers"]) == {"cudnn": "2", "fa4": "1"}
     assert record.unpaired(first["peer_bytes"]) == {"cudnn": "8192", "fa4": "1024"}
     assert record.unpaired(first["refused"]) == {"math": "expected scores below 8 GB, got 9"}

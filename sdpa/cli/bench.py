@@ -50,6 +50,7 @@ class Request:
     repeat: int | None
     time_limit: float | None
     flush: bool
+    deterministic: bool
     device: str | None
     jobs: int | None
     json: Path | None
@@ -76,6 +77,9 @@ class Request:
 )
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @click.option("--flush", is_flag=True, help="On a CPU, cold caches before every call; on a GPU they always are.")
+@click.option(
+    "--deterministic", is_flag=True, help="Under torch.use_deterministic_algorithms(True), which fills new memory, too."
+)
 @click.option("--device", metavar="DEVICE", help="Run suites on another device than they name.")
 @click.option("--jobs", type=click.IntRange(0), help="Processes that compile on a GPU; the cores but two by default.")
 @click.option("--json", type=FILE, metavar="FILE", help="Write rows and header.")
@@ -119,7 +123,7 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
 
 def bench_models(request: Request) -> bool:
     """The suite of whole models, which has rows of its own; whether all went well."""
-    if len(request.suites) > 1 or request.kernels or request.csv:
+    if len(request.suites) > 1 or request.kernels or request.csv or request.deterministic:
         raise click.UsageError(
             f"suite {MODELS} runs alone, with --only, --device, --repeat, --time-limit, --json, --plot"
         )
@@ -162,9 +166,13 @@ def chosen_problems(request: Request) -> dict[str, list[Problem]]:
         raise click.UsageError(f"expected --suite NAME, one of {KNOWN}")
     chosen = {}
     for suite in request.suites:
-        problems = [problem for problem in suite_of(suite, request) if request.only in problem.label]
+        asked = [
+            replace(problem, device=request.device or problem.device, deterministic=request.deterministic)
+            for problem in suite_of(suite, request)
+        ]
+        problems = [problem for problem in asked if request.only in problem.label]
         if problems:
-            chosen[suite] = [replace(p, device=request.device) if request.device else p for p in problems]
+            chosen[suite] = problems
     if not chosen:
         suites = " or ".join(request.suites)
         raise click.UsageError(f"no problem of suite {suites} contains {request.only!r}")
