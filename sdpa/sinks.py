@@ -22,7 +22,7 @@ def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def row_bias_grad(bias: Tensor, sinks: Tensor | None, results: Results, upstream: Results) -> Tensor:
     """The gradient of a bias (B|1, H|1, M|1, 1), which moves all scores of a row alike.
 
-    That changes no weight of a key beside another one's, only the weight of a sink and the log-sum-exp: a row's gradient
+    That changes no weight of a key beside another one's, only that of a sink and the log-sum-exp: a row's gradient
     is P_sink * delta + grad_lse. A kernel would add it up of terms that cancel, and leave their rounding.
     """
     (out, lse), (grad_out, grad_lse) = results, upstream

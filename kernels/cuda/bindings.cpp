@@ -133,6 +133,14 @@ Tensor new_like(const Tensor& like, int64_t D, int32_t dtype, const Need& need) 
   return new_tensor({B, H, M, D}, strides, dtype, need);
 }
 
+// A number of each row (B, H, M); none where they are not wanted.
+Tensor new_rows(const Tensor& q, bool wanted, const Need& need) {
+  const int64_t B = q.size(0), H = q.size(1), M = q.size(2);
+  const std::vector<int64_t> sizes = wanted ? std::vector<int64_t>{B, H, M} : std::vector<int64_t>{0};
+  const std::vector<int64_t> strides = wanted ? std::vector<int64_t>{H * M, M, 1} : std::vector<int64_t>{1};
+  return new_tensor(sizes, strides, aoti_torch_dtype_float32(), need);
+}
+
 // A dimension of size 1 needs no true stride, and TMA refuses some strides.
 View view_of(const Tensor& t) {
   const auto stride = [&](int i) { return t.size(i) == 1 ? t.size(3) : t.stride(i); };
@@ -210,8 +218,7 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
   const Tensor out = new_like(q, Dv, dtype, need);
-  const Tensor lse =
-      new_tensor({q.size(0), H, q.size(2)}, {H * q.size(2), q.size(2), 1}, aoti_torch_dtype_float32(), need);
+  const Tensor lse = new_rows(q, true, need);
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
   p.lse = static_cast<float*>(lse.data_ptr());
   std::optional<Workspace> workspace;
@@ -427,6 +434,14 @@ void set_slopes(BackwardParams& p, const Tensor& t, const Tensor& q) {
   p.slopes_batch = t.size(0) == 1 ? 0 : static_cast<int>(t.stride(0));
 }
 
+// Queries and upstream gradients of so many heads of work tiles, and the sums that are added to, stay in the cache.
+int section_of(const BackwardParams& p, const BackwardInstance& instance, MaskKind mask, bool deterministic) {
+  const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance.D);
+  const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);
+  const int64_t heads = std::clamp(fitting, !deterministic && grows(mask, p) ? kFewestGrowing : 1, kMostHeads);
+  return static_cast<int>(std::min(heads, int64_t{p.B} * (p.H / p.tile_heads)));
+}
+
 // The gradients of q, k and v, and with `delta_wanted` the delta of each row, of which the gradient of sinks is made.
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, std::optional<Tensor> grad_lse, double scale,
@@ -464,11 +479,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
   const Tensor grad_q = new_like(q, p.D, dtype, need), grad_k = new_like(k, p.D, dtype, need),
                grad_v = new_like(v, p.Dv, dtype, need);
-  const std::vector<int64_t> rows{q.size(0), q.size(1), q.size(2)}, none{0};
-  const Tensor delta =
-      new_tensor(delta_wanted ? rows : none,
-                 delta_wanted ? std::vector<int64_t>{rows[1] * rows[2], rows[2], 1} : std::vector<int64_t>{1},
-                 aoti_torch_dtype_float32(), need);
+  const Tensor delta = new_rows(q, delta_wanted, need);
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   const Workspace workspace(kept.all() * sizeof(float), need);
@@ -476,11 +487,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
   p.scale_log2 = std::max(p.scale, kLeastScale) * 1.44269504f;
-  // Queries and upstream gradients of so many heads, and the sums that are added to, stay in the cache.
-  const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance->D);
-  const int64_t fitting = static_cast<int64_t>(kRowsCacheShare * device_of(p.device).cache / bytes);
-  const int64_t heads = std::clamp(fitting, !deterministic && grows(mask, p) ? kFewestGrowing : 1, kMostHeads);
-  p.section = static_cast<int>(std::min(heads, int64_t{p.B} * (p.H / p.tile_heads)));
+  p.section = section_of(p, *instance, mask, deterministic);
   const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
   STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
   const int at_once = std::max(p.D, p.Dv) > kLargestInOrder ? p.sm_count / 2 : p.sm_count;  // pairs, or thread blocks
