@@ -180,15 +180,16 @@ def with_mask(inputs: AttentionInputs, mask: Mask, sizes: Sizes) -> AttentionInp
     left, right = (side if traced or side < M + N else UNLIMITED for side in mask.band)
     tensors: dict[str, Any] = {
         name: tensor
-        for fit in fits_of(mask, sizes, inputs.q.device)
+        for fit in fits_of(mask, sizes, inputs.q)
         for name, tensor in zip(fit.fields, fit.of(mask), strict=True)
     }
     return inputs._replace(left=left, right=right, bottom_right=mask.align == "bottom_right", **tensors)
 
 
-def fits_of(mask: Mask, sizes: Sizes, device: torch.device) -> Iterator[Fit]:
+def fits_of(mask: Mask, sizes: Sizes, query: Tensor) -> Iterator[Fit]:
     """How the fields of a mask like this one are fitted, in the order of AttentionInputs."""
     B, H, M, N, lead = sizes
+    device, slopes = query.device, torch.promote_types(query.dtype, torch.float32)
     if mask.bias is not None:
         yield Fit(("bias",), lambda mask: (fit_dense(mask.bias, lead),))
     if mask.allowed is not None:
@@ -202,7 +203,7 @@ def fits_of(mask: Mask, sizes: Sizes, device: torch.device) -> Iterator[Fit]:
     if mask.prefix is not None and mask.has_band:
         yield Fit(("prefix",), lambda mask: (fit_prefix(mask.prefix, B, N, device),))
     if mask.alibi is not None:
-        yield Fit(("alibi",), lambda mask: (in_rows(mask.alibi.to(torch.float32), H),))
+        yield Fit(("alibi",), lambda mask: (in_rows(mask.alibi.to(slopes), H),))
 
 
 def fit_lengths(lengths: Tensor, B: int, limit: int) -> Tensor:
@@ -297,7 +298,7 @@ def gather_dense(call: Call, inputs: AttentionInputs, sizes: Sizes) -> Gather:
     query, key, value, options, _ = call
     lead, enable_gqa, device = sizes.lead, options.enable_gqa, query.device
     as_given = inputs.q is query and inputs.k is key and inputs.v is value
-    fits = fits_of_call(options, sizes, device)
+    fits = fits_of_call(options, sizes, query)
     dropping, mask = drops(options), options.attn_mask
     idle = isinstance(mask, Mask) and mask.prefix is not None  # it is given even where it has no effect
     if as_given and not fits and not idle and options.sinks is None and not dropping:
@@ -318,12 +319,12 @@ def gather_dense(call: Call, inputs: AttentionInputs, sizes: Sizes) -> Gather:
     return gather
 
 
-def fits_of_call(options: Options, sizes: Sizes, device: torch.device) -> tuple[Fit, ...]:
+def fits_of_call(options: Options, sizes: Sizes, query: Tensor) -> tuple[Fit, ...]:
     """How the mask that is given becomes fields, whether it is a Mask or a tensor."""
     mask = options.attn_mask
     if mask is None:
         return ()
-    fits = tuple(fits_of(mask_of(options), sizes, device))
+    fits = tuple(fits_of(mask_of(options), sizes, query))
     if isinstance(mask, Mask):
         return fits
     field = fits[0].fields[0]

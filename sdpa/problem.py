@@ -39,7 +39,7 @@ FEATURES = {
     "dropout": "dropout",
     "nonpositive_scale": "a scale of zero or less",
     "gqa": "fewer key/value heads than query heads",
-    "lse": "the log-sum-exp as a result",
+    "lse": "the log-sum-exp as a result, which a backward needs, too",
     "backward": "a backward pass",
     "bias_grad": "the gradient of the bias",
     "lse_grad": "a gradient arriving at the log-sum-exp",
@@ -80,7 +80,7 @@ class AttentionInputs(NamedTuple):
     q_segments: Tensor | None = None  # (B|1, M) int32
     k_segments: Tensor | None = None  # (B|1, N) int32
     prefix: Tensor | None = None  # (B,) int32
-    alibi: Tensor | None = None  # (B|1, H) float32, slopes
+    alibi: Tensor | None = None  # (B|1, H) slopes, float32 (float64 for float64 inputs)
     sinks: Tensor | None = None  # (H,) float32 or the dtype of q: one more logit per head in the softmax's denominator
     softcap: float = 0.0  # 0 = none, else softcap * tanh(score / softcap)
     dropout_p: float = 0.0

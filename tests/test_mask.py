@@ -376,3 +376,12 @@ def test_calls_look_at_the_device_of_every_field(name):
     (field,) = far[name]
     with pytest.raises(RuntimeError, match=f"Expected {field} to be on the query's device cpu, but got meta instead"):
         scaled_dot_product_attention(q, k, k, Mask(**{name: own}, **far[name]))
+
+
+@pytest.mark.parametrize("kernel", ["math", "cpu_flash"])
+def test_slopes_of_float64_calls_are_float64(kernel):
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(3))
+    slopes, index = torch.tensor([0.1, 0.7], dtype=torch.float64), torch.arange(40)
+    bias = -(slopes[:, None, None] * (index[None] - index[:, None]).abs())[None]
+    out = scaled_dot_product_attention(q, k, v, Mask(alibi=slopes), kernel=kernel)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, bias), atol=1e-14, rtol=1e-14)

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "pairs.h"
@@ -286,13 +287,11 @@ class Backward {
 
     void visit_keys(int64_t head, int64_t begin) const {
       const int64_t count = std::min(f_.block_n_, p_.N - begin);
-      bool loaded = false;
       const int64_t last = (p_.M - 1) / f_.block_m_ * f_.block_m_;
       for (int64_t query = last; query >= 0; query -= f_.block_m_) {
         Block block = make_block({head, query, std::min(f_.block_m_, p_.M - query), false}, begin);
         if (block.structured == Cover::kNone || block.dense == Cover::kNone) continue;
-        if (!loaded) load_keys(begin, count);
-        loaded = true;
+        load_keys(begin, count);
         if constexpr (kPack == 1) block.exact = block.structured == Cover::kPartial && !finite(block);
         visit_block(block);
       }
@@ -309,7 +308,9 @@ class Backward {
       return block;
     }
 
+    // The next head, and the next block of queries, may find the block of keys there.
     void load_keys(int64_t begin, int64_t count) const {
+      if (std::exchange(loaded_, begin) == begin) return;
       const Source k = p_.k.rows(batch_, kv_head_, begin), v = p_.v.rows(batch_, kv_head_, begin);
       prim_.pack_columns(k, count, p_.D, b_.key_columns, f_.block_n_);
       prim_.pack_steps(k, count, p_.D, b_.key_steps, f_.q_ld_);
@@ -444,8 +445,9 @@ class Backward {
     const int64_t batch_, kv_head_, split_;
     T* dq_ = nullptr;  // of the present head
     const Mask mask_;
-    bool coarse_ = false;     // whether any row of the head has an `inverse`
-    bool has_empty_ = false;  // whether any sees no key
+    bool coarse_ = false;          // whether any row of the head has an `inverse`
+    bool has_empty_ = false;       // whether any sees no key
+    mutable int64_t loaded_ = -1;  // the first key of the block that is packed
   };
 
   void reduce_sinks() const {

@@ -577,13 +577,17 @@ void hide(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int
 
 template <typename T>
 bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
-  Vec<T> zero = {};
+  constexpr int L = kLanes<T>, kChains = 4;  // of additions that wait for one another
+  Vec<T> zero[kChains] = {};
   for (int64_t r = 0; r < rows; ++r) {
+    const T* line = x + r * ld;
     int64_t c = 0;
-    for (; c + kLanes<T> <= width; c += kLanes<T>) zero += load(x + r * ld + c) * T(0);
-    for (; c < width; ++c) zero[0] += x[r * ld + c] * T(0);
+    for (; c + kChains * L <= width; c += kChains * L)
+      for (int i = 0; i < kChains; ++i) zero[i] += load(line + c + i * L) * T(0);
+    for (; c + L <= width; c += L) zero[0] += load(line + c) * T(0);
+    for (; c < width; ++c) zero[0][0] += line[c] * T(0);
   }
-  return total(zero) == T(0);
+  return total(zero[0] + zero[1] + (zero[2] + zero[3])) == T(0);
 }
 
 template <typename T, typename E = typename ExpOf<T>::type>

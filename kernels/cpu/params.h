@@ -46,7 +46,7 @@ struct AttentionParams {
   View q_lengths, k_lengths;    // [B], int32
   View q_segments, k_segments;  // [B, M], [B, N], int32
   View prefix;                  // [B], int32
-  View alibi;                   // [B, H], float32
+  View alibi;                   // [B, H], float32 or float64
   View sinks;                   // [H]
   double softcap = 0.0;
   double dropout_p = 0.0;
