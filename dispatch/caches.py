@@ -9,7 +9,7 @@ from sdpa.dispatch import failure, tables
 
 LAST = threading.local()
 # The functions by which `clear_caches` empties caches. Modules in higher layers that cache choices add theirs.
-CACHES: list[Callable[[], None]] = [tables.read.cache_clear]
+CACHES: list[Callable[[], None]] = [tables.read_once.cache_clear]
 
 
 def clear_caches() -> None:

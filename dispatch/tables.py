@@ -26,6 +26,7 @@ import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple, TypeGuard
 
 import yaml
@@ -102,19 +103,25 @@ def folders() -> list[Path]:
     return [SHIPPED] if own is None else [own, SHIPPED]
 
 
-def is_there(path: Path) -> bool:
-    """Whether there is such a file. A folder that this user may not search has none."""
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """What tells one state of a file from another, or None where there is no such file. A folder that this user may not
+    search has none."""
     try:
-        return path.is_file()
+        found = path.stat()
     except OSError:
-        return False
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size) if S_ISREG(found.st_mode) else None
+
+
+def read(path: str) -> Table | None:
+    """A table, or None where there is no file; a broken one is named in a warning and ignored as a whole."""
+    stamp = stamp_of(Path(path))
+    return None if stamp is None else read_once(path, stamp)
 
 
 @lru_cache(maxsize=64)
-def read(path: str) -> Table | None:
-    """A table, or None where there is no file; a broken one is named in a warning and ignored as a whole."""
-    if not is_there(Path(path)):
-        return None
+def read_once(path: str, stamp: tuple[int, ...]) -> Table | None:
+    """The same of a file as it is now: only one that was written since is read again."""
     try:
         return parse(path, load(Path(path).read_text()))
     except (OSError, yaml.YAMLError, ValueError) as error:
@@ -218,10 +225,9 @@ def is_time(name: object, value: object) -> bool:
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """Replace a table that has been checked, and forget what was read before."""
+    """Replace a table that has been checked."""
     parse(str(path), data)
     save(path, data)
-    read.cache_clear()
 
 
 def save(path: Path, data: dict[str, Any]) -> None:

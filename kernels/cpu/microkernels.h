@@ -579,13 +579,12 @@ template <typename T>
 bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
   constexpr int L = kLanes<T>, kChains = 4;  // of additions that wait for one another
   Vec<T> zero[kChains] = {};
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* line = x + r * ld;
+  for (int64_t r = 0; r < rows; ++r, x += ld) {
     int64_t c = 0;
     for (; c + kChains * L <= width; c += kChains * L)
-      for (int i = 0; i < kChains; ++i) zero[i] += load(line + c + i * L) * T(0);
-    for (; c + L <= width; c += L) zero[0] += load(line + c) * T(0);
-    for (; c < width; ++c) zero[0][0] += line[c] * T(0);
+      for (int i = 0; i < kChains; ++i) zero[i] += load(x + c + i * L) * T(0);
+    for (; c + L <= width; c += L) zero[0] += load(x + c) * T(0);
+    for (; c < width; ++c) zero[0][0] += x[c] * T(0);
   }
   return total(zero[0] + zero[1] + (zero[2] + zero[3])) == T(0);
 }

@@ -128,7 +128,7 @@ def table_files() -> Section:
         found |= {str(path): probe(partial(table_state, path)) for path in paths}
         if not isinstance(facts, devices.Device):
             found[name] = str(facts)
-        elif not any(map(tables.is_there, paths)):
+        elif not any(map(tables.stamp_of, paths)):
             near = tables.related(facts)
             source = f"scaled from {near[0].device}" if near else "estimated"
             found[name] = f"no tuning table for this device; times are {source}"
@@ -136,9 +136,10 @@ def table_files() -> Section:
 
 
 def table_state(path: Path) -> str:
-    if not tables.is_there(path):
+    stamp = tables.stamp_of(path)
+    if stamp is None:
         return "not there"
-    table = tables.read.__wrapped__(str(path))  # past the cache, so that a broken table is told of every time
+    table = tables.read_once.__wrapped__(str(path), stamp)  # past the cache, so that a broken one is told of every time
     if table is None:
         return "ignored"
     # `sdpa tune --prune` leaves none where the estimate is right for all that was measured.
