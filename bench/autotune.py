@@ -20,7 +20,7 @@ from sdpa.dispatch import failure, select, tables, tuning
 from sdpa.dispatch.candidates import Candidate, ranking
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.refusal import describe
-from sdpa.problem import AttentionProblem, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 COMMAND = "sdpa.autotune()"
 # The share of the seconds in which kernels are begun; the rest is for samples in turns.
@@ -31,6 +31,10 @@ FIRST_CALLS = 2
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 40
 # Seconds of samples of each kernel on a GPU at most.
 MOST_SAMPLES = 0.05
+# Seconds that a sample takes on a GPU at least: the caches are emptied before.
+COLD = 0.003
+# Copies of so many times what a call reads are not made: of views with gaps, as of a cache of all layers.
+MOST_COPIED = 4
 # Seconds to wait for another process that writes the table.
 PATIENCE = 1.0
 
@@ -44,18 +48,20 @@ def remember(problem: AttentionProblem, tensors: Sequence[Any], seconds: float) 
     try:
         path = table_of(problem.device)
         require_same_torch(path)
-        entry = measure(problem, tensors, seconds)
-        if entry is not None:
-            with alone(path, PATIENCE):
-                put(path, problem.device, entry)
     except (BookError, OSError) as error:
         REFUSED.add(problem.device)
         told = error if isinstance(error, BookError) else f"cannot write its table: {error.strerror}"
         warnings.warn(f"autotune measures nothing on {problem.device} in this process: {told}", stacklevel=2)
-    except RuntimeError as error:
-        if failure.kind_of(error) != failure.MEMORY:
-            raise
-        warnings.warn(f"autotune leaves out {describe(problem)}: its tensors do not fit twice", stacklevel=2)
+        return
+    try:
+        entry = measure(problem, tensors, seconds)
+        if entry is not None:
+            with alone(path, PATIENCE):
+                put(path, problem.device, entry)
+    except Exception as error:  # a call that works without it goes on
+        memory = failure.kind_of(error) == failure.MEMORY
+        told = "its tensors do not fit twice" if memory else failure.message(error)
+        warnings.warn(f"autotune leaves out {describe(problem)}: {told}", stacklevel=2)
 
 
 def table_of(device: str) -> Path:
@@ -81,14 +87,18 @@ def put(path: Path, device: str, entry: dict[str, Any]) -> None:
 
 
 def measure(problem: AttentionProblem, tensors: Sequence[Any], seconds: float) -> dict[str, Any] | None:
-    """An entry of a table. None where fewer than two kernels ran, or the two fastest should take too long."""
+    """An entry of a table. None where fewer than two kernels ran, the two fastest should take too long, or copies would
+    be of far more memory than the call reads."""
     problem = problem._replace(features=problem.features - {"lse_grad"})  # its entry is that of calls without
     found = contestants(problem)
     if len(found) < 2 or FIRST_CALLS * (found[0].time + found[1].time) > FIRST_SHARE * seconds:
         return None
+    given = (tensors[0], *tensors[2:3])  # a backward's results are made again
+    if not are_compact(given):
+        return None
     on_gpu = problem.device_type == "cuda"
     with torch.no_grad(), torch.cuda.device(problem.device) if on_gpu else nullcontext():
-        results = contest(problem, found, copied(tensors), seconds)
+        results = contest(problem, found, copied(given), seconds)
     if len({name for name, _ in results}) < 2:
         return None
     sizes = {name: getattr(problem, name) for name in tables.SIZES}
@@ -114,12 +124,12 @@ def contest(
 ) -> dict[tuple[str, Tile | None], float]:
     """Seconds by kernel and tile: a sample of each kernel while there is time, then samples in turns if they fit."""
     device, end = problem.device, time.monotonic() + FIRST_SHARE * seconds
-    grad_out: Any = tensors[2].out if problem.direction == "backward" else None
+    grad_out: Any = tensors[1].out if problem.direction == "backward" else None
     call = tuner.caller(tensors[0], problem, grad_out)
     calls, first = {}, {}
     for candidate in found:
-        if time.monotonic() > end:
-            break
+        if time.monotonic() + FIRST_CALLS * candidate.time > end:
+            continue
         key = (candidate.kernel.name, candidate.tile)
         try:
             made = call(candidate.kernel, candidate.tile)
@@ -127,7 +137,7 @@ def contest(
         except Exception:  # the choice meets it as well, and tells of it
             tuner.recover_device(device)
     close = {key: calls[key] for key in first if first[key] <= HOPELESS * min(first.values())}
-    left, shortest = (1.0 - FIRST_SHARE) * seconds, sample_for(device) if problem.device_type == "cpu" else 0.0
+    left, shortest = (1.0 - FIRST_SHARE) * seconds, sample_for(device) if problem.device_type == "cpu" else COLD
     rounds = int(left / sum(max(first[key], shortest) for key in close)) if len(close) > 1 else 0
     if rounds < FEWEST_ROUNDS:
         return first
@@ -140,10 +150,8 @@ def contest(
 def copied(tensors: Sequence[Any]) -> list[Any]:
     """AttentionInputs, and what follows them, with copies of their tensors that lie as these do. Pages of keys and
     values are taken as they are: they belong to many sequences, and no kernel writes them."""
-    inputs = tensors[0]
-    kept = () if inputs.block_table is None else (inputs.k, inputs.v)
-    given = [t for values in tensors for t in values if isinstance(t, Tensor) and not any(t is one for one in kept)]
-    copies = {id(one): one for one in kept} | dict(copies_of(given))
+    kept = pages_of(tensors[0])
+    copies = {id(one): one for one in kept} | dict(copies_of(tensors_of(tensors)))
 
     def copy(value: Any) -> Any:
         return copies[id(value)] if isinstance(value, Tensor) else value
@@ -151,14 +159,36 @@ def copied(tensors: Sequence[Any]) -> list[Any]:
     return [type(values)(*map(copy, values)) for values in tensors]
 
 
-def copies_of(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The copy of each tensor by its id. Of what several views share, all that lies between them is copied once."""
+def pages_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    return () if inputs.block_table is None else (inputs.k, inputs.v)
+
+
+def tensors_of(tensors: Sequence[Any]) -> list[Tensor]:
+    """Those that are copied."""
+    kept = [id(page) for page in pages_of(tensors[0])]
+    return [value for values in tensors for value in values if isinstance(value, Tensor) and id(value) not in kept]
+
+
+def are_compact(tensors: Sequence[Any]) -> bool:
+    """Whether their copies are of little more memory than what they hold."""
+    given = tensors_of(tensors)
+    held = sum(min(one.numel(), extent(one)) for one in {id(one): one for one in given}.values())
+    return sum(end - begin for _, begin, end in stretches_of(given)) <= MOST_COPIED * held
+
+
+def stretches_of(tensors: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], int, int]]:
+    """The tensors by their memory, and the first and the end of the elements that these take of it."""
     by_memory: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         by_memory.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
     for views in by_memory.values():
-        begin = min(view.storage_offset() for view in views)
-        end = max(view.storage_offset() + extent(view) for view in views)
+        begins = [int(view.storage_offset()) for view in views]
+        yield views, min(begins), max(begin + extent(view) for begin, view in zip(begins, views, strict=True))
+
+
+def copies_of(tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The copy of each tensor by its id. Of what several views share, all that lies between them is copied once."""
+    for views, begin, end in stretches_of(tensors):
         memory = views[0].detach().as_strided((end - begin,), (1,), begin).clone()
         for view in views:
             yield id(view), memory.as_strided(view.shape, view.stride(), view.storage_offset() - begin)

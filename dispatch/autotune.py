@@ -49,9 +49,9 @@ class Everywhere:
     prepared_without = False
 
 
-class autotune(Block):
-    """Measure what no table knows: `sdpa.autotune(True)` from now on in every thread, `with sdpa.autotune():` in the
-    block and in this context alone, also as a decorator. Off by default.
+def autotune(enabled: bool | None = None, *, seconds: float = SECONDS) -> Measuring | Turned:
+    """Measure what no table knows: `sdpa.autotune(True)` from now on in every thread, until `sdpa.autotune(False)`;
+    `with sdpa.autotune():` in the block and in this context alone, also as a decorator. Off by default.
 
     The first call of each new problem times the able kernels on copies of its tensors, in the order of the times that
     they should take. The user's table gets the figures (`sdpa info` says where it is), which later calls and later
@@ -60,56 +60,70 @@ class autotune(Block):
     20 %. All other calls cost what they cost without autotune.
 
     Args:
-        enabled: False turns it off; in a with-block only there.
-        seconds: of one measurement. After half of them no further kernel is begun. What is being compiled is waited
-            for, which for a Triton kernel takes seconds of its own. A problem is left alone whose two fastest kernels
-            should take longer.
+        enabled: for the whole process. Not given: what is returned is a with-block and a decorator.
+        seconds: of one measurement, about. A kernel that should take longer than what is left of the first half is not
+            begun. What is being compiled is waited for, which for a Triton kernel takes seconds of its own. A problem
+            is left alone whose two fastest kernels should take longer. 0 in a with-block turns it off there.
 
     Not measured are calls in a CUDA graph that is being captured or a graph that is being traced, calls under a setting
     that names kernels or switches some off, calls under torch.use_deterministic_algorithms, tensors that a kernel would
-    be given copies of, and attention weights. Inside of a compiled function a with-block does nothing; the graph's
-    calls are measured where it runs inside of one.
+    be given copies of or that lie far apart in memory, and attention weights. Inside of a traced function a with-block
+    does nothing; the graph's calls are measured where it runs inside of one. On a GPU a measurement takes half a
+    gigabyte beside the copies.
 
-    Raises TypeError for what is no bool or number, ValueError where `seconds` is not positive and finite.
+    Raises TypeError for what is no bool or number, ValueError where `seconds` is negative or not finite.
     """
+    if enabled is not None and type(enabled) is not bool:
+        raise TypeError(f"autotune(): argument 'enabled' must be bool, not {type_name(enabled)}")
+    if type(seconds) not in (int, float):
+        raise TypeError(f"autotune(): argument 'seconds' must be a number, not {type_name(seconds)}")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"autotune() expects a number of seconds >= 0, got {seconds:g}")
+    if enabled is None:
+        return Measuring(Setting(autotune=float(seconds)).encode())
+    Everywhere.seconds = float(seconds) if enabled else 0.0
+    if Everywhere.seconds and Everywhere.prepared_without:
+        Everywhere.prepared_without = False
+        forget_choices()
+    return TURNED
 
-    def __init__(self, enabled: bool = True, *, seconds: float = SECONDS) -> None:
-        if type(enabled) is not bool:
-            raise TypeError(f"autotune(): argument 'enabled' must be bool, not {type_name(enabled)}")
-        if type(seconds) not in (int, float):
-            raise TypeError(f"autotune(): argument 'seconds' must be a number, not {type_name(seconds)}")
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"autotune() expects a positive number of seconds, got {seconds:g}")
-        if is_dynamo_compiling():
-            return
-        budget = float(seconds) if enabled else 0.0
-        super().__init__(Setting(autotune=budget).encode())
-        self._before = Everywhere.seconds
-        turn(budget)
 
-    def __enter__(self) -> autotune:
+class Measuring(Block):
+    """The with-block, or the decorator, of `autotune`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._entered: list[bool] = []  # by entry whether it is one of a function that runs, and is not traced
+
+    def __enter__(self) -> Measuring:
         if not is_dynamo_compiling():
-            if not self._open:
-                Everywhere.seconds = self._before
-            super().__enter__()
+            self._entered.append(not tracing.is_traced())
+            if self._entered[-1]:
+                super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not is_dynamo_compiling():
+        if not is_dynamo_compiling() and self._entered.pop():
             super().__exit__(*exception)
 
     def __call__(self, function: Function) -> Function:
         """The function inside of a block of its own at each call."""
-        Everywhere.seconds = self._before
-        return inside_of(partial(Block, self._text), function)
+        return inside_of(partial(Measuring, self._text), function)
 
 
-def turn(seconds: float) -> None:
-    """Set what holds outside of with-blocks."""
-    Everywhere.seconds = seconds
-    if seconds and Everywhere.prepared_without:
-        Everywhere.prepared_without = False
-        forget_choices()
+class Turned:
+    """What `autotune` returns where it was turned on or off: no with-block."""
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            "autotune(True) and autotune(False) hold in the whole process; a block is `with sdpa.autotune():`"
+        )
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+TURNED = Turned()
 
 
 def seconds_for(setting: Setting) -> float:

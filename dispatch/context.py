@@ -312,14 +312,15 @@ def recorded_text() -> str:
 
 def effective(text: str) -> str:
     """What an operator was asked, completed by the context it runs in: in a graph, "" means whatever holds."""
-    if not text or text.startswith(";t"):  # names no kernel, and may only tell torch's switches
+    if Setting.decode(text).is_open:  # names no kernel, and may only tell torch's switches
         held = completed(current_text())
         return with_toggles(held, Setting.decode(text).toggles) if text else held
     return text
 
 
 def completed(text: str) -> str:
-    """The setting of a with-block of `text`, with what SDPA_KERNEL names where it leaves open what may run."""
+    """The setting of a with-block of `text`, with what SDPA_KERNEL names where it leaves open what may run. Whether
+    calls are decomposed was asked before (`is_inside_decomposed`)."""
     if not text:
         return environment_text()
     setting = Setting.decode(text)

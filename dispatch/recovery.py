@@ -42,7 +42,7 @@ def recover(
             forget_choices()
         heir = successor(choice, kind, exhausted)
         if heir is None:
-            lean = [c.kernel.name for c in needing_less(choice)] if kind == failure.MEMORY else []
+            lean = [c.kernel.name for c in needing_less(choice, exhausted)] if kind == failure.MEMORY else []
             less = f"; {' and '.join(lean)} would need less beside the results" if lean else ""
             raise failure.as_error(kind, told + less) from error
         who = heir.kernel.name if heir.kernel is not choice.kernel else f"its {heir.tile}"
@@ -82,11 +82,13 @@ def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
     return in_place_of(choice, best, f"in place of {choice.kernel.name}, which failed")
 
 
-def needing_less(choice: Choice) -> list[Candidate]:
-    """The able kernels that need less memory than that of `choice`, the fastest first."""
+def needing_less(choice: Choice, exhausted: set[str]) -> list[Candidate]:
+    """The able kernels that need less memory than that of `choice` and did not run out of it, the fastest first; also
+    those that the setting leaves out."""
     problem = choice.problem
     needed = choice.kernel.extra_bytes(problem)
-    able = [c for c in consider(problem) if c.able and c.kernel.extra_bytes(problem) < needed]
+    lean = [c for c in consider(problem) if c.able and c.kernel.extra_bytes(problem) < needed]
+    able = [c for c in lean if c.kernel.name not in exhausted]
     return sorted(able, key=ranking(able))
 
 

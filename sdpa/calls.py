@@ -304,8 +304,8 @@ class Pass(Repeated):
         if self.is_unmeasured:
             if not autotune.may_begin(choice):
                 return choice.call(*nouns)
-            self.is_unmeasured = False
             self.choice = LAST.choice = choice = autotune.better(choice, *nouns)
+            self.is_unmeasured = False  # from here on: another thread's first call waits for the same answer
         if self.is_native:
             self.is_native, native = False, choice.native
             operator = None if native is None else native(*nouns)

@@ -34,7 +34,7 @@ from sdpa.operators import (
     of_weights,
 )
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, fields_of
-from sdpa.sinks import row_bias_grad
+from sdpa.sinks import moves_rows, row_bias_grad
 from sdpa.torch_private import (
     SingleLevelFunction,
     TransformType,
@@ -88,7 +88,7 @@ class Attention(SingleLevelFunction):
         given = {name: tensors[place] for name, place in call.form.learned}
         bias_grad = any(name == "bias" and ctx.needs_input_grad[1 + place] for name, place in call.form.learned)
         # What depends on saved results is no function of the inputs, so further derivatives need the sum over keys.
-        of_rows = bias_grad and given["bias"].shape[3] == 1 and not torch.is_grad_enabled()
+        of_rows = bias_grad and moves_rows(given["bias"]) and not torch.is_grad_enabled()
         found = list(gradients(tensors, results, upstream, bias_grad and not of_rows))
         if of_rows:
             found[3] = row_bias_grad(given["bias"], given.get("sinks"), Results(*results), Results(*upstream))

@@ -13,6 +13,7 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.interop import is_nested, pack_jagged
 from sdpa.mask import Mask, as_mask
 from sdpa.problem import AttentionProblem
+from sdpa.sinks import moves_rows
 from sdpa.validate import check_flag
 
 
@@ -47,7 +48,12 @@ def explain(
     extra = set()
     if direction == "forward" and (learns or return_lse):
         extra.add("lse")
-    if direction == "backward" and inputs.bias is not None and inputs.bias.requires_grad:
+    if (
+        direction == "backward"
+        and inputs.bias is not None
+        and inputs.bias.requires_grad
+        and not moves_rows(inputs.bias)
+    ):
         extra.add("bias_grad")
     problem = AttentionProblem.of(inputs, direction, frozenset(extra))
     request = effective(request_text(kernel))

@@ -19,8 +19,13 @@ def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return -(sink_weights(sinks, lse) * delta).sum((0, 2)).to(sinks.dtype)
 
 
+def moves_rows(bias: Tensor) -> bool:
+    """Whether a bias (B|1, H|1, M|1, N|1) moves all scores of a row alike."""
+    return bias.shape[3] == 1
+
+
 def row_bias_grad(bias: Tensor, sinks: Tensor | None, results: Results, upstream: Results) -> Tensor:
-    """The gradient of a bias (B|1, H|1, M|1, 1), which moves all scores of a row alike.
+    """The gradient of a bias that `moves_rows`.
 
     That changes no weight of a key beside another one's, only that of a sink and the log-sum-exp: a row's gradient
     is P_sink * delta + grad_lse. A kernel would add it up of terms that cancel, and leave their rounding.

@@ -130,18 +130,18 @@ def test_a_block_holds_for_its_own_context(measured):
         thread.join()
         assert not measured and len(others) == 1
         attend(*qkv())
-        with sdpa.autotune(False):
+        with sdpa.autotune(seconds=0):
             attend(*qkv(15))
         assert len(measured) == 1
         attend(*qkv(23))
     attend(*qkv(33))
     assert len(measured) == 2
-    sdpa.autotune()
+    sdpa.autotune(True)
     thread = threading.Thread(target=lambda: attend(*qkv(44)))
     thread.start()
     thread.join()
     assert len(measured) == 3, "from now on in every thread"
-    with sdpa.autotune(False):
+    with sdpa.autotune(seconds=0):
         attend(*qkv(60))
     assert len(measured) == 3
     sdpa.autotune(False)
@@ -150,7 +150,7 @@ def test_a_block_holds_for_its_own_context(measured):
 
 
 def test_one_block_again_and_again(measured):
-    block = sdpa.autotune(False)
+    block = sdpa.autotune(seconds=0)
     for M in (9, 15):
         with block, sdpa.autotune(), block:
             attend(*qkv(M))
@@ -158,6 +158,20 @@ def test_one_block_again_and_again(measured):
         attend(*qkv(23))
     attend(*qkv(33))
     assert [problem.M for problem, _ in measured] == [23]
+
+
+def test_blocks_leave_the_process_alone(measured):
+    first, second = sdpa.autotune(), sdpa.autotune()
+    for block in (first, second, first):
+        with block:
+            attend(*qkv())
+        assert not state.Everywhere.seconds
+    kept = dict(import_module("sdpa.calls").CALLS.known)
+    with first:
+        attend(*qkv())
+    assert set(kept) <= set(import_module("sdpa.calls").CALLS.known)
+    with pytest.raises(TypeError, match="hold in the whole process"), sdpa.autotune(True):
+        pytest.fail("entered")
 
 
 def test_as_a_decorator(measured):
@@ -217,7 +231,7 @@ def test_calls_that_were_prepared_before_are_measured(measured):
     tensors = qkv()
     for _ in range(2):
         attend(*tensors)
-    sdpa.autotune()
+    sdpa.autotune(True)
     for _ in range(2):
         attend(*tensors)
     assert len(measured) == 1
@@ -288,6 +302,20 @@ def test_dropout_is_a_bucket_of_its_own(measured, tmp_path):
     assert "with" not in sdpa.explain(*tensors).reason.partition("measured")[2]
 
 
+class Block(torch.nn.Module):
+    def forward(self, q, k, v):
+        with sdpa.autotune():
+            return attend(q, k, v)
+
+
+def test_inside_of_an_exported_function_a_block_does_nothing(measured):
+    exported = torch.export.export(Block(), tuple(qkv(33)), strict=False)
+    with sdpa.sdpa_kernel("math"):
+        exported.module()(*qkv(33))
+        assert sdpa.last_choice().kernel.family == "math"
+    assert not measured
+
+
 def test_inside_of_a_compiled_function_a_block_does_nothing(measured):
     @torch.compile(backend="eager")
     def function(q, k, v):
@@ -322,6 +350,14 @@ def test_copies_take_the_part_of_memory_that_is_seen():
     (copied,) = measuring.copied([given])
     assert copied.q.untyped_storage().nbytes() == 4 * given.q.nbytes
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(given[:3], copied[:3], strict=True))
+
+
+def test_views_far_apart_are_left_out(measured):
+    """As of a cache of all layers, where what lies between is many times the call."""
+    cache = torch.randn(2, 40, 1, 2, 64, 8)
+    with sdpa.autotune():
+        attend(torch.randn(1, 2, 3, 8), cache[0, 3, :, :, :9], cache[1, 3, :, :, :9])
+    assert not measured
 
 
 def test_pages_are_not_copied():
@@ -444,7 +480,7 @@ def test_too_little_memory_for_copies(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(measuring, "copied", refuse)
-    with sdpa.autotune(), pytest.warns(UserWarning, match="its tensors do not fit twice"):
+    with sdpa.autotune(), pytest.warns(UserWarning, match="autotune leaves out .* its tensors do not fit twice"):
         out = attend(*qkv())
     torch.testing.assert_close(out, attend(*qkv(), kernel="math"))
 
@@ -452,8 +488,8 @@ def test_too_little_memory_for_copies(monkeypatch):
 WRONG = {
     "enabled": (TypeError, lambda: sdpa.autotune("yes"), "argument 'enabled' must be bool, not str"),
     "seconds": (TypeError, lambda: sdpa.autotune(seconds="1"), "argument 'seconds' must be a number, not str"),
-    "zero": (ValueError, lambda: sdpa.autotune(seconds=0), "expects a positive number of seconds, got 0"),
-    "endless": (ValueError, lambda: sdpa.autotune(seconds=torch.inf), "expects a positive number of seconds, got inf"),
+    "negative": (ValueError, lambda: sdpa.autotune(seconds=-1), "expects a number of seconds >= 0, got -1"),
+    "endless": (ValueError, lambda: sdpa.autotune(seconds=torch.inf), "expects a number of seconds >= 0, got inf"),
 }
 
 

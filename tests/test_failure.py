@@ -203,6 +203,9 @@ def test_out_of_memory_where_a_kernel_was_asked_for_names_those_that_need_less(r
     with pytest.raises(torch.OutOfMemoryError, match=r"has$"):  # sums are those of a backward
         run("first;f")
     assert second.ran == 0
+    rows(("lean", NO_MEMORY, {}), ("last", NO_MEMORY, {"sums_queries": True}))
+    with pytest.warns(UserWarning), pytest.raises(torch.OutOfMemoryError, match=r"kernel last .* has$"):
+        run(direction="backward")  # and does not name what ran out of memory before
 
 
 def test_out_of_memory_of_a_kernel_that_needs_more(rows):

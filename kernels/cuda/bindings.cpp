@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -98,11 +99,13 @@ Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>&
 }
 
 // Memory of the caching allocator until the call returns. It is no tensor, because torch fills new tensors under
-// torch.use_deterministic_algorithms, which would take 5 % of a deterministic backward's time at 2048 rows.
+// torch.use_deterministic_algorithms.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Need& need) {
-    if (aoti_torch_cuda_caching_allocator_raw_alloc && aoti_torch_cuda_caching_allocator_raw_delete) {
+    // compute-sanitizer sees the ends of allocations where torch does not cache them, which is so for tensors alone.
+    static const bool cached = !std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
+    if (cached && aoti_torch_cuda_caching_allocator_raw_alloc && aoti_torch_cuda_caching_allocator_raw_delete) {
       check_allocated(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_), need);
     } else {
       tensor_ = new_tensor({(bytes + 3) / 4}, {1}, aoti_torch_dtype_int32(), need);
@@ -474,7 +477,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
   const Kept kept = kept_of(p, *instance, deterministic);
   const int64_t results = q.numel() + k.numel() + v.numel();
-  const Need need{p.device, 2 * results + 4 * kept.all()};
+  const Need need{p.device, 2 * results + 4 * (kept.all() + (delta_wanted ? lse.numel() : 0))};
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
   const Tensor grad_q = new_like(q, p.D, dtype, need), grad_k = new_like(k, p.D, dtype, need),
