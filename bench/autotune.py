@@ -112,11 +112,8 @@ def contestants(problem: AttentionProblem) -> list[Candidate]:
     """The able kernels in the order of the times that they should take, without those that are hopeless."""
     able = [candidate for candidate in select.consider(problem) if candidate.able]
     able.sort(key=ranking(able))
-    scores = problem.B * problem.H * problem.M * problem.N * torch.float32.itemsize
-    longest = tuner.ESTIMATED_HOPELESS * min((c.time for c in able), default=0.0)
-    kept = [c for c in able if c.time <= longest and not (c.kernel.materialises and scores > tuner.MOST_SCORES)]
-    single = tuner.without_twins([candidate.kernel for candidate in kept], problem)
-    return [candidate for candidate in kept if candidate.kernel in single]
+    kept = tuner.without_twins(tuner.worth_timing({c.kernel: c.time for c in able}, problem), problem)
+    return [candidate for candidate in able if candidate.kernel in kept]
 
 
 def contest(

@@ -164,13 +164,17 @@ def measure(problem: Problem, time_limit: float, contest: Contest | None = None)
 def contestants(asked: AttentionProblem, contest: Contest) -> list[Kernel]:
     """The able kernels that take part."""
     able = [c.kernel for c in select.consider(asked) if c.able]
-    if asked.device_type != "cpu" and able:
-        times = {k: cost.estimate(k, asked, select.tile_of(k, asked)) for k in able}
-        longest = ESTIMATED_HOPELESS * min(times.values())
-        scores = asked.B * asked.H * asked.M * asked.N * torch.float32.itemsize
-        able = [k for k in able if times[k] <= longest and not (k.materialises and scores > MOST_SCORES)]
-        able = [k for k in able if not is_for_decode(k) or asked.M * asked.G <= SPLIT_ROWS]
+    if asked.device_type != "cpu":
+        able = worth_timing({k: cost.estimate(k, asked, select.tile_of(k, asked)) for k in able}, asked)
     return [kernel for kernel in able if not contest.kernels or kernel.name in contest.kernels]
+
+
+def worth_timing(times: dict[Kernel, float], asked: AttentionProblem) -> list[Kernel]:
+    """Those of the able kernels, with the times that they should take, that are not hopeless."""
+    longest = ESTIMATED_HOPELESS * min(times.values(), default=0.0)
+    scores = asked.B * asked.H * asked.M * asked.N * torch.float32.itemsize
+    kept = [k for k in times if times[k] <= longest and not (k.materialises and scores > MOST_SCORES)]
+    return [k for k in kept if not is_for_decode(k) or asked.M * asked.G <= SPLIT_ROWS]
 
 
 def is_for_decode(kernel: Kernel) -> bool:
