@@ -30,9 +30,9 @@ def qkv(B=2, H=4, Hkv=4, M=17, N=21, D=16, learn=False, dtype=torch.float32):
     return [draw(*shape, seed=i, dtype=dtype).requires_grad_(learn) for i, shape in enumerate(shapes)]
 
 
-def gradients(function, tensors):
+def gradients(function, tensors, create_graph=False):
     out = function(*tensors)
-    return out, *torch.autograd.grad(out, tensors, draw(*out.shape, seed=9))
+    return out, *torch.autograd.grad(out, tensors, draw(*out.shape, seed=9), create_graph=create_graph)
 
 
 def close(found, wanted):
@@ -238,7 +238,8 @@ def test_the_gradient_of_a_bias_that_repeats_is_the_work_of_many(shape, monkeypa
         monkeypatch.setattr(launch, "MOST_FLOPS", most)
         clear_caches()
         grids.clear()
-        close(gradients(attend, tensors), wanted)
+        # Only where it may be differentiated again does a kernel add up the gradient of a bias that moves whole rows.
+        close(gradients(attend, tensors, create_graph=shape[3] == 1), wanted)
         assert sum(x * y * z for x, y, z in grids) >= 8
         assert (len(grids) > 1) == (most < 1e12)
     clear_caches()
