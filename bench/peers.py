@@ -1,4 +1,5 @@
-"""Who is measured beside us: torch's backends one by one, FlexAttention, FlashAttention-4; each in its best form.
+"""Who is measured beside us: torch's backends one by one, FlexAttention, FlashAttention-4, and on CPUs ZenTorch and
+OpenVINO; each in its best form.
 
 A maker takes a Workload and returns a Contestant, or raises Refusal in a sentence; whatever else it or its calls raise
 is told as its refusal too.
@@ -6,10 +7,12 @@ is told as its refusal too.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -197,6 +200,76 @@ def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
     return results[0] if isinstance(results, tuple) else results
 
 
+def require_forward(p: Problem, name: str) -> None:
+    """For peers that infer, and have one number of heads."""
+    require_plain(p)
+    if p.differentiates:
+        raise Refusal(f"{name}'s attention has no backward")
+    if p.Hkv != p.H:
+        raise Refusal(f"{name}'s attention has no grouped heads, got H={p.H} and Hkv={p.Hkv}")
+    if torch.device(p.device).type != "cpu":
+        raise Refusal(f"{name}'s attention is asked for CPUs, got {p.device}")
+
+
+def zentorch(work: Workload) -> Contestant:
+    """The operator that AMD's ZenTorch puts into graphs in the place of torch's attention on a CPU."""
+    require_forward(work.problem, "ZenTorch")
+    import_module("zentorch")  # registers the operator
+
+    mask = work.torch_mask
+    if mask is not None and mask.dtype == torch.bool:  # what torch's own call makes of it in each call
+        mask = torch.zeros(mask.shape, dtype=work.q.dtype).masked_fill_(~mask, -torch.inf)
+    given = {"is_causal": work.problem.mask == "causal", "attn_mask": mask}
+    attend: Callable[..., tuple[Tensor, Tensor]] = partial(torch.ops.zentorch.zentorch_sdpa, *work.qkv, **given)
+    return Contestant("zentorch", lambda: attend()[0], work.leaves, work.grad_out)
+
+
+# What OpenVINO is told that it computes in; by itself it takes bfloat16 for float32 where the CPU multiplies that.
+OPENVINO_PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def openvino(work: Workload) -> Contestant:
+    """A graph of one node for these sizes, on as many threads as torch has. It reads and writes torch's memory."""
+    require_forward(work.problem, "OpenVINO")
+    if work.problem.M == 1:
+        raise Refusal("OpenVINO decodes with stateful models, whose caches are its own")
+    if work.q.dtype not in OPENVINO_PRECISION:
+        raise Refusal(f"OpenVINO computes in float32, bfloat16 and float16, got {work.problem.dtype}")
+    from openvino import Core, Model, opset13
+
+    out = work.q.new_empty(*work.q.shape[:3], work.v.shape[3])
+    given = [t.contiguous() for t in (*work.qkv, work.torch_mask) if t is not None]
+    views, written = [openvino_view(t) for t in given], openvino_view(out)
+    inputs = [opset13.parameter(view.shape, view.element_type) for view in views]
+    node = opset13.scaled_dot_product_attention(*inputs, causal=work.problem.mask == "causal")
+    options = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": OPENVINO_PRECISION[work.q.dtype],
+    }
+    request = Core().compile_model(Model([node], inputs), "CPU", options).create_infer_request()
+    for place, view in enumerate(views):
+        request.set_input_tensor(place, view)
+    request.set_output_tensor(0, written)
+
+    def infer(held: Any = given) -> Tensor:  # OpenVINO's views keep no tensor alive
+        request.infer()
+        return out
+
+    return Contestant("openvino", infer, work.leaves, work.grad_out)
+
+
+def openvino_view(tensor: Tensor) -> Any:
+    """A contiguous tensor's memory as an openvino.Tensor; numpy has no bfloat16 and hands on its bits."""
+    from openvino import Shape, Type
+    from openvino import Tensor as View
+
+    if tensor.dtype == torch.bfloat16:
+        return View(tensor.detach().view(torch.int16).numpy(), Shape(tensor.shape), Type.bf16)
+    return View(tensor.detach().numpy(), shared_memory=True)
+
+
 TORCH_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -209,7 +282,11 @@ PEERS: dict[str, Maker] = {
     **{name: partial(torch_backend, name, backend) for name, backend in TORCH_BACKENDS.items()},
     "flex": flex,
     "fa4": flash4,
+    "zentorch": zentorch,
+    "openvino": openvino,
 }
+# Inference on a CPU; they take part where they are installed.
+CPU_PEERS = ("zentorch", "openvino")
 # Calls that torch makes in one way, whatever its backends.
 ONE_WAY = ("softcap", "return_lse", "varlen", "module")
 # Those that are torch's: the bar of most suites is the best of them.
@@ -218,12 +295,14 @@ TORCH_PEERS = ("torch", *TORCH_BACKENDS)
 
 def peers_for(problem: Problem, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The peers of a problem unless a user asks for others. torch's own choice is one of its backends and would be
-    timed twice; on the host it is another way, and on a CPU the only one. FlexAttention takes seconds to compile and
+    timed twice; on the host it is another way, and on a CPU its only one. FlexAttention takes seconds to compile and
     is left out where others are made for the problem, or where nothing but the host counts."""
     if asked:
         return asked
+    if problem.device == "cpu" and not (problem.call or problem.differentiates):
+        return ("torch", *(name for name in CPU_PEERS if importlib.util.find_spec(name) is not None))
     if not problem.device.startswith("cuda") or problem.call in ONE_WAY:
         return ("torch",)
     plain = problem.mask in ("none", "causal") and problem.H == problem.Hkv
-    left_out = {"flex"} if plain or problem.host else set()
-    return tuple(name for name in PEERS if name not in left_out | (set() if problem.host else {"torch"}))
+    left_out = {*CPU_PEERS, *({"flex"} if plain or problem.host else ()), *(() if problem.host else ("torch",))}
+    return tuple(name for name in PEERS if name not in left_out)

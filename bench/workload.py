@@ -141,7 +141,8 @@ def masks(p: Problem, generator: torch.Generator) -> tuple[sdpa.Mask | Tensor | 
         return sdpa.Mask(causal=True, align="bottom_right"), distance >= p.M - p.N
     if p.mask == "segments":
         sizes = torch.tensor(p.document_lengths(), device=p.device)
-        ids = torch.arange(len(sizes), dtype=torch.int32, device=p.device).repeat_interleave(sizes)  # [N], sorted
+        documents = torch.arange(len(sizes), dtype=torch.int32, device=p.device)
+        ids = documents.repeat_interleave(sizes, output_size=p.N)  # [N], sorted
         return sdpa.Mask(causal=True, segments=ids), (distance >= 0) & (ids[:, None] == ids)
     if p.mask == "alibi":
         slopes = alibi_slopes(p.H, p.device)

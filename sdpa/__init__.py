@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from sdpa import integrations, nn  # noqa: F401
     from sdpa.nn.accelerate import accelerate, restore
 
+    from .bench.warm_up import warm_up
+
 __version__ = "0.1.0"
 __all__ = [
     "AttentionProblem",
@@ -45,18 +47,20 @@ __all__ = [
     "sdpa_kernel",
     "uninstall",
     "varlen_attention",
+    "warm_up",
 ]
-OF_MODULES = ("accelerate", "restore")  # sdpa.nn is imported when one of them is used
+# What is imported when it is used, and from where.
+LAZY = {"accelerate": "sdpa.nn", "restore": "sdpa.nn", "warm_up": "sdpa.bench.warm_up"}
 PACKAGES = ("integrations", "nn")  # imported when used; not in __all__, where `nn` would hide torch's `nn`
 
 
 def __getattr__(name: str) -> object:
-    if name in OF_MODULES:
-        return getattr(import_module("sdpa.nn"), name)
+    if name in LAZY:
+        return getattr(import_module(LAZY[name]), name)
     if name in PACKAGES:
         return import_module(f"sdpa.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *OF_MODULES, *PACKAGES})
+    return sorted({*globals(), *LAZY, *PACKAGES})

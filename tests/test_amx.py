@@ -230,12 +230,73 @@ def test_accumulate(products, case):
     check_sums(products, *case)
 
 
+SPLIT_SCORES = draws(60, ROWS, COLUMNS, DEPTHS, (1.0, 0.3))
+SPLIT_SUMS = draws(
+    60, ROWS, (16, 24, 32, 48, 80, 128), (64, 65, 90, 96, 127, 300), (0, 16, 48), ("ones", "none", "some")
+)
+
+
+def check_split_scores(products: ctypes.CDLL, rows: int, columns: int, depth: int, factor: float) -> None:
+    """Products of float16 are exact; what is left is the rounding of sums in float32."""
+    generator = torch.Generator().manual_seed(rows + 1000 * columns)
+    q, k = (torch.randn(n, depth, generator=generator).half() for n in (rows, columns))
+    c = torch.full((rows + 2, up(columns, 16) + 16), torch.nan)
+    products.split_scores(
+        number(rows), number(columns), number(depth), at(q), at(k), ctypes.c_float(factor), at(c), number(c.shape[1])
+    )
+    assert c[rows:].isnan().all() and c[:, up(columns, 16) :].isnan().all()
+    exact, terms = q.double() @ k.double().T, q.double().abs() @ k.double().abs().T
+    band = factor * terms * (4 * depth + 2) * ROUNDING
+    assert ((c[:rows, :columns].double() - factor * exact).abs() <= band).all()
+
+
+def check_split_sums(products: ctypes.CDLL, rows: int, width: int, steps: int, first: int, keep: str) -> None:
+    """Weights keep 16 bits, and the product of both second parts is left out."""
+    torch.manual_seed(rows + 1000 * width)
+    depth, room, ld = steps - first, up(width, SIDE), up(steps, 16) | 16
+    weights, v, old = torch.full((rows, ld), torch.nan), torch.randn(steps, width).half(), torch.randn(rows, room)
+    weights[:, :depth] = torch.rand(rows, depth)
+    exact_weights = weights[:, :depth].double()
+    factors = {"ones": torch.ones(rows), "none": None, "some": torch.rand(rows)}[keep]
+    c = torch.full((rows + 2, room + 16), torch.nan)
+    c[:rows, :room] = old
+    products.split_sums(
+        number(rows), number(width), number(steps), number(first), at(weights), number(ld), at(v), at(c),
+        number(c.shape[1]), at(factors),
+    )  # fmt: skip
+    assert c[rows:].isnan().all() and c[:, room:].isnan().all()
+    kept = old.double() * (1.0 if factors is None else factors.double()[:, None])
+    wanted, terms = exact_weights @ v[first:].double(), exact_weights @ v[first:].double().abs()
+    band = terms * (2.0**-16 + (3 * depth + 2) * ROUNDING) + 2 * ROUNDING * (kept[:, :width].abs() + wanted.abs())
+    assert ((c[:rows, :width].double() - kept[:, :width] - wanted).abs() <= band).all()
+    assert torch.allclose(c[:rows, width:room].double(), kept[:, width:])
+
+
+@pytest.mark.parametrize("case", SPLIT_SCORES, ids=str)
+def test_split_scores(products, case):
+    check_split_scores(products, *case)
+
+
+@pytest.mark.parametrize("case", SPLIT_SUMS, ids=str)
+def test_split_sums(products, case):
+    check_split_sums(products, *case)
+
+
 FAULTS = {
     "pairs beyond the depth are read": ("k < pairs ? _mm512_loadu_ps(b", "k < kTile ? _mm512_loadu_ps(b"),
     "rows beyond the last are read": ("square[i] = i < lines ?", "square[i] = i < kTile ?"),
     "the first chunk stands for all": ("first || pairs - in_place > kChunk", "first"),
     "squares of tiles share their factors": ("alpha ? alpha + r : nullptr", "alpha"),
     "a product is left out": ("_tile_dpbf16ps(3, 5, 7)", "_tile_zero(3)"),
+    "scores without the product of second parts": ("kSteps[2] = {4, 3}", "kSteps[2] = {3, 3}"),
+    "sums without second parts of values": ("kSteps[2] = {4, 3}", "kSteps[2] = {4, 2}"),
+    "second parts are those of the first row": (
+        "pair_up(even.second, odd.second)",
+        "pair_up(even.second, even.second)",
+    ),
+    "nothing follows the last row": ("(rows + kTile + kSpan - 1)", "(rows + 1)"),
+    "half a span is not cleared": ("if (end % kSpan != 0) store_half", "if (end < 0) store_half"),
+    "the second part is cut short": ("second = rounded(rest)", "second = _mm512_setzero_si512()"),
 }
 
 
@@ -247,6 +308,10 @@ def test_a_source_that_is_wrong_is_seen(tmp_path, fault):
             check_scores(faulty, *case)
         for case in SUMS:
             check_sums(faulty, *case)
+        for case in SPLIT_SCORES:
+            check_split_scores(faulty, *case)
+        for case in SPLIT_SUMS:
+            check_split_sums(faulty, *case)
 
 
 def test_subnormal_numbers_are_zero(products):
@@ -280,11 +345,11 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 def test_attention_by_tiles(tmp_path):
-    """All of cpu_flash's tests in bfloat16, with amx as it is chosen on a machine that has it."""
+    """All of cpu_flash's tests in bfloat16, and those of split float16, with amx as it is chosen where there is one."""
     built = "kernels/cpu/libsdpa_cpu.so"
     built = str(build(tmp_path, (built,)) / built)
-    files = [str(ROOT / "tests" / name) for name in ("test_cpu_flash.py", "test_cpu_blocks.py")]
-    cases = [*files, "-q", "-k", "amx and bfloat16", "-p", "no:cacheprovider"]
+    files = [str(ROOT / "tests" / name) for name in ("test_cpu_flash.py", "test_cpu_blocks.py", "test_cpu_split.py")]
+    cases = [*files, "-q", "-k", "amx and (bfloat16 or test_cpu_split)", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS, built, *cases], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -43,7 +43,7 @@ SHAPE = ("explain", "--shape", "1,8,64,64,32")
 
 def test_alone_it_prints_its_commands():
     result = CliRunner().invoke(app, [])
-    for command in ("info", "explain", "check", "bench", "tune"):
+    for command in ("info", "explain", "check", "bench", "tune", "warm-up"):
         assert command in result.output
         assert "Usage" in call(command, "--help")
     assert re.search(r"\d+\.\d+\.\d+", call("--version"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_peers import OpenVINOs, zentorchs
 
 import sdpa
 from sdpa.bench import calls, contest, peers, record, timing, truth, workload
@@ -288,7 +289,126 @@ def test_flash4_gets_its_own_layout(direction, pair, monkeypatch):
     assert row.peers[0].seconds and set(seen) == {((2, 40, 4, 8), True, pair)}, row.peers
 
 
-def test_which_peers_take_part():
+@pytest.fixture
+def zen(monkeypatch):
+    """Masks that ZenTorch's operator is given."""
+    seen = []
+    monkeypatch.setitem(sys.modules, "zentorch", types.ModuleType("zentorch"))
+    monkeypatch.setattr(torch.ops, "zentorch", zentorchs(seen), raising=False)
+    return seen
+
+
+@pytest.fixture
+def vino(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", package := OpenVINOs())
+    return package
+
+
+FORWARD = replace(TINY, Hkv=4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_peers_of_a_cpu_are_asked_the_same(mask, dtype, zen, vino):
+    problem = replace(FORWARD, mask=mask, dtype=dtype, layout="bmhd" if mask == "window" else "bhmd")
+    (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("zentorch", "openvino")))
+    assert all(peer.seconds and peer.error < 0.02 for peer in row.peers), row.peers
+    (given,) = {type(mask) for mask in zen}
+    assert given is (type(None) if mask in ("none", "causal") else torch.Tensor)
+    assert all(mask.dtype == problem.torch_dtype for mask in zen if mask is not None)
+    assert vino.causal == (mask == "causal") and len(vino.views) == (3 if mask in ("none", "causal") else 4)
+
+
+@pytest.mark.parametrize(("dtype", "hint"), [("float32", "f32"), ("bfloat16", "bf16"), ("float16", "f16")])
+def test_openvino_computes_as_torch_would_on_torchs_memory(dtype, hint, vino, two_threads):
+    """On as many threads, in the dtype of the tensors, on what the tensors have when it runs."""
+    work = workload.make_workload(replace(FORWARD, dtype=dtype, mask="allowed"))
+    contestant = peers.openvino(work)
+    assert vino.options["INFERENCE_PRECISION_HINT"] == hint and vino.options["INFERENCE_NUM_THREADS"] == 2
+    assert vino.options["NUM_STREAMS"] == 1 and vino.options["PERFORMANCE_HINT"] == "LATENCY"
+    for place, tensor in enumerate((*work.qkv, work.torch_mask)):
+        assert vino.views[place].array.ctypes.data == tensor.data_ptr()
+    work.v.zero_()
+    out = contestant.forward()
+    assert not out.any() and vino.written.array.ctypes.data == out.data_ptr() and contestant.forward() is out
+
+
+def test_openvino_reads_copies_of_what_is_not_contiguous(vino):
+    work = workload.make_workload(replace(FORWARD, layout="bmhd", mask="bias", grad=True))
+    contestant = peers.openvino(work)
+    assert all(vino.views[place].array.ctypes.data != work.qkv[place].data_ptr() for place in range(3))
+    assert vino.views[3].array.ctypes.data == work.torch_mask.data_ptr()
+    wanted = calls.torch_call(work)()
+    del work
+    assert torch.allclose(contestant.forward(), wanted, atol=1e-6)
+
+
+def test_zentorch_gets_a_bool_mask_as_what_is_added(zen):
+    work = workload.make_workload(replace(FORWARD, mask="allowed", dtype="bfloat16"))
+    contestant = peers.zentorch(work)
+    out, again = contestant.forward(), contestant.forward()
+    assert torch.equal(out, again) and zen[0] is zen[1]
+    assert zen[0].dtype == torch.bfloat16 and torch.equal(zen[0] == 0, work.torch_mask)
+    assert torch.equal(zen[0].isneginf(), ~work.torch_mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"direction": "backward"}, "{}'s attention has no backward"),
+        ({"Hkv": 2}, "{}'s attention has no grouped heads, got H=4 and Hkv=2"),
+        ({"call": "dropout"}, "asked for plain attention, got a call of the kind dropout"),
+        ({"device": "meta"}, "{}'s attention is asked for CPUs, got meta"),
+    ],
+    ids=str,
+)
+def test_the_peers_of_a_cpu_refuse_in_a_sentence(changes, reason, zen, vino):
+    """Before they look at a tensor."""
+    asked = workload.Workload(replace(FORWARD, **changes), *(None,) * 6)
+    for make, name in ((peers.zentorch, "ZenTorch"), (peers.openvino, "OpenVINO")):
+        with pytest.raises(peers.Refusal) as raised:
+            make(asked)
+        assert str(raised.value) == reason.format(name)
+
+
+def test_what_openvino_alone_refuses(zen, vino):
+    both = replace(FAST, peers=("zentorch", "openvino"))
+    for changes, reason in (
+        ({"M": 1}, "OpenVINO decodes with stateful models, whose caches are its own"),
+        ({"dtype": "float64"}, "OpenVINO computes in float32, bfloat16 and float16, got float64"),
+    ):
+        (row,) = contest.measure_cell("s", replace(FORWARD, **changes), both)
+        zentorch, openvino = row.peers
+        assert zentorch.seconds and (openvino.reason, openvino.failed) == (reason, False), openvino
+
+
+def test_the_peers_of_a_cpu_that_are_not_installed(monkeypatch):
+    for name in peers.CPU_PEERS:
+        monkeypatch.setitem(sys.modules, name, None)
+    (row,) = contest.measure_cell("s", FORWARD, replace(FAST, peers=peers.CPU_PEERS))
+    assert all(peer.name in peer.reason and peer.seconds is None for peer in row.peers) and row.own.seconds
+
+
+def installed(monkeypatch, *names):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name if name in names else None)
+
+
+def test_which_peers_of_a_cpu_take_part(monkeypatch):
+    """Of plain forwards, where they are installed."""
+    installed(monkeypatch, "openvino")
+    assert peers.peers_for(TINY) == ("torch", "openvino")
+    installed(monkeypatch, "zentorch", "openvino")
+    assert peers.peers_for(replace(TINY, grad=True)) == ("torch", "zentorch", "openvino")
+    assert peers.peers_for(replace(TINY, direction="backward")) == ("torch",)
+    assert all(peers.peers_for(problem_of(call)) == ("torch",) for call in ASKED)
+    assert peers.peers_for(TINY, ("openvino",)) == ("openvino",)
+    for changes in ({}, {"mask": "window"}, {"host": True}, {"direction": "backward"}):
+        assert not set(peers.CPU_PEERS) & set(peers.peers_for(replace(TINY, device="cuda", **changes)))
+    assert not set(peers.CPU_PEERS) & set(peers.TORCH_PEERS)
+
+
+def test_which_peers_take_part(monkeypatch):
+    installed(monkeypatch)
     plain = replace(TINY, device="cuda", Hkv=4)
     assert peers.peers_for(TINY) == ("torch",)
     for mask in ("none", "causal"):

@@ -40,14 +40,15 @@ def test_import_loads_no_library_but_torchs():
 
 
 def test_modules_are_imported_by_who_asks_for_them():
-    code = "import sys, torch, sdpa; print('sdpa.nn' in sys.modules, {'accelerate', 'restore'} <= set(dir(sdpa)))\n"
+    code = "import sys, torch, sdpa; print(any(f'sdpa.{name}' in sys.modules for name in ('nn', 'bench')),\n"
+    code += "{'accelerate', 'restore', 'warm_up'} <= set(dir(sdpa)))\n"
     code += "model = torch.nn.MultiheadAttention(8, 2); report = sdpa.accelerate(model)\n"
     code += "print(type(model).__module__, sdpa.restore(model), type(model).__module__)\n"
     code += "from sdpa import *; import sdpa.nn; print(accelerate is sdpa.nn.accelerate, restore is sdpa.nn.restore)\n"
-    code += "print(hasattr(sdpa, 'accelerated'))"
+    code += "print(hasattr(sdpa, 'accelerated'), warm_up is sdpa.warm_up is sdpa.bench.warm_up.warm_up)"
     first, swapped, same, other = fresh(code).splitlines()
     assert first == "False True" and swapped == "sdpa.nn.attention ['(the model)'] torch.nn.modules.activation"
-    assert same == "True True" and other == "False"
+    assert same == "True True" and other == "False True"
 
 
 def test_packages_are_reached_by_their_names():

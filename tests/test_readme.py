@@ -22,7 +22,7 @@ def seed():
 def test_examples_run(capsys):
     text = (ROOT / "README.md").read_text()
     blocks = list(BLOCK.finditer(text))
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     names: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         line = text.count("\n", 0, block.start(1))
@@ -30,4 +30,5 @@ def test_examples_run(capsys):
     said = capsys.readouterr().out
     assert said.split("\n", 1)[0] in by_name()  # the first example's kernel
     assert "swapped" in said  # the report of accelerate
-    assert names["x"].grad is not None  # the last example's backward
+    assert names["x"].grad is not None  # the backward of the example before the last
+    assert "backward B=2 H=8 " in said  # what the last one, of warm_up, prepared

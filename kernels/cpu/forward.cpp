@@ -19,7 +19,10 @@ constexpr int64_t kDirectScores = 8192;      // of a block whose keys are read i
 constexpr int64_t kPartialKeys = 256;        // of such a block where some keys are masked: a second read hits a cache
 constexpr int64_t kFewestKeysOfSplit = 512;  // for a task of one row; for one of eight and more rows an eighth of it
 constexpr int64_t kManyRows = 128;           // so many rows of all splits are combined by several threads
-constexpr double kParallelFlops = 1e6;       // computing so many takes about as long as waking threads
+constexpr int64_t kFewestToSplit = 4096;     // values of queries that share keys; for fewer, splitting keys costs more
+constexpr int64_t kFewestRowsToSplit = 16;   // as a tile has
+constexpr int64_t kFewestKeysToSplit = 64;
+constexpr double kParallelFlops = 1e6;  // computing so many takes about as long as waking threads
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
@@ -154,7 +157,7 @@ class Forward {
   static constexpr Dtype kOwnDtype = sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
 
   // The leading dimension of scores as a left operand.
-  int64_t left_ld() const { return plan_.ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
+  int64_t left_ld() const { return LeftRow<T, Operand>::of(plan_.ld); }
 
   struct Buffers {
     Operand* q;       // [rows of the task, D], a left operand
@@ -170,7 +173,7 @@ class Forward {
     T *acc, *row_max, *row_sum;
   };
 
-  int64_t most_rows() const { return plan_.heads * round_up(plan_.block_m, kInterleave<Operand>); }
+  int64_t most_rows() const { return plan_.heads * round_up(plan_.block_m, kRoom<Operand>); }
 
   State carve_state(Carver& carver) const {
     State state;
@@ -183,9 +186,10 @@ class Forward {
   Buffers carve(Carver& carver) const {
     Buffers b;
     b.q = carver.take<Operand>(most_rows() * q_ld_ / kPack);
-    b.keys = carver.take<Operand>(plan_.direct ? 0 : blocks_of(p_.D, kPack) * plan_.ld);
-    b.values = carver.take<Operand>(values_in_place_ ? 0 : plan_.block_n / kPack * v_ld_);
-    b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * plan_.ld);
+    b.keys = carver.take<Operand>(plan_.direct ? 0 : q_ld_ / kPack * plan_.ld);
+    b.values =
+        carver.take<Operand>(values_in_place_ ? 0 : round_up(plan_.block_n + kMaxLanes, prim_.lanes) / kPack * v_ld_);
+    b.left = carver.take<Operand>(kPack == 1 ? 0 : plan_.rows * left_ld());
     b.s = carver.take<T>(plan_.rows * plan_.ld);
     b.alpha = carver.take<T>(plan_.rows);
     return b;
@@ -207,7 +211,7 @@ class Forward {
       query_ = block * plan.block_m;
       queries_ = std::min(plan.block_m, p_.M - query_);
       across_ = queries_ == 1;
-      rows_ = across_ ? 1 : round_up(queries_, kInterleave<Operand>);
+      rows_ = across_ ? 1 : round_up(queries_, kRoom<Operand>);
     }
 
     void run_split(int64_t split) {
@@ -459,9 +463,19 @@ class Forward {
 
 }  // namespace
 
+// Whether to split float16 numbers into bfloat16 ones. It pays where each of a key's is multiplied often enough. A part
+// of what is not finite would be NaN.
+bool splits(const AttentionParams& p) {
+  const int64_t values = p.M * p.G() * p.D;  // of the queries that a head of keys is multiplied with
+  return p.M >= kFewestRowsToSplit && values >= kFewestToSplit && p.N >= kFewestKeysToSplit &&
+         all_finite(p, {&p.q, &p.k, &p.v});
+}
+
 template <typename T>
 void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
+  if constexpr (sizeof(T) == sizeof(float))
+    if (tools.split && splits(params)) return Forward<T, Split>(params, *tools.split, results).run();
   const bool direct = reads_in_place(params);
   const bool pairs = tools.pairs && (direct ? tools.pairs->scores_direct && values_in_place(params, *tools.pairs)
                                             : pairs_are_exact(params, {&params.v}));

@@ -18,14 +18,14 @@ namespace sdpa_cpu {
 namespace {
 
 #ifdef SDPA_X86
-// Products of bfloat16 are computed by AMX tiles, everything else in vectors.
+// Products of bfloat16 and float16 are computed by AMX tiles, everything else in vectors.
 const InstructionSet* amx() {
   static const Primitives<float, Pair> pairs = [] {
     Primitives<float, Pair> table = *kAvx512Bf16.bf16;
     use_tiles(&table);
     return table;
   }();
-  static const InstructionSet set = {"amx", kAvx512Bf16.f32, kAvx512Bf16.f64, &pairs};
+  static const InstructionSet set = {"amx", kAvx512Bf16.f32, kAvx512Bf16.f64, &pairs, &kAmxSplit};
   return &set;
 }
 #endif

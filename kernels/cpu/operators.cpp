@@ -245,9 +245,9 @@ template <typename T>
 Toolbox<T> toolbox(Dtype dtype) {
   const InstructionSet& set = instruction_set();
   if constexpr (sizeof(T) == sizeof(double))
-    return {*set.f64, nullptr};
+    return {*set.f64};
   else
-    return {*set.f32, dtype == Dtype::kBFloat16 ? set.bf16 : nullptr};
+    return {*set.f32, dtype == Dtype::kBFloat16 ? set.bf16 : nullptr, dtype == Dtype::kFloat16 ? set.f16 : nullptr};
 }
 
 void run_forward(const AttentionParams& p, const ForwardResults& results) {

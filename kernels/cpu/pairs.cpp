@@ -45,14 +45,17 @@ bool finite_halves(const Source& values, int64_t rows, int64_t width) {
   return true;
 }
 
-bool pairs_are_exact(const AttentionParams& p, std::initializer_list<const View*> tensors) {
-  if (!has_structure(p)) return true;
+bool all_finite(const AttentionParams& p, std::initializer_list<const View*> tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const View* view) {
     const bool keys = view == &p.k || view == &p.v;
     const int64_t width = view == &p.q || view == &p.k ? p.D : p.Dv;
     const int64_t size[4] = {p.B, keys ? p.Hkv : p.H, keys ? p.N : p.M, width};
     return all_finite(*view, size, p.threads);
   });
+}
+
+bool pairs_are_exact(const AttentionParams& p, std::initializer_list<const View*> tensors) {
+  return !has_structure(p) || all_finite(p, tensors);
 }
 
 }  // namespace sdpa_cpu

@@ -74,11 +74,13 @@ struct BackwardTensors {
 };
 
 // The primitives that compute a call, in the type the call computes in. `pairs`, which may be null, are primitives that
-// multiply bfloat16 in pairs or quads: faster, and allowed where they give the same result.
+// multiply bfloat16 in pairs or quads: faster, and allowed where they give the same result. `split`, which may be
+// null, are those that multiply float16 as sums of bfloat16, in a forward.
 template <typename T>
 struct Toolbox {
   const Primitives<T>& plain;
-  const Primitives<T, Narrow>* pairs;
+  const Primitives<T, Narrow>* pairs = nullptr;
+  const Primitives<T, Split>* split = nullptr;
 };
 
 template <typename T>

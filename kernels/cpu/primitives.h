@@ -30,6 +30,13 @@ struct Quad {
   uint16_t values[4];
 };
 
+// Two consecutive values along the depth, each as the sum of two bfloat16 values: the value rounded, and what that
+// leaves of it, rounded. Together they have 16 bits of it, and all 11 of a float16 number. In a row, 16 of these lie as
+// 16 pairs of first parts, then 16 of second ones.
+struct Split {
+  Pair first, second;
+};
+
 // How many values along the depth one operand packs together.
 template <typename Operand>
 inline constexpr int64_t kDepth = 1;
@@ -37,6 +44,8 @@ template <>
 inline constexpr int64_t kDepth<Pair> = 2;
 template <>
 inline constexpr int64_t kDepth<Quad> = 4;
+template <>
+inline constexpr int64_t kDepth<Split> = 2;
 
 // How many rows of a left operand are interleaved step by step: the operand of `row` and `step` is at
 // [row / kInterleave * kInterleave * ld + step * kInterleave + row % kInterleave].
@@ -44,6 +53,23 @@ template <typename Operand>
 inline constexpr int64_t kInterleave = 1;
 template <>
 inline constexpr int64_t kInterleave<Quad> = 2;
+
+// The room of a left operand is for a multiple of so many rows; those beyond the last may hold anything.
+template <typename Operand>
+inline constexpr int64_t kRoom = kInterleave<Operand>;
+template <>
+inline constexpr int64_t kRoom<Split> = 16;
+
+// How many operands a row of scores takes as a left operand, where `ld` is that of scores: as many bytes as the scores,
+// or whole spans of 32 values.
+template <typename T, typename Operand>
+struct LeftRow {
+  static constexpr int64_t of(int64_t ld) { return ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
+};
+template <typename T>
+struct LeftRow<T, Split> {
+  static constexpr int64_t of(int64_t ld) { return (ld + 31) / 32 * 16; }
+};
 
 // The operand of bfloat16 products on this family of machines.
 #ifdef SDPA_ARM
@@ -107,8 +133,7 @@ struct ScorePrimitives {
 // take operands of another type where the instruction set multiplies it faster.
 //
 // A left operand is [rows, depth / kDepth], a right one [depth / kDepth, columns]. Both are padded with zeros to whole
-// vectors and to whole operands. Depths count values. The room of a left operand is for a multiple of kInterleave rows;
-// those beyond the last may hold anything.
+// vectors and to whole operands. Depths count values.
 //
 // Preconditions, which the sanitizer build asserts: leading dimensions are multiples of `lanes`, in values, and not
 // smaller than the rows that they hold. Products and the softmax have at least one row and one column.
@@ -158,7 +183,8 @@ struct InstructionSet {
   const char* name;
   const Primitives<float>* f32;
   const Primitives<double>* f64;
-  const Primitives<float, Narrow>* bf16;  // null: products of bfloat16 are computed in float32
+  const Primitives<float, Narrow>* bf16;          // null: products of bfloat16 are computed in float32
+  const Primitives<float, Split>* f16 = nullptr;  // likewise of float16
 };
 
 extern const InstructionSet kScalar;
@@ -168,6 +194,7 @@ extern const InstructionSet kAvx512;
 extern const InstructionSet kAvx512Bf16;
 // Replaces the products in a table of kAvx512Bf16 by those of AMX tiles.
 void use_tiles(Primitives<float, Pair>* table);
+extern const Primitives<float, Split> kAmxSplit;
 #endif
 #ifdef SDPA_ARM
 extern const InstructionSet kNeon;

@@ -15,6 +15,7 @@ from sdpa.cli.check import check
 from sdpa.cli.explain import explain
 from sdpa.cli.info import info
 from sdpa.cli.tune import tune
+from sdpa.cli.warm_up import warm_up
 from sdpa.environment import VariableError
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
@@ -66,5 +67,5 @@ def app() -> None:
     """Which attention kernel runs here, why, whether it is right, and how fast it is."""
 
 
-for command in (info, explain, check, bench, tune):
+for command in (info, explain, check, bench, tune, warm_up):
     app.add_command(command)

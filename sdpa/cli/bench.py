@@ -23,6 +23,8 @@ from sdpa.bench.peers import PEERS, TORCH_PEERS
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Pace
+from sdpa.cli.cold import SUITE as COLD
+from sdpa.cli.cold import run_cold
 from sdpa.cli.common import console, duration, progress, require_device, set_threads
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
@@ -32,7 +34,7 @@ from sdpa.dispatch.context import backend_name
 FILE = click.Path(dir_okay=False, path_type=Path)
 RANDOM = "random"  # the suite that is drawn by a seed
 DRAWN = 300  # problems
-KNOWN = ", ".join((*SUITES, MODELS, RANDOM))
+KNOWN = ", ".join((*SUITES, MODELS, RANDOM, COLD))
 SLOWER = 0.9  # below this share of the best peer's speed a row is red
 LINE = "{:<48} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
 
@@ -63,7 +65,11 @@ class Request:
 
 @click.command(short_help="Times suites of problems beside torch and others.")
 @click.option(
-    "--suite", "suites", multiple=True, metavar="NAME", help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}, {RANDOM}."
+    "--suite",
+    "suites",
+    multiple=True,
+    metavar="NAME",
+    help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}, {RANDOM}, {COLD}.",
 )
 @click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
 @click.option("--only", "--cells", default="", metavar="TEXT", help="Only problems whose line contains TEXT.")
@@ -114,6 +120,8 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
     if MODELS in request.suites:
         set_threads(threads)
         click.get_current_context().exit(0 if bench_models(request) else 1)
+    if COLD in request.suites:
+        click.get_current_context().exit(0 if bench_cold(request) else 1)
     problems = chosen_problems(request)
     for kernel in request.kernels:
         check_name(kernel)
@@ -129,6 +137,15 @@ def bench_models(request: Request) -> bool:
         )
     files = Files(request.json, request.plot)
     return run_models(request.device or "cpu", request.only, request.repeat, request.time_limit, files)
+
+
+def bench_cold(request: Request) -> bool:
+    """The suite of fresh processes, likewise."""
+    timed = request.repeat or request.time_limit or request.flush or request.deterministic
+    if len(request.suites) > 1 or request.peers or request.csv or request.plot or timed:
+        raise click.UsageError(f"suite {COLD} runs alone, with --only, --device, --kernel, --json")
+    device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return run_cold(device, request.only, request.kernels, request.json)
 
 
 def as_drawn(request: Request) -> Request:
@@ -325,6 +342,7 @@ def show_suites(out: Console) -> None:
     whole = models("cpu")
     table.add_row(RANDOM, "--problems", "--device", "by --seed", drawn(0, 1, "cuda")[0].label)
     table.add_row(MODELS, str(len(whole)), "--device", "float32, bfloat16", whole[0].label)
+    table.add_row(COLD, "", "--device", "float32, bfloat16", "first calls of fresh processes")
     out.print(table)
 
 

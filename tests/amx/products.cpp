@@ -1,5 +1,6 @@
 // Products for a test to call: by tiles, by vectors, and the arithmetic of tiles spelled out value by value.
 #include <algorithm>
+#include <vector>
 
 #include "arithmetic.h"
 #include "primitives.h"
@@ -51,13 +52,24 @@ Primitives<float, Pair> table_of(const char* by) {
 }
 
 // Calls f between what has to come before products and after them.
-template <typename F>
-void within(const Primitives<float, Pair>& table, F f) {
+template <typename Operand, typename F>
+void within(const Primitives<float, Operand>& table, F f) {
   alignas(Setup::kBytes) char saved[Setup::kBytes];
   if (table.setup) table.setup->begin(saved);
   f();
   if (table.setup) table.setup->end(saved);
 }
+
+// Room for operands, full of NaN: what is read and was not packed reaches the result.
+struct Room {
+  std::vector<uint16_t> bits;
+  explicit Room(int64_t operands) : bits(static_cast<size_t>(operands) * sizeof(Split) / 2, 0x7fff) {}
+  Split* operands() { return reinterpret_cast<Split*>(bits.data()); }
+};
+
+int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+constexpr int64_t kSpan = 32;
 
 }  // namespace
 
@@ -74,4 +86,28 @@ VISIBLE void accumulate(const char* by, int64_t rows, int64_t width, int64_t dep
   const auto table = table_of(by);
   const Source right = {b, Dtype::kFloat32, ldb, 1};
   within(table, [&] { table.accumulate(rows, width, depth, a, row_stride, depth_stride, right, c, ldc, alpha); });
+}
+
+// float16 by tiles, with the packing. q [rows, depth], k [columns, depth].
+VISIBLE void split_scores(int64_t rows, int64_t columns, int64_t depth, const uint16_t* q, const uint16_t* k,
+                          float factor, float* c, int64_t ldc) {
+  const int64_t ld = up(depth, kSpan), ldb = up(columns, kVector) + kVector;
+  Room left(up(rows, kRoom<Split>) * ld / 2), right(ld / 2 * ldb);
+  const auto& table = kAmxSplit;
+  table.pack_left({q, Dtype::kFloat16, depth, 1}, rows, depth, left.operands(), ld);
+  table.pack_columns({k, Dtype::kFloat16, depth, 1}, columns, depth, right.operands(), ldb);
+  within(table,
+         [&] { table.scores(rows, columns, depth, left.operands(), ld / 2, right.operands(), ldb, factor, c, ldc); });
+}
+
+// weights [rows, ld], v [steps, width]. The weights begin with the value `first`, which is a multiple of 16.
+VISIBLE void split_sums(int64_t rows, int64_t width, int64_t steps, int64_t first, float* weights, int64_t ld,
+                        const uint16_t* v, float* c, int64_t ldc, const float* alpha) {
+  const int64_t v_ld = up(width, kSpan), row = LeftRow<float, Split>::of(ld), depth = steps - first;
+  Room left(up(rows, kRoom<Split>) * row), right(up(steps + kVector, kSpan) / 2 * v_ld);
+  const auto& table = kAmxSplit;
+  table.pack_steps({v, Dtype::kFloat16, width, 1}, steps, width, right.operands(), v_ld);
+  const Split* packed = table.as_left(rows, depth, weights, left.operands(), ld);
+  const Source values = {right.operands() + first / 2 * v_ld, Dtype::kFloat32, v_ld, 1};
+  within(table, [&] { table.accumulate(rows, v_ld, depth, packed, row, 1, values, c, ldc, alpha); });
 }

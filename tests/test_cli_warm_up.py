@@ -1,0 +1,65 @@
+"""The command `sdpa warm-up`: what it prints, its JSON, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from helpers import call, complaint
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from sdpa.bench.problems import MASKS
+
+pytestmark = pytest.mark.usefixtures("own_surroundings")
+SHAPE = ("warm-up", "--device", "cpu", "--shape", "2,4,40,40,8")
+
+
+def test_it_prints_who_answers():
+    text = call(*SHAPE, "--shape", "1,4,1,24,8", "--kv-heads", "2", "--dv", "16", "--mask", "none", "--mask", "causal")
+    for words in ("problem", "kernel", "first run", "B=2 H=4 Hkv=2 M=40 N=40 D=8 Dv=16 bfloat16 on cpu: gqa"):
+        assert words in text
+    assert text.count("cpu_flash") == 4 and text.count("M=1 N=24") == 2 and "backward" not in text
+
+
+def test_json():
+    found = json.loads(call(*SHAPE, "--dtype", "float32", "--training", "--json", "--jobs", "2"))
+    assert [set(one) for one in found] == [{"problem", "kernel", "seconds"}] * 2
+    assert [one["problem"].split()[0] for one in found] == ["forward", "backward"]
+    assert {one["kernel"] for one in found} == {"cpu_flash"} and all(one["seconds"] > 0 for one in found)
+
+
+def test_every_mask():
+    masks = [option for mask in MASKS for option in ("--mask", mask)]
+    found = json.loads(call(*SHAPE, *masks, "--training", "--json"))
+    asked = {one["problem"].partition(": ")[2] for one in found if one["problem"].startswith("forward")}
+    assert asked == {
+        "lse",
+        "causal, lse",
+        "k_lengths, lse",
+        "allowed, lse",
+        "bias, lse",
+        "alibi, causal, lse",
+        "causal, lse, segments",
+    }
+    backwards = {one["problem"].partition(": ")[2] for one in found if one["problem"].startswith("backward")}
+    assert {"bias", "bias, bias_grad", "causal, segments", "no mask"} <= backwards
+
+
+def test_it_complains_in_one_sentence():
+    assert "expected --kv-heads to divide the 4 heads, got 3" in complaint(*SHAPE, "--kv-heads", "3")
+    said = "--mask segments needs as many queries as keys, got M=4 and N=8"
+    assert said in complaint("warm-up", "--shape", "1,4,4,8,8", "--mask", "segments")
+    assert "expected B,H,M,N,D as 5 integers >= 1, got '1,2,3'" in complaint("warm-up", "--shape", "1,2,3")
+    assert "Missing option '--shape'" in complaint("warm-up")
+    assert "'--jobs'" in complaint(*SHAPE, "--jobs", "0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_it_on_a_gpu_that_is_not_there():
+    assert "expected a device of this machine, got 'cuda'" in complaint(
+        "warm-up", "--shape", "1,4,4,8,8", "--device", "cuda"
+    )
