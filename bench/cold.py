@@ -1,7 +1,8 @@
 """How long the first call of a fresh process takes, in which kernels are compiled and libraries loaded.
 
 Each start is a process of its own, run twice with one cache folder: at first that is empty, then Triton and Inductor
-find in it what the first process compiled. Imports, the device's context and the tensors come before the clock starts.
+find in it what the first process compiled. Before the clock starts come imports of torch and sdpa, the device's context
+and the tensors.
 """
 
 from __future__ import annotations

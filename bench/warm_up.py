@@ -29,12 +29,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdpa.bench import pool
+from sdpa.bench.timing import synchronize
 from sdpa.dispatch.context import Setting, effective, keep, kept, sdpa_kernel, torch_toggles
 from sdpa.dispatch.select import describe, last_choice
 from sdpa.scalars import type_name
 from sdpa.torch_private import float32_precision
 
-VALUELESS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+VALUELESS = (DataDependentOutputException, DynamicOutputShapeException)
 # They make fake tensors of those that torch.tensor() makes, and keep the values of small ones.
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 # A process takes seconds to start: fewer calls are compiled here.
@@ -74,7 +75,8 @@ def warm_up(function: Callable[..., Any], *args: Any, jobs: int | None = None, *
 
     The function is run on fake tensors (torch._subclasses.FakeTensorMode): it computes nothing, random numbers are not
     drawn, and parameters, their gradients, buffers and the attributes of modules that are given stay as they are. What
-    else it keeps would be fake tensors, as the state of an optimizer: leave the optimizer's step out. Where an output
+    else it keeps are fake tensors, which raise where they meet real ones: in a list or dict of a module, in a closure,
+    or in an optimizer, whose step should be left out. Where an output
     requires gradients, the backward is prepared, too, unless the function runs one of its own; run it under
     torch.no_grad() to leave that out. A function that looks at the values of tensors cannot be run so.
 
@@ -111,13 +113,21 @@ def noted_calls(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[N
         with unchanged((function, args, kwargs)), notes.gradients_unchanged(), notes.fakes, notes:
             given, named = pytree.tree_map(notes.fake, (args, kwargs))
             results = function(*given, **named)
-            if not any(call.operator == "attention_backward" for call in notes.calls):  # else it has run its own
+            if notes.awaits_backward:
                 differentiate(results)
     except VALUELESS as error:
         raise ValueError(
             f"{name_of(function)} looks at the values of tensors, and warm_up() runs it on fake ones, which have none: "
             + pool.first_line(error)
         ) from error
+    except UnsupportedOperatorException as error:
+        raise ValueError(
+            f"{name_of(function)} calls {error.func}, which has no fake implementation for warm_up() to run: "
+            "torch.library.register_fake gives it one"
+        ) from error
+    finally:
+        torch.clear_autocast_cache()  # which holds fake casts of parameters
+        notes.fakes.allow_non_fake_inputs = False  # a fake tensor that the function has kept raises, beside real ones
     return tuple(dict.fromkeys(notes.calls))
 
 
@@ -132,6 +142,12 @@ class Notes(TorchDispatchMode):
         self.calls: list[Noted] = []
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}  # by identity a real leaf, and its gradient
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether gradients are wanted of an attention call, and the function has not run its own backward."""
+        learns = any(dict(call.arguments).get("needs_lse") for call in self.calls)
+        return learns and all(call.operator != "attention_backward" for call in self.calls)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -264,11 +280,6 @@ def filled(name: str, like: StandIn, given: Mapping[str, Any]) -> Tensor:
         rows = min(given[side].shape[2], documents * given[f"max_{side}"])
         memory.copy_(torch.linspace(0, rows, documents + 1, dtype=torch.float64).round())
     return memory.as_strided(like.shape, like.stride)
-
-
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
 
 
 # -- in other processes -----------------------------------------------------------------------------------------------

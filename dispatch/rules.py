@@ -10,6 +10,7 @@ from sdpa.problem import UNLIMITED, AttentionProblem
 # CUDA grids are limited to 65535 in their second and third dimension, where these kernels put batch or heads.
 MAX_GRID_YZ = 65535
 CUDNN_MAX_HEAD_SIZE = 128
+CUDNN_TILE = 128  # keys of a tile of its backward on Hopper
 CUDNN_MAX_HEAD_SIZE_HOPPER = 256
 HOPPER = (9, 0)
 AMPERE = (8, 0)
@@ -124,6 +125,20 @@ def cudnn_head_size(problem: AttentionProblem) -> str | None:
     if problem.D > limit:
         return f"takes head sizes up to {limit} on this device, got D = {problem.D}"
     return None if problem.N > 1 else "needs more than one key, got N = 1"
+
+
+def cudnn_low_scores(problem: AttentionProblem) -> str | None:
+    """cuDNN's gradients are NaN where all scores of a row are so far below zero that exp(0 - lse) overflows: it pads
+    tiles with zeros and does not hide them. Nobody knows the scores before they are computed, so these problems are
+    refused. Reported on Hopper: pytorch#196678 (torch 2.11 and later), cudnn-frontend#1072 (cuDNN 9.25 and 9.26)."""
+    if problem.direction != "backward":
+        return None
+    if problem.M == 1:
+        return "may give NaN gradients of keys and values for one query with low scores, got M = 1"
+    half_tile = problem.N % CUDNN_TILE == CUDNN_TILE // 2
+    if half_tile and problem.features & {"bias", "allowed"}:
+        return f"may give NaN gradients of queries with low scores and a mask where N % 128 is 64, got N = {problem.N}"
+    return None
 
 
 def efficient_alignment(problem: AttentionProblem) -> str | None:

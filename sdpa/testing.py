@@ -106,6 +106,7 @@ MASKS: dict[str, Callable[[Draw], Mask | None]] = {
     "allowed_heads": lambda d: Mask(allowed=d.coins(1, d.case.H, d.case.M, d.case.N)),
     "padding": lambda d: Mask(allowed=d.coins(d.case.B, 1, 1, d.case.N)),
     "bias": lambda d: Mask(bias=d.normal(1, d.case.H, d.case.M, d.case.N)),
+    "bias_low": lambda d: Mask(bias=d.normal(1, d.case.H, d.case.M, d.case.N) - 120),  # exp(0 - lse) overflows
     "bias_rows": lambda d: Mask(bias=d.normal(d.case.B, 1, 1, d.case.N)),
     "bias_float32": lambda d: Mask(bias=d.normal(d.case.M, d.case.N, dtype=torch.float32), causal=True),
     "bias_causal": lambda d: Mask(bias=d.normal(d.case.B, d.case.H, d.case.M, d.case.N)) & Mask(causal=True),

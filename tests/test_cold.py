@@ -89,6 +89,8 @@ def test_the_command(tmp_path):
     ("options", "sentence"),
     [
         (("--repeat", "3"), "suite cold runs alone"),
+        (("--threads", "1"), "suite cold runs alone"),
+        (("--time-limit", "0"), "suite cold runs alone"),
         (("--suite", "overhead"), "suite cold runs alone"),
         (("--only", "nothing of it", "--device", "cpu"), "no problem of suite cold contains 'nothing of it'"),
         (("--kernel", "none", "--device", "cpu"), "unknown kernel 'none'"),

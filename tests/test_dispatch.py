@@ -86,6 +86,16 @@ SENTENCES = {
     "grid": ("vendor_flash", {"B": 70000}, "takes at most 65535 batch entries and heads, got B = 70000, H = 4"),
     "cudnn_multiple": ("vendor_cudnn", {"D": 20}, "needs a head size that is a multiple of 8, got D = 20"),
     "cudnn_one_key": ("vendor_cudnn", {"N": 1}, "needs more than one key, got N = 1"),
+    "cudnn_one_query": (
+        "vendor_cudnn",
+        {"M": 1, "direction": "backward"},
+        "may give NaN gradients of keys and values for one query with low scores, got M = 1",
+    ),
+    "cudnn_half_tile": (
+        "vendor_cudnn",
+        {"N": 192, "direction": "backward", "features": frozenset({"allowed"})},
+        "may give NaN gradients of queries with low scores and a mask where N % 128 is 64, got N = 192",
+    ),
     "mask_columns": (
         "vendor_cudnn",
         {"features": frozenset({"bias"}), "narrow_mask": True},

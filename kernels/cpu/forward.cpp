@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "pairs.h"
@@ -19,10 +20,10 @@ constexpr int64_t kDirectScores = 8192;      // of a block whose keys are read i
 constexpr int64_t kPartialKeys = 256;        // of such a block where some keys are masked: a second read hits a cache
 constexpr int64_t kFewestKeysOfSplit = 512;  // for a task of one row; for one of eight and more rows an eighth of it
 constexpr int64_t kManyRows = 128;           // so many rows of all splits are combined by several threads
-constexpr int64_t kFewestToSplit = 4096;     // values of queries that share keys; for fewer, splitting keys costs more
-constexpr int64_t kFewestRowsToSplit = 16;   // as a tile has
-constexpr int64_t kFewestKeysToSplit = 64;
-constexpr double kParallelFlops = 1e6;  // computing so many takes about as long as waking threads
+constexpr int64_t kFewestInParts = 4096;     // values of queries that share keys; for fewer, parts of keys do not pay
+constexpr int64_t kFewestRowsInParts = 16;   // as a tile has
+constexpr int64_t kFewestKeysInParts = 64;   // for fewer, parts of queries do not pay
+constexpr double kParallelFlops = 1e6;       // computing so many takes about as long as waking threads
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 int64_t blocks_of(int64_t x, int64_t block) { return (x + block - 1) / block; }
@@ -157,7 +158,10 @@ class Forward {
   static constexpr Dtype kOwnDtype = sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
 
   // The leading dimension of scores as a left operand.
-  int64_t left_ld() const { return LeftRow<T, Operand>::of(plan_.ld); }
+  int64_t left_ld() const {
+    if (std::is_same_v<Operand, Split>) return round_up(plan_.ld, prim_.lanes) / kPack;
+    return plan_.ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)};
+  }
 
   struct Buffers {
     Operand* q;       // [rows of the task, D], a left operand
@@ -461,21 +465,21 @@ class Forward {
   bool values_in_place_;
 };
 
-}  // namespace
-
-// Whether to split float16 numbers into bfloat16 ones. It pays where each of a key's is multiplied often enough. A part
-// of what is not finite would be NaN.
-bool splits(const AttentionParams& p) {
+// Whether float16 is multiplied in two parts of bfloat16. It pays where each number of a key is multiplied often
+// enough. A part of what is not finite would be NaN.
+bool in_parts(const AttentionParams& p) {
   const int64_t values = p.M * p.G() * p.D;  // of the queries that a head of keys is multiplied with
-  return p.M >= kFewestRowsToSplit && values >= kFewestToSplit && p.N >= kFewestKeysToSplit &&
+  return p.M >= kFewestRowsInParts && values >= kFewestInParts && p.N >= kFewestKeysInParts &&
          all_finite(p, {&p.q, &p.k, &p.v});
 }
+
+}  // namespace
 
 template <typename T>
 void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
   if constexpr (sizeof(T) == sizeof(float))
-    if (tools.split && splits(params)) return Forward<T, Split>(params, *tools.split, results).run();
+    if (tools.split && in_parts(params)) return Forward<T, Split>(params, *tools.split, results).run();
   const bool direct = reads_in_place(params);
   const bool pairs = tools.pairs && (direct ? tools.pairs->scores_direct && values_in_place(params, *tools.pairs)
                                             : pairs_are_exact(params, {&params.v}));

@@ -60,17 +60,6 @@ inline constexpr int64_t kRoom = kInterleave<Operand>;
 template <>
 inline constexpr int64_t kRoom<Split> = 16;
 
-// How many operands a row of scores takes as a left operand, where `ld` is that of scores: as many bytes as the scores,
-// or whole spans of 32 values.
-template <typename T, typename Operand>
-struct LeftRow {
-  static constexpr int64_t of(int64_t ld) { return ld * int64_t{sizeof(T)} / int64_t{sizeof(Operand)}; }
-};
-template <typename T>
-struct LeftRow<T, Split> {
-  static constexpr int64_t of(int64_t ld) { return (ld + 31) / 32 * 16; }
-};
-
 // The operand of bfloat16 products on this family of machines.
 #ifdef SDPA_ARM
 typedef Quad Narrow;
@@ -135,11 +124,12 @@ struct ScorePrimitives {
 // A left operand is [rows, depth / kDepth], a right one [depth / kDepth, columns]. Both are padded with zeros to whole
 // vectors and to whole operands. Depths count values.
 //
-// Preconditions, which the sanitizer build asserts: leading dimensions are multiples of `lanes`, in values, and not
-// smaller than the rows that they hold. Products and the softmax have at least one row and one column.
+// Preconditions, which the sanitizer build asserts: leading dimensions are multiples of a vector's elements, in values,
+// those of left operands and of values multiples of `lanes`; none is smaller than the rows that it holds. Products and
+// the softmax have at least one row and one column.
 template <typename T, typename Operand = T>
 struct Primitives : ScorePrimitives<T> {
-  int64_t lanes;  // elements of a vector
+  int64_t lanes;  // values of a row that are packed together: a vector of them, of Split the 32 of 16 operands
 
   // Packs src as a left operand, whose depth is the width.                                     dst [rows, ld / kDepth]
   void (*pack_left)(Source src, int64_t rows, int64_t width, Operand* dst, int64_t ld);
@@ -151,8 +141,8 @@ struct Primitives : ScorePrimitives<T> {
   void (*store_rows)(const T* src, int64_t ld, const T* factor, int64_t rows, int64_t width, void* dst, Dtype dtype,
                      int64_t row_stride);
 
-  // Packs s [rows, columns] as a left operand in `buffer`, whose rows take as many bytes as those of s. Where operands
-  // are T, the result is s itself.
+  // Packs s [rows, columns] as a left operand in `buffer`, whose rows take as many bytes as those of s; of Split they
+  // have ld values, rounded up to a multiple of `lanes`. Where operands are T, the result is s itself.
   const Operand* (*as_left)(int64_t rows, int64_t columns, T* s, Operand* buffer, int64_t ld);
   // softmax_step and as_left in one.
   const Operand* (*softmax_left)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha,

@@ -346,9 +346,12 @@ inline void clear_half(int64_t columns, Split* row) {
   if (end % kSpan != 0) store_half(_mm512_setzero_ps(), end, row);
 }
 
+// The operands of a row of weights, where `ld` is that of scores.
+inline int64_t row_of_weights(int64_t ld) { return (ld + kSpan - 1) / kSpan * kTile; }
+
 const Split* as_left_split(int64_t rows, int64_t columns, float* s, Split* buffer, int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
-    Split* row = buffer + r * LeftRow<float, Split>::of(ld);
+    Split* row = buffer + r * row_of_weights(ld);
     for (int64_t c = columns; c % kTile != 0; ++c) s[r * ld + c] = 0.0f;
     for (int64_t c = 0; c < columns; c += kTile) store_half(load(s + r * ld + c), c, row);
     clear_half(columns, row);
@@ -358,7 +361,7 @@ const Split* as_left_split(int64_t rows, int64_t columns, float* s, Split* buffe
 
 const Split* softmax_left_split(int64_t rows, int64_t columns, float* s, int64_t ld, float* row_max, float* row_sum,
                                 float* alpha, Split* buffer) {
-  const int64_t pitch = LeftRow<float, Split>::of(ld);
+  const int64_t pitch = row_of_weights(ld);
   softmax<float, ExpFloat>(rows, columns, s, ld, row_max, row_sum, alpha, [=](int64_t r, int64_t c, const auto& p) {
     if constexpr (sizeof(p) / sizeof(p[0]) == 4) {
       Pair* to = pairs_of(buffer + r * pitch, c / 2);
@@ -449,9 +452,9 @@ constexpr Setup kSetup = {begin, end};
 // Products are so fast that packing a key and reading acc count. So many queries share a key, and many keys share a
 // pass over acc, as far as the second cache allows. Blocks are multiples of 32, because a part of a square takes as
 // long as the whole.
+constexpr Blocking kBlocking = {kSide, 1024, kSide, 512};
 // Two parts of a key take twice the room.
 constexpr Blocking kSplitBlocking = {kSide, 1024, kSide, 256};
-constexpr Blocking kBlocking = {kSide, 1024, kSide, 512};
 
 }  // namespace
 

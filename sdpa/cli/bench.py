@@ -121,7 +121,7 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
         set_threads(threads)
         click.get_current_context().exit(0 if bench_models(request) else 1)
     if COLD in request.suites:
-        click.get_current_context().exit(0 if bench_cold(request) else 1)
+        click.get_current_context().exit(0 if bench_cold(request, threads) else 1)
     problems = chosen_problems(request)
     for kernel in request.kernels:
         check_name(kernel)
@@ -139,10 +139,11 @@ def bench_models(request: Request) -> bool:
     return run_models(request.device or "cpu", request.only, request.repeat, request.time_limit, files)
 
 
-def bench_cold(request: Request) -> bool:
+def bench_cold(request: Request, threads: int | None) -> bool:
     """The suite of fresh processes, likewise."""
-    timed = request.repeat or request.time_limit or request.flush or request.deterministic
-    if len(request.suites) > 1 or request.peers or request.csv or request.plot or timed:
+    numbers = (request.repeat, request.time_limit, request.jobs, threads)
+    others = (request.peers, request.csv, request.plot, request.flush, request.deterministic, request.merge)
+    if len(request.suites) > 1 or any(others) or any(number is not None for number in numbers):
         raise click.UsageError(f"suite {COLD} runs alone, with --only, --device, --kernel, --json")
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return run_cold(device, request.only, request.kernels, request.json)

@@ -47,6 +47,7 @@ SIZES: tuple[Sizes, ...] = (
     {"B": 1, "H": 3, "Hkv": 3, "M": 129, "N": 97, "D": 19, "Dv": 19},
     {"B": 1, "H": 2, "Hkv": 2, "M": 65, "N": 130, "D": 40, "Dv": 72},
     {"B": 1, "H": 2, "Hkv": 2, "M": 31, "N": 64, "D": 128, "Dv": 16},
+    {"B": 1, "H": 2, "Hkv": 2, "M": 64, "N": 192, "D": 64, "Dv": 64},
     {"B": 1, "H": 1, "Hkv": 1, "M": 1, "N": 1, "D": 1, "Dv": 1},
 )
 LARGE: tuple[Sizes, ...] = (
@@ -67,7 +68,9 @@ EXTRAS: tuple[Extra, ...] = (
     {"mask": "bias_rows", "requires_bias_grad": True},
 )
 # One per entry of SIZES in the quick grid.
-QUICK_MASKS = ("none", "causal", "causal_bottom_right", "allowed_heads", "segments_causal", "alibi", "none")
+QUICK_MASKS = (
+    "none", "causal", "causal_bottom_right", "allowed_heads", "segments_causal", "alibi", "bias_low", "none",
+)  # fmt: skip
 # Masks that touch every kind of code in a kernel, for grids that cannot afford all.
 FEW_MASKS = ("none", "causal", "window_bottom_right", "lengths", "allowed", "bias")
 

@@ -103,7 +103,7 @@ VISIBLE void split_scores(int64_t rows, int64_t columns, int64_t depth, const ui
 // weights [rows, ld], v [steps, width]. The weights begin with the value `first`, which is a multiple of 16.
 VISIBLE void split_sums(int64_t rows, int64_t width, int64_t steps, int64_t first, float* weights, int64_t ld,
                         const uint16_t* v, float* c, int64_t ldc, const float* alpha) {
-  const int64_t v_ld = up(width, kSpan), row = LeftRow<float, Split>::of(ld), depth = steps - first;
+  const int64_t v_ld = up(width, kSpan), row = up(ld, kSpan) / 2, depth = steps - first;
   Room left(up(rows, kRoom<Split>) * row), right(up(steps + kVector, kSpan) / 2 * v_ld);
   const auto& table = kAmxSplit;
   table.pack_steps({v, Dtype::kFloat16, width, 1}, steps, width, right.operands(), v_ld);

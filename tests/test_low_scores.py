@@ -1,0 +1,85 @@
+"""Backwards of rows whose scores are all far below zero.
+
+There exp(0 - lse) overflows, which kernels meet that pad their tiles with zeros and do not hide these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sdpa
+from sdpa.dispatch.catalog import kernels_for
+
+D, SCORE = 64, -120.0
+SIZES = ((1, 128), (1, 64), (64, 64), (64, 192), (192, 192), (100, 64), (130, 320))
+WORSE = 4  # times the error of torch's operations in the same dtype
+
+
+def named(device: str) -> tuple[str, ...]:
+    return ("default", *(kernel.name for kernel in kernels_for(device) if "backward" in kernel.directions))
+
+
+CPU = [(name, torch.float32) for name in named("cpu")]
+# float16 differs from bfloat16 in kernels that are compiled for each.
+GPU = [(name, torch.bfloat16) for name in named("cuda")]
+GPU += [(name, torch.float16) for name in ("vendor_cudnn", "vendor_flash", "cuda_flash")]
+
+
+def tensors(M: int, N: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """q, k and v. All scores are near SCORE: the first elements give it, the others are small."""
+    generator = torch.Generator().manual_seed(M + 1000 * N)
+    q, k, v = (torch.randn(1, 2, length, D, generator=generator) for length in (M, N, N))
+    q, k = q * 0.1, k * 0.1
+    q[..., 0], k[..., 0] = 1.0, SCORE * math.sqrt(D)
+    return [t.to(device, dtype).requires_grad_() for t in (q, k, v)]
+
+
+def gradients(attend: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tensor, ...]:
+    out = attend(*given)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return torch.autograd.grad(out, given, upstream)
+
+
+def check(name: str, dtype: torch.dtype, sizes: tuple[int, int], masked: bool, device: str) -> None:
+    given = tensors(*sizes, dtype, device)
+    mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=device) if masked else None
+    kernel = None if name == "default" else name
+    try:
+        found = gradients(lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, mask, kernel=kernel), given)
+    except sdpa.NoKernelError as error:
+        assert kernel is not None  # some kernel answers
+        pytest.skip(f"{name} refuses: {str(error).splitlines()[0]}")
+    assert all(gradient.isfinite().all() for gradient in found)
+    plain, exact = ([t.detach().cpu().to(d).requires_grad_() for t in given] for d in (dtype, torch.float64))
+    with sdpa_kernel(SDPBackend.MATH):
+        usual, wanted = (gradients(F.scaled_dot_product_attention, tensors) for tensors in (plain, exact))
+    for got, rough, right in zip(found, usual, wanted, strict=True):
+        budget = WORSE * distance(rough, right) + torch.finfo(dtype).eps
+        assert distance(got, right) <= budget, (name, sizes, distance(got, right), budget)
+
+
+def distance(found: Tensor, right: Tensor) -> float:
+    """Of all elements but the first, which in dq and dk is a sum of terms that cancel, each much larger than it."""
+    return float((found.double().cpu() - right)[..., 1:].norm() / right[..., 1:].norm())
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), CPU, ids=str)
+def test_on_a_cpu(name, dtype, sizes, masked):
+    check(name, dtype, sizes, masked, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), GPU, ids=str)
+def test_on_a_gpu(name, dtype, sizes, masked):
+    check(name, dtype, sizes, masked, "cuda")
