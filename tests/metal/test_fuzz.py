@@ -15,7 +15,7 @@ from sdpa.testing import MASKS, Case, check_kernel
 CASES = 100  # of a group
 HEADS = {"one": (1, 1), "few": (3, 3), "grouped": (4, 2), "shared": (8, 1)}
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-# (dtype, D, Dv, masks, largest M, other options). Keys of the last two groups are split.
+# (dtype, D, Dv, masks, largest M, other options). Keys are split in the groups that give N.
 GROUPS = [
     (HALF, 16, 16, ["none"], 8, {}),
     (HALF, 64, 64, ["none"], 80, {}),
@@ -39,6 +39,7 @@ GROUPS = [
     (SINGLE, 128, 128, ["none"], 40, {"dropout_p": 0.5}),
     (HALF, 16, 16, ["lengths"], 4, {"sinks": True, "N": (300, 1500)}),
     (SINGLE, 8, 8, ["bias_causal"], 3, {"requires_bias_grad": True, "N": (300, 1500)}),
+    (HALF, 24, 24, ["bias_low"], 50, {}),
 ]
 
 
