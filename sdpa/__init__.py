@@ -20,9 +20,8 @@ from sdpa.varlen import paged_attention, varlen_attention
 
 if TYPE_CHECKING:
     from sdpa import integrations, nn  # noqa: F401
+    from sdpa.bench.warm_up import warm_up
     from sdpa.nn.accelerate import accelerate, restore
-
-    from .bench.warm_up import warm_up
 
 __version__ = "0.1.0"
 __all__ = [

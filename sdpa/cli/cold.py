@@ -18,7 +18,7 @@ LINE = "{:<52} {:<18} {:>12} {:>12} {:>10}  {}"
 
 
 def run_cold(device: str, only: str, kernels: tuple[str, ...], json_file: Path | None) -> bool:
-    """Whether a time was had of everything that can run what it is asked for."""
+    """Prints a line for each start as it is timed; whether any had a time. A kernel that refuses is no failure."""
     require_device(device)
     chosen = tuple(start for start in starts(device, require_kernels(kernels)) if only in start.label)
     if not chosen:
