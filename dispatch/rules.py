@@ -129,15 +129,15 @@ def cudnn_head_size(problem: AttentionProblem) -> str | None:
 
 def cudnn_low_scores(problem: AttentionProblem) -> str | None:
     """cuDNN's gradients are NaN where all scores of a row are so far below zero that exp(0 - lse) overflows: it pads
-    tiles with zeros and does not hide them. Nobody knows the scores before they are computed, so these problems are
-    refused. Reported on Hopper: pytorch#196678 (torch 2.11 and later), cudnn-frontend#1072 (cuDNN 9.25 and 9.26)."""
+    tiles with zeros and does not hide them, unless a causal mask does. Nobody knows the scores before they are
+    computed, so these problems are refused. Measured on an H200 with cuDNN 9.19 (decision 0005); pytorch#196678 and
+    cudnn-frontend#1072 report it of later ones."""
     if problem.direction != "backward":
         return None
     if problem.M == 1:
         return "may give NaN gradients of keys and values for one query with low scores, got M = 1"
-    half_tile = problem.N % CUDNN_TILE == CUDNN_TILE // 2
-    if half_tile and problem.features & {"bias", "allowed"}:
-        return f"may give NaN gradients of queries with low scores and a mask where N % 128 is 64, got N = {problem.N}"
+    if problem.N % CUDNN_TILE == CUDNN_TILE // 2 and "band" not in problem.features:
+        return f"may give NaN gradients of queries with low scores where N % 128 is 64, got N = {problem.N}"
     return None
 
 

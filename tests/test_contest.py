@@ -42,9 +42,9 @@ def test_ours_and_torch_agree_with_float64(mask, direction, monkeypatch):
     assert row.ratio() == row.torch_ratio == peer.seconds / row.own.seconds
 
 
-@pytest.mark.parametrize("mask", [m for m in MASKS if m != "none"])
-def test_flex_is_asked_the_same(mask):
-    problem = Problem(2, 4, 300, 300, 16, mask=mask, Hkv=2)
+@pytest.mark.parametrize("mask, call", [*((m, "") for m in MASKS if m != "none"), ("segments", "varlen")])
+def test_flex_is_asked_the_same(mask, call):
+    problem = Problem(1 if call else 2, 4, 300, 300, 16, mask=mask, Hkv=2, call=call)
     (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("flex",)))
     assert row.peers[0].seconds and row.peers[0].error < 1e-5, row.peers[0]
 

@@ -72,7 +72,7 @@ def test_the_list_of_backwards_has_every_head_size_and_mask():
     found = {(element, int(size), int(values), mask) for _, element, size, values, mask in BACKWARD_INSTANCES}
     masks, sizes = (
         ("kNone", "kCausal", "kBand", "kSegments"),
-        ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)),
+        ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
     )
     assert found == {(e, *size, mask) for e in ("kBFloat16", "kFloat16") for size in sizes for mask in masks}
     assert len({name for name, *_ in BACKWARD_INSTANCES}) == len(BACKWARD_INSTANCES) == len(found)

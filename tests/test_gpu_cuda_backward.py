@@ -24,7 +24,7 @@ from sdpa.testing import check_inputs, problem_of
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_flash_able")]
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-SIZES = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]  # the largest head sizes of each instance
+SIZES = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]  # the largest head sizes of each instance
 
 
 def checked(inputs, about):
@@ -68,7 +68,7 @@ def test_a_thread_that_called_nothing_of_the_runtime(D):
     same(found[0][1], wanted[1])
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
 def test_a_sequence_does_not_see_its_neighbours(D):
     """NaN in every other sequence, and behind the last: its gradients are as before."""
     for mask in (Mask(), Mask(causal=True), Mask(window=(50, 9))):
@@ -108,7 +108,7 @@ def test_nothing_behind_the_lengths(D, Dv):
         assert not found[1].k.masked_select(hidden_keys).any() and not found[1].v.masked_select(hidden_keys).any()
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
 @pytest.mark.parametrize("mask", [*CORNERS, "window"])
 def test_the_gradient_of_the_log_sum_exp(mask, D):
     mask = {**CORNERS, "window": Mask(window=(90, 3))}[mask]
@@ -159,7 +159,7 @@ def test_alibi(kind, D, Dv):
             assert (one.double() - other).norm() <= 6e-3 * other.norm(), (name, M, N, slopes.shape)
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
 def test_alibi_of_packed_sequences(D):
     """As of each sequence alone, with slopes of its own."""
     backward, lengths = by_name()["cuda_flash"].load().backward, [n for n in LENGTHS if n]
@@ -253,7 +253,7 @@ def test_any_strides_the_copy_engine_follows():
             assert (one.double() - other.double()).norm() <= 1e-2 * other.double().norm()
 
 
-@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("D", [64, 80, 112, 128, 256])
 @pytest.mark.parametrize("rows", [64, 128, 192])
 def test_nothing_but_its_own_rows_and_keys(rows, D):
     """NaN all around the tensors, in memory that begins and ends where no block does."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from sdpa.dispatch.catalog import kernels_for
 
 D, SCORE = 64, -120.0
 SIZES = ((1, 128), (1, 64), (64, 64), (64, 192), (192, 192), (100, 64), (130, 320))
+FORMS = [*product(SIZES, ("plain", "masked")), *((size, "causal") for size in SIZES if size[0] == size[1])]
 WORSE = 4  # times the error of torch's operations in the same dtype
 
 
@@ -47,19 +50,26 @@ def gradients(attend: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tenso
     return torch.autograd.grad(out, given, upstream)
 
 
-def check(name: str, dtype: torch.dtype, sizes: tuple[int, int], masked: bool, device: str) -> None:
+def check(name: str, dtype: torch.dtype, sizes: tuple[int, int], form: str, device: str) -> None:
     given = tensors(*sizes, dtype, device)
-    mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=device) if masked else None
+    mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=device) if form == "masked" else None
     kernel = None if name == "default" else name
+    causal = form == "causal"
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, kernel=kernel)
+
     try:
-        found = gradients(lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, mask, kernel=kernel), given)
+        found = gradients(attend, given)
     except sdpa.NoKernelError as error:
         assert kernel is not None  # some kernel answers
         pytest.skip(f"{name} refuses: {str(error).splitlines()[0]}")
     assert all(gradient.isfinite().all() for gradient in found)
     plain, exact = ([t.detach().cpu().to(d).requires_grad_() for t in given] for d in (dtype, torch.float64))
     with sdpa_kernel(SDPBackend.MATH):
-        usual, wanted = (gradients(F.scaled_dot_product_attention, tensors) for tensors in (plain, exact))
+        usual, wanted = (
+            gradients(partial(F.scaled_dot_product_attention, is_causal=causal), tensors) for tensors in (plain, exact)
+        )
     for got, rough, right in zip(found, usual, wanted, strict=True):
         budget = WORSE * distance(rough, right) + torch.finfo(dtype).eps
         assert distance(got, right) <= budget, (name, sizes, distance(got, right), budget)
@@ -70,16 +80,14 @@ def distance(found: Tensor, right: Tensor) -> float:
     return float((found.double().cpu() - right)[..., 1:].norm() / right[..., 1:].norm())
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "form"), FORMS, ids=str)
 @pytest.mark.parametrize(("name", "dtype"), CPU, ids=str)
-def test_on_a_cpu(name, dtype, sizes, masked):
-    check(name, dtype, sizes, masked, "cpu")
+def test_on_a_cpu(name, dtype, sizes, form):
+    check(name, dtype, sizes, form, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "form"), FORMS, ids=str)
 @pytest.mark.parametrize(("name", "dtype"), GPU, ids=str)
-def test_on_a_gpu(name, dtype, sizes, masked):
-    check(name, dtype, sizes, masked, "cuda")
+def test_on_a_gpu(name, dtype, sizes, form):
+    check(name, dtype, sizes, form, "cuda")

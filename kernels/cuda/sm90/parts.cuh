@@ -142,10 +142,8 @@ CUTE_DEVICE void cap(Scores& scores, FlashParams const& p) {
 // bytes, a line of the cache. `row` is this quad's first one, of which the second one is 8 below it.
 template <int D, class E>
 CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int row, int rows, int columns, int lane) {
-  auto const transposed = [&](int i, int b) {  // 32 columns
-    cutlass::Array<uint32_t, 4> x;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = words[(4 * b + j) * 2 + i];
+  using Words = cutlass::Array<uint32_t, 4>;
+  auto const transpose = [&](Words x) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
       bool const high = lane & bit;
@@ -158,6 +156,10 @@ CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int r
       }
     }
     return x;
+  };
+  auto const transposed = [&](int i, int b) {  // 32 columns of row i
+    uint32_t const* const x = words + 8 * b + i;
+    return transpose({x[0], x[2], x[4], x[6]});
   };
   auto const write = [&](auto const& x, int at, int column) {
     if (at < rows && column < columns)
@@ -180,7 +182,12 @@ CUTE_DEVICE void store_rows(uint32_t const* words, E* out, int64_t stride, int r
       write(x, (row & ~1) + 8 * i, column);
       write(y, (row | 1) + 8 * i, column);
     }
-    if constexpr (D % 64 != 0) write(transposed(i, D / 32 - 1), row + 8 * i, D - 32 + 8 * lane);
+    if constexpr (D % 64 >= 32) write(transposed(i, D / 64 * 2), row + 8 * i, D / 64 * 64 + 8 * lane);
+  }
+  static_assert(D % 16 == 0);
+  if constexpr (D % 32 != 0) {  // 16 columns of both rows
+    uint32_t const* const x = words + D / 8 * 2 - 4;
+    write(transpose({x[0], x[2], x[1], x[3]}), row + lane / 2 * 8, D - 16 + lane % 2 * 8);
   }
 }
 
