@@ -29,7 +29,7 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-metal test-torch install-torch test-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -60,6 +60,10 @@ test-torch: $(OTHER)/ready
 # Arm without an Arm machine; what it downloads stays in build/aarch64. Where its tools cannot be had it says so and ends.
 test-arm: $(VENV)/torch-$(TORCH)
 	$(BIN)/python tests/arm/run.py
+
+# Its tools and downloads only.
+prepare-arm: $(VENV)/torch-$(TORCH)
+	$(BIN)/python tests/arm/run.py --prepare
 
 # Reads and writes out of bounds, undefined arithmetic, leaks: the operators of cpu_flash, called at random. What fails has a
 # seed, and is called again alone by `make fuzz SEED=... CASES=1`.

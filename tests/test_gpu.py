@@ -377,7 +377,7 @@ def test_sanitized(case):
 CUDA_SANITIZED = [
     real(B=2, H=4, Hkv=2, M=200, N=331, D=D, Dv=Dv, dtype=torch.bfloat16, mask=mask)
     for (D, Dv), mask in product(
-        [(64, 64), (128, 128), (192, 128), (256, 256)], ("none", "causal", "window", "segments")
+        [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ("none", "causal", "window", "segments")
     )
 ]
 

@@ -66,6 +66,8 @@ def main() -> None:
     except Missing as missing:
         print(f"arm: skipped: {missing}")
         return
+    if sys.argv[1:] == ["--prepare"]:
+        return
     try:
         stage("cross build", prepare.build)
         stage("inner loops, modelled by llvm-mca", model.check)
