@@ -66,6 +66,8 @@ MAC_PYTHON_LINK_FLAGS = "-undefined dynamic_lookup"
 SYSTEMS = ("linux", "darwin")
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # a line of a list, its head sizes
+# CuTe's products of any multiple of 8 columns; else it makes those of 48 out of three. Reading them takes half a minute.
+EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
 # What ptxas reports of every kernel; of a shipped one all of these are 0.
 IN_MEMORY = re.compile(r"(\d+) bytes (stack frame|spill stores|spill loads)")
@@ -239,7 +241,9 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
             by_head_size.setdefault((prefix, "_".join(dict.fromkeys(sizes))), []).append(line)
     for (prefix, sizes), instances in by_head_size.items():
         source = made / f"flash_{prefix}{sizes}.cu"
-        write_if_new(ROOT / source, "\n".join([f'#include "{prefix}instance.cuh"', *instances, ""]))
+        odd = prefix and any(int(size) // 2 % 32 for size in sizes.split("_"))  # halves of the columns of grad_q
+        text = [*([EXTENDED_SHAPES] if odd else []), f'#include "{prefix}instance.cuh"', *instances, ""]
+        write_if_new(ROOT / source, "\n".join(text))
         objects.append(f"{source.with_suffix('.o')}")
         lines.append(f"build {objects[-1]}: compile_cuda {source}")
     named = " ".join(objects)
