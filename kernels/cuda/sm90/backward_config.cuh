@@ -48,7 +48,8 @@ struct BackwardConfig {
       L{}, make_layout(Shape<Int<COLUMNS>, Int<ROWS>, Int<COUNT>>{}, Stride<Int<ROWS>, _1, Int<ROWS * COLUMNS>>{})));
   // A consumer's half of the columns of k has whole swizzle atoms.
   static constexpr int K_ATOM = SPLIT_D && DQ_COLUMNS % 32 != 0 ? 16 : D;
-  using LayoutK = decltype(tile_to_shape(SwizzleAtom<GMMA::Major::K, BLOCK_N, K_ATOM>{}, Shape<Int<BLOCK_N>, Int<D>, _1>{}));
+  using LayoutK =
+      decltype(tile_to_shape(SwizzleAtom<GMMA::Major::K, BLOCK_N, K_ATOM>{}, Shape<Int<BLOCK_N>, Int<D>, _1>{}));
   using LayoutKt = Transposed<LayoutK, BLOCK_N, D, 1>;
   using LayoutV = RowsLayout<BLOCK_N, DV, 1>;
   using LayoutQ = RowsLayout<BLOCK_M, D, STAGES>;
