@@ -185,6 +185,22 @@ def check_pages(pages: Pages, query: Tensor) -> None:
     check_same_device("lengths", lengths, query)
 
 
+def check_packed_queries(query: Tensor, cu_q: Any, max_q: Any, table: Any, mask: Any) -> int:
+    """Check what paged_attention is told of packed queries. Returns the rows that each sequence has room for."""
+    check_tensor("query", query, "paged_attention")
+    check_dimensions("query", query, "T, H, D")
+    if cu_q is None or max_q is None:
+        raise RuntimeError(f"Expected cu_q and max_q together, but got {'max_q' if cu_q is None else 'cu_q'} alone.")
+    check_tensor("cu_q", cu_q, "paged_attention")
+    check_tensor("block_table", table, "paged_attention")
+    check_shape("cu_q", cu_q, ((table.shape[0] + 1,) if table.dim() else (),))
+    check_int32("cu_q", cu_q, query)
+    check_count("max_q", max_q, "paged_attention")
+    if isinstance(mask, Mask) and mask.query_lengths is not None:
+        raise RuntimeError("Expected a Mask without query_lengths beside cu_q, which tells them.")
+    return min(as_int(max_q), query.shape[0])
+
+
 def refuse_gradients(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:
     learned = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "sinks": sinks}
     asked = [name for name, tensor in learned.items() if tensor is not None and tensor.requires_grad]

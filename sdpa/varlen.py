@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from sdpa import packing
 from sdpa.entry import answer, public
 from sdpa.kinds import PACKED, PAGED
 from sdpa.mask import Mask
-from sdpa.validate_sequences import Documents, Pages, documents_of
+from sdpa.validate_sequences import Documents, Pages, check_packed_queries, documents_of
 
 
 @public(PACKED)
@@ -80,6 +83,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     kernel: str | None = None,
+    cu_q: Tensor | None = None,
+    max_q: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to keys that lie in the pages of a cache: decoding (M = 1) and chunked prefill (M > 1).
 
@@ -87,8 +92,13 @@ def paged_attention(
     gradient. On a CPU all pages that the table names are copied into one piece first. The names of dimensions are those
     of `scaled_dot_product_attention`.
 
+    With `cu_q` and `max_q` sequences differ in how many queries they have, as where prefill and decoding share a step,
+    and their queries lie one after the other: sequence b owns rows cu_q[b] .. cu_q[b + 1]. They are copied into
+    (B, max_q, H, D), and their results back.
+
     Args:
-        query: (B, M, H, D) float32, float64, bfloat16 or float16, whose heads do not broadcast, even if there is one.
+        query: (B, M, H, D) float32, float64, bfloat16 or float16, whose heads do not broadcast, even if there is one;
+            with `cu_q` (T, H, D).
         key_cache: (pages, page_size, Hkv, D).
         value_cache: (pages, page_size, Hkv, Dv).
         block_table: (B, pages per sequence) int32: block_table[b, p] is the page of keys p * page_size and following.
@@ -99,10 +109,13 @@ def paged_attention(
         is_causal: every query sees the keys up to its own, aligned to the bottom right; without it all valid keys.
         dropout_p: as in `scaled_dot_product_attention`; it drops the same weights as that would with the keys in order.
         scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
-        return_lse: also return the log-sum-exp of each row, (B, H, M), natural log.
+        return_lse: also return the log-sum-exp of each row, (B, H, M), natural log; with `cu_q` (H, T).
+        cu_q: (B + 1,) int32, cumulative query lengths from 0, on the query's device and never read on the host.
+        max_q: the most queries of a sequence; the result of one with more is not specified.
 
     Returns:
-        (B, M, H, Dv); with `return_lse` a pair. A row that sees no key is 0.
+        (B, M, H, Dv), with `cu_q` (T, H, Dv); with `return_lse` a pair. A row that sees no key or is in no sequence is 0,
+        and the latter's log-sum-exp is -inf.
 
     Raises:
         RuntimeError, TypeError, ValueError: as `scaled_dot_product_attention`; a cache or table of another shape or
@@ -110,5 +123,24 @@ def paged_attention(
 
     Method: pages and block tables (Kwon et al., PagedAttention, 2023).
     """
-    options = (attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
-    return answer(PAGED, (query, key_cache, value_cache), options, return_lse, kernel, Pages(block_table, lengths))
+    numbers, pages = (scale, enable_gqa, softcap, sinks), Pages(block_table, lengths)
+    if cu_q is None and max_q is None:
+        options = (attn_mask, dropout_p, is_causal, *numbers)
+        return answer(PAGED, (query, key_cache, value_cache), options, return_lse, kernel, pages)
+    size = check_packed_queries(query, cu_q, max_q, block_table, attn_mask)
+    assert cu_q is not None  # checked
+    lengths_q, causal = packing.shorter(None, cu_q, size), is_causal and attn_mask is not None  # which is an error
+    options = (with_query_lengths(attn_mask, is_causal, lengths_q), dropout_p, causal, *numbers)
+    rows = packing.document_rows(query.transpose(0, 1).unsqueeze(0), cu_q, size).transpose(1, 2)
+    found = answer(PAGED, (rows, key_cache, value_cache), options, return_lse, kernel, pages)
+    out, lse = found if return_lse else (found, None)
+    out, lse = packing.rows_of((out.transpose(1, 2), lse), cu_q, query.shape[0])
+    out = out.squeeze(0).transpose(0, 1)
+    return out if lse is None else (out, lse.squeeze(0))
+
+
+def with_query_lengths(mask: Any, is_causal: bool, lengths: Tensor) -> Any:
+    """The mask of packed queries in batch entries. What is no Mask is left to the checks of the call."""
+    if mask is None:
+        return Mask(causal=is_causal, align="bottom_right" if is_causal else "top_left", query_lengths=lengths)
+    return mask.replace(query_lengths=lengths) if isinstance(mask, Mask) else mask

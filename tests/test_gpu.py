@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -196,6 +196,27 @@ def test_pages(page_size):
         pages, options = Pages(table, lengths), Options(None, dropout_p, is_causal=True, enable_gqa=True)
         inputs = build_paged(query, keys, values, pages, options)
         right(check_inputs("triton_decode", inputs, draw.normal(4, 16, M, 128)), (M, dropout_p))
+
+
+def test_packed_queries_over_pages():
+    """Prefill of one sequence beside single queries of others, as each is alone, with NaN in pages of no sequence."""
+    lengths, table = torch.tensor([700, 0, 1500, 33], device="cuda"), torch.arange(4 * 94, device="cuda").view(4, 94)
+    draw, cu_q = Draw(real(), 8), torch.tensor([0, 300, 300, 301, 302], dtype=torch.int32, device="cuda")
+    keys, values = (draw.normal(4 * 94, 16, 2, 128) for _ in range(2))
+    pages, options = (keys, values, table.int(), lengths), {"is_causal": True, "enable_gqa": True, "return_lse": True}
+    keys[table[3, 3:]] = values[table[3, 3:]] = torch.nan  # behind the 33 keys of the last sequence
+    query = draw.normal(310, 16, 128)
+    for _ in range(3):  # recorded at the second call, and run again at the third
+        out, lse = sdpa.paged_attention(query, *pages, cu_q=cu_q, max_q=300, **options)
+        assert sdpa.last_choice().kernel.family != "math"
+        for b, (begin, end) in enumerate(pairwise(cu_q.tolist())):
+            if begin < end:
+                one = sdpa.paged_attention(
+                    query[None, begin:end], *pages[:2], *(t[b : b + 1] for t in pages[2:]), **options
+                )
+                torch.testing.assert_close(out[begin:end], one[0][0], atol=2e-2, rtol=2e-2)
+                torch.testing.assert_close(lse[:, begin:end], one[1][0], atol=1e-3, rtol=1e-3)
+        assert not out[302:].any() and (lse[:, 302:] == -torch.inf).all()
 
 
 @pytest.fixture

@@ -98,6 +98,77 @@ def test_paged_keys_are_those_of_the_table(name, Hkv, M, form):
     assert torch.allclose(got[1], wanted[1], **CLOSE)
 
 
+# Of the three sequences: 3 queries, none and 2, and two rows behind them.
+CU_PAGED, MOST, PACKED_ROWS = int32(0, 3, 3, 5), 3, 7
+
+
+def packed_operands(**given):
+    (query, *caches, pages), _ = page_operands(M=MOST, **given)
+    return query.flatten(0, 1)[:PACKED_ROWS], caches, pages
+
+
+@pytest.mark.parametrize("most", [MOST, MOST + 9], ids=["most", "more"])
+@pytest.mark.parametrize("name", [name for name in PAGED_CASES if name != "query_lengths"])
+def test_packed_queries_are_those_of_each_sequence_alone(name, most, form):
+    options, _ = PAGED_CASES[name]
+    query, caches, pages = packed_operands(Hkv=2, spoilt=True)
+    options = {**options, "enable_gqa": True, "return_lse": True}
+    out, lse = paged(query, *caches, *pages, cu_q=CU_PAGED, max_q=most, **options)
+    assert out.shape == (PACKED_ROWS, 4, 5) and lse.shape == (4, PACKED_ROWS) and lse.is_contiguous()
+    for b, (begin, end) in enumerate(zip(CU_PAGED.tolist(), CU_PAGED.tolist()[1:], strict=False)):
+        own = dict(options)
+        if name == "prefix":
+            own["attn_mask"] = own["attn_mask"].replace(prefix=own["attn_mask"].prefix[b : b + 1])
+        wanted = paged(query[None, begin:end], *caches, *(t[b : b + 1] for t in pages), **own)
+        assert torch.allclose(out[begin:end], wanted[0][0], **CLOSE), b
+        assert torch.allclose(lse[:, begin:end], wanted[1][0], **CLOSE), b
+    assert not out[CU_PAGED[-1] :].any() and (lse[:, CU_PAGED[-1] :] == -math.inf).all()
+
+
+def test_packed_queries_in_one_graph():
+    query, caches, pages = packed_operands()
+
+    def function(query, cu_q, max_q):
+        return paged(query, *caches, *pages, is_causal=True, cu_q=cu_q, max_q=max_q)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for cu_q, most in ((CU_PAGED, MOST), (int32(0, 1, 1, 7), 6)):
+        assert torch.allclose(compiled(query, cu_q, most), function(query, cu_q, most), **CLOSE)
+    torch._dynamo.reset()
+
+
+def test_no_packed_queries():
+    query, caches, pages = packed_operands()
+    out, lse = paged(query[:0], *caches, *pages, return_lse=True, cu_q=int32(0, 0, 0, 0), max_q=5)
+    assert out.shape == (0, 4, 5) and lse.shape == (4, 0)
+    assert not paged(query, *caches, *pages, cu_q=CU_PAGED, max_q=0).any()
+
+
+PACKED_MISTAKES = {
+    "no max_q": ({"max_q": None}, "Expected cu_q and max_q together, but got cu_q alone"),
+    "no cu_q": ({"cu_q": None}, "Expected cu_q and max_q together, but got max_q alone"),
+    "sequences": ({"cu_q": int32(0, 7)}, r"Expected cu_q to have shape \(4,\), but got \(2,\)"),
+    "dtype": ({"cu_q": CU_PAGED.long()}, "Expected cu_q to be int32"),
+    "no tensor": ({"cu_q": [0, 3, 3, 5]}, "argument 'cu_q' must be Tensor, not list"),
+    "negative": ({"max_q": -1}, "Expected max_q to be 0 or more, but got -1"),
+    "no count": ({"max_q": "3"}, "argument 'max_q' must be int, not str"),
+    "query_lengths": ({"attn_mask": Mask(query_lengths=LENGTHS_PAGED)}, "a Mask without query_lengths beside cu_q"),
+    "two masks": ({"attn_mask": Mask(), "is_causal": True}, "Explicit attn_mask should not be set when is_causal=True"),
+    "no mask": ({"attn_mask": 3}, "attn_mask must be a sdpa.Mask or None, not int"),
+    "top left": ({"attn_mask": Mask(causal=True)}, "Expected a mask aligned to the bottom right"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_MISTAKES)
+def test_wrong_packed_queries(name):
+    given, told = PACKED_MISTAKES[name]
+    query, caches, pages = packed_operands()
+    with pytest.raises((RuntimeError, TypeError), match=told):
+        paged(query, *caches, *pages, **{"cu_q": CU_PAGED, "max_q": MOST, **given})
+    with pytest.raises(RuntimeError, match=r"Expected query to have shape \(T, H, D\)"):
+        paged(query[None], *caches, *pages, cu_q=CU_PAGED, max_q=MOST)
+
+
 @pytest.mark.parametrize("Hkv", [4, 1], ids=lambda h: f"Hkv{h}")
 def test_dropout_is_that_of_the_keys_in_order(Hkv, form):
     (query, keys, values, pages), (k, v) = page_operands(M=3, Hkv=Hkv, spoilt=True)
