@@ -114,8 +114,8 @@ def paged_attention(
         max_q: the most queries of a sequence; the result of one with more is not specified.
 
     Returns:
-        (B, M, H, Dv), with `cu_q` (T, H, Dv); with `return_lse` a pair. A row that sees no key or is in no sequence is 0,
-        and the latter's log-sum-exp is -inf.
+        (B, M, H, Dv), with `cu_q` (T, H, Dv); with `return_lse` a pair. A row that sees no key is 0. So is one in no
+        sequence, with log-sum-exp -inf.
 
     Raises:
         RuntimeError, TypeError, ValueError: as `scaled_dot_product_attention`; a cache or table of another shape or
