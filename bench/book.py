@@ -166,7 +166,7 @@ class Book:
         clear_caches()
 
     def data(self) -> dict[str, Any]:
-        return header(self.path, self.device) | {"entries": list(self.entries.values())}
+        return header(self.path, self.device) | preference(self.path) | {"entries": list(self.entries.values())}
 
 
 def header(path: Path, device: str) -> dict[str, Any]:
@@ -176,6 +176,23 @@ def header(path: Path, device: str) -> dict[str, Any]:
     about = {name: facts[name] for name in ("command", "description", "threads")}
     card = device_of(device)
     return head | about | ({"card": tables.card_of(card)} if card.architecture else {})
+
+
+def preference(path: Path) -> dict[str, Any]:
+    """What a table says of kernels that are built, which is asked for and not measured."""
+    table = tables.read(str(path))
+    return {} if table is None or table.prefer_built is None else {"prefer_built": table.prefer_built}
+
+
+def prefer_built(path: Path, device: str, ratio: float) -> None:
+    """Write into a table how much longer a kernel that is built may take than one that a first call compiles."""
+    with alone(path):
+        try:
+            data = tables.load(path.read_text()) if path.is_file() else header(path, device) | {"entries": []}
+            tables.write(path, {**data, "prefer_built": ratio})
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, TypeError) as error:
+            raise BookError(f"cannot change {path}: {' '.join(str(error).split())}") from None
+    clear_caches()
 
 
 def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:

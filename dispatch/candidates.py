@@ -23,6 +23,7 @@ class Candidate:
     tile: Tile | None = None
     measured: bool = False
     copies: tuple[str, ...] = ()  # the tensors (of sdpa.problem.PLACED) that it would be given copies of
+    handicap: float = 1.0  # by which its time is multiplied in the order of candidates (tuning.prefer_built)
 
     @property
     def able(self) -> bool:
@@ -87,9 +88,11 @@ def timed(
     if reasons:
         return Candidate(kernel, reasons, None, "")
     slower = cost.ordering(kernel, problem)  # tables are measured without torch.use_deterministic_algorithms
+    handicap = tuning.prefer_built(problem) if kernel.compiles else 1.0
     if table is not None and kernel.name in table.seconds:
-        return Candidate(kernel, (), table.seconds[kernel.name] * slower, table.source, tile, measured=True)
-    return Candidate(kernel, (), cost.estimate(kernel, problem, tile) * slower, "estimated", tile)
+        seconds = table.seconds[kernel.name] * slower
+        return Candidate(kernel, (), seconds, table.source, tile, measured=True, handicap=handicap)
+    return Candidate(kernel, (), cost.estimate(kernel, problem, tile) * slower, "estimated", tile, handicap=handicap)
 
 
 def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
@@ -109,15 +112,16 @@ def tile_of(kernel: Kernel, problem: AttentionProblem, measured: Tile | None = N
     return offered[0] if offered else None
 
 
-def ranking(able: list[Candidate]) -> Callable[[Candidate], tuple[bool, float]]:
-    """The order of candidates: by time, those without a measured time after those with one.
+def ranking(able: list[Candidate], by_time_alone: bool = False) -> Callable[[Candidate], tuple[bool, float]]:
+    """The order of candidates: by time, and unless that is to count alone by their handicap, those without a measured
+    time after those with one.
 
     An estimate tends to be lower than a measurement. Where a measured bucket is near, a kernel that it lacks could not
     run or is newer than the table. Only where nothing but kernels that write out the scores was measured may an
     estimate come first.
     """
     decided = any(c.measured and not c.kernel.materialises for c in able)
-    return lambda c: (decided and not c.measured, c.time)
+    return lambda c: (decided and not c.measured, c.time if by_time_alone else c.time * c.handicap)
 
 
 def allows(setting: Setting, toggles: int, kernel: Kernel) -> bool:

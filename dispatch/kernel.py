@@ -67,6 +67,7 @@ class Kernel:
     sums_queries: bool = False  # its backward adds up gradients of queries in float32, in memory beside its results
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed
     materialises: bool = False  # needs memory of size M x N
+    compiles: bool = False  # the first call of a new kind waits for a compiler
     splits_keys: bool = False  # splits keys over programs; heads that share keys are in one program
     # Addresses and strides of what it reads by vectors must be multiples of this, in bytes. 1: a last stride of 1, any
     # address; 0: any strides.

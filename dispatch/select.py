@@ -101,7 +101,11 @@ def why(problem: AttentionProblem, best: Candidate, able: list[Candidate], setti
     elif setting.priority:
         reason = "first in the order given"
     else:
+        first = min(able, key=ranking(able, by_time_alone=True))
         reason = f"fastest of {len(able)} able kernels, {best.source}"
+        if first.kernel is not best.kernel:
+            share = f"{best.time / first.time:.2f} times as long as {first.kernel.name}"
+            reason = f"built already, {share}, which a first call compiles, {best.source}"
     return f"{reason}, {copied(problem, best.copies)}" if best.copies else reason
 
 

@@ -15,7 +15,8 @@ A table is one YAML file named after its device (`device.names`):
 
 `tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. So is
 `beside`: what was asked beside the mask, as [dropout] (BESIDE). `card` is what a GPU reports of itself
-(`device.Device`).
+(`device.Device`). `prefer_built: 1.3` beside the entries prefers kernels that are built already to ones that a first
+call compiles, where they take up to 1.3 times as long (`sdpa tune --prefer-built`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Table(NamedTuple):
     device: str
     buckets: tuple[Bucket, ...]
     card: Device | None = None  # the device, where the table says what it is
+    prefer_built: float | None = None  # how much longer a built kernel may take; None where the table says nothing
 
 
 def of(names: tuple[str, ...]) -> list[list[Table]]:
@@ -151,8 +153,11 @@ def parse(path: str, data: object) -> Table:
         raise ValueError(f"expected schema {SCHEMA}, got {data['schema']}")
     if data["device"] != Path(path).stem:
         raise ValueError(f"expected a table of device {Path(path).stem}, got one of {data['device']!r}")
+    ratio = data.get("prefer_built")
+    if ratio is not None and not (is_time("", ratio) and ratio >= 1):
+        raise ValueError(f"expected prefer_built to be a number from 1 on, got {ratio!r}")
     buckets = tuple(parse_entry(number, entry) for number, entry in enumerate(data["entries"]))
-    return Table(path, data["device"], buckets, parse_card(data.get("card"), data["device"]))
+    return Table(path, data["device"], buckets, parse_card(data.get("card"), data["device"]), ratio)
 
 
 def card_of(device: Device) -> dict[str, Any]:

@@ -104,6 +104,13 @@ def measured(problem: AttentionProblem) -> Measurement | None:
     return combined(found, problem)
 
 
+def prefer_built(problem: AttentionProblem) -> float:
+    """By which the time of a kernel that a first call compiles counts more than that of one that is built: what the
+    first table of the device says that says it, 1 without any."""
+    every = (table.prefer_built for own in tables.of(device_of(problem.device).names) for table in own)
+    return next((ratio for ratio in every if ratio is not None), 1.0)
+
+
 def together(own: list[Table], problem: AttentionProblem) -> list[Near]:
     """The buckets near a problem of the tables of one name."""
     found: list[Near] = []

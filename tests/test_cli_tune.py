@@ -257,3 +257,21 @@ def test_rows_behind_a_cache_are_measured_as_what_they_see():
 
 def test_a_seed_of_nothing():
     assert "--seed says which problems --problems draws; give --problems K, too" in complaint("tune", "--seed", "3")
+
+
+def test_a_preference_for_kernels_that_are_built(tiny_grid, tmp_path, monkeypatch):
+    """Written without measuring, before there is a table as after, and kept by what measures later."""
+    path = table_in(tmp_path / "tables")
+    with monkeypatch.context() as patch:
+        patch.setattr(tuner, "measure", lambda *_: pytest.fail("measured"))
+        assert f"written: {path}" in call("tune", "--prefer-built", "1.3")
+    assert tables.read(str(path)).prefer_built == 1.3 and tables.read(str(path)).buckets == ()
+    for more in ((), ("--resume",)):
+        call("tune", "--threads", "1", *more)
+        assert tables.read(str(path)).prefer_built == 1.3 and len(tables.read(str(path)).buckets) == 3
+    call("tune", "--prefer-built", "1")
+    assert tables.read(str(path)).prefer_built == 1.0 and len(tables.read(str(path)).buckets) == 3
+    assert "0.5 is not in the range x>=1" in complaint("tune", "--prefer-built", "0.5")
+    path.write_text("entries: [")
+    assert f"cannot change {path}" in complaint("tune", "--prefer-built", "1.3", code=1)
+    assert path.read_text() == "entries: ["

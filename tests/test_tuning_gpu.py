@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from helpers import ON_GPU, entry, nearest
-from sdpa.dispatch import candidates, cost, tables, tuning
+from helpers import ON_GPU, entry, nearest, table
+from sdpa.dispatch import candidates, cost, select, tables, tuning
+from sdpa.dispatch.context import Setting
 from sdpa.kernels.triton import target
 from sdpa.problem import AttentionProblem
 
@@ -192,3 +193,23 @@ def test_shipped_tables_never_choose_what_writes_out_the_scores(name, length, ho
         able = [c for c in candidates.consider_elsewhere(asked) if c.able]
         first = min(able, key=candidates.ranking(able))
         assert not first.kernel.materialises, f"{asked}: {first}"
+
+
+@pytest.mark.parametrize("ratio, chosen", [(None, "triton_flash"), (1.2, "triton_flash"), (1.3, "vendor_flash")])
+def test_kernels_that_are_built_may_be_preferred(ratio, chosen, gpu, own_surroundings, tmp_path):
+    """Where a table says so, over another that a first call compiles, and the reason says so, too."""
+    problem = ON_GPU._replace(device="cuda:0")
+    sizes = {name: getattr(problem, name) for name in tables.SIZES}
+    times = {"triton_flash": 1.0, "triton_efficient": 1.1, "vendor_flash": 1.25, "vendor_efficient": 1.28, "math": 20.0}
+    name = tuning.device_of("cuda:0").names[0]
+    said = {} if ratio is None else {"prefer_built": ratio}
+    entries = table(entry(times, **sizes, dtype="bfloat16"), device=name, **said)
+    tables.save(tmp_path / "tables" / f"{name}.yaml", entries)
+    assert tuning.prefer_built(problem) == (ratio or 1.0)
+    with target.assume(target.Target("cuda", 90, 227 << 10, 132, 50 << 20)):
+        able = [c for c in candidates.consider_elsewhere(problem) if c.able]
+    best = min(able, key=candidates.ranking(able))
+    assert best.kernel.name == chosen
+    reason = select.why(problem, best, able, Setting())
+    built = "built already, 1.25 times as long as triton_flash, which a first call compiles"
+    assert reason.startswith(built if chosen == "vendor_flash" else f"fastest of {len(able)} able kernels")

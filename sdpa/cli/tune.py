@@ -14,7 +14,7 @@ import yaml
 
 from sdpa import environment
 from sdpa.bench import gpu_grid, pool, prune, tuner, warm
-from sdpa.bench.book import Book, BookError, alone, require_writable
+from sdpa.bench.book import Book, BookError, alone, prefer_built, require_writable
 from sdpa.bench.problems import Problem
 from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
@@ -58,8 +58,12 @@ SAVE_EVERY = 8
 @click.option(
     "--prune", "table", type=TABLE, metavar="FILE", help="Drop from a CPU's table what the estimate says, too."
 )
+@click.option(
+    "--prefer-built", "ratio", type=click.FloatRange(1.0), metavar="RATIO",
+    help="Take kernels that need no compiler where they take up to RATIO times as long.",
+)  # fmt: skip
 @device_option
-def tune(table: Path | None, threads: int | None, **options: Any) -> None:
+def tune(table: Path | None, ratio: float | None, threads: int | None, **options: Any) -> None:
     """Times every able kernel, torch's own included, with each of its tiles, over a grid of problems, and writes the
     table the dispatcher reads.
 
@@ -72,14 +76,24 @@ def tune(table: Path | None, threads: int | None, **options: Any) -> None:
     With --prune nothing is measured: the entries that are not needed for any choice leave the table, as shipped tables
     have it. --resume would measure them again.
 
+    With --prefer-built nothing is measured: from then on calls on the device take a kernel that is built already (CUDA,
+    torch's own) in place of one that a first call compiles (Triton, Metal), where it takes up to RATIO times as long; 1
+    ends that. It suits processes that live for seconds.
+
     With --problems the table gets problems like those of real models (bench/drawn.py) beside what it has. Figures of
     suite `random` with the same seed then say nothing about problems that no table knows.
     """
     set_threads(threads)
-    if table is not None:
-        prune_table(table)
-    else:
-        measure_table(Request(**options))
+    request = Request(**options)
+    try:
+        if table is not None:
+            prune_table(table)
+        elif ratio is not None:
+            write_preference(request, ratio)
+        else:
+            measure_book(request, time.monotonic())
+    except BookError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -118,28 +132,31 @@ def prune_table(path: Path) -> None:
     console().print(f"{len(before['entries'])} entries, {len(after['entries'])} needed: {path}", soft_wrap=True)
 
 
-def measure_table(request: Request) -> None:
-    try:
-        measure_book(request, time.monotonic())
-    except BookError as error:
-        raise click.ClickException(str(error)) from None
+def write_preference(request: Request, ratio: float) -> None:
+    path = table_of(request, require_device(request.device))
+    require_writable(path.parent)
+    prefer_built(path, request.device, ratio)
+    console().print(f"written: {path}", soft_wrap=True)
 
 
 def measure_book(request: Request, begin: float) -> None:
     if request.seed is not None and not request.problems:
         raise click.UsageError("--seed says which problems --problems draws; give --problems K, too")
     device, kernels = require_device(request.device), require_kernels(request.kernels)
-    facts = device_of(device)
-    folder = request.out or environment.tuning_dir()
-    if folder is None:
-        raise click.UsageError("this user's home is not known, so there is no folder for tables; give --out FOLDER")
-    book = Book(folder / f"{facts.names[0]}.yaml", device, kernels)
+    book = Book(table_of(request, device), device, kernels)
     if request.dry_run:
         fill(book, request, begin)
         return
-    require_writable(folder)
+    require_writable(book.path.parent)
     with alone(book.path):
         fill(book, request, begin)
+
+
+def table_of(request: Request, device: str) -> Path:
+    folder = request.out or environment.tuning_dir()
+    if folder is None:
+        raise click.UsageError("this user's home is not known, so there is no folder for tables; give --out FOLDER")
+    return folder / f"{device_of(device).names[0]}.yaml"
 
 
 def fill(book: Book, request: Request, begin: float) -> None:
