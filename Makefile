@@ -61,7 +61,7 @@ test-torch: $(OTHER)/ready
 test-arm: $(VENV)/torch-$(TORCH)
 	$(BIN)/python tests/arm/run.py
 
-# Its tools and downloads only.
+# The tools and downloads of test-arm, and no test.
 prepare-arm: $(VENV)/torch-$(TORCH)
 	$(BIN)/python tests/arm/run.py --prepare
 

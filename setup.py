@@ -66,7 +66,8 @@ MAC_PYTHON_LINK_FLAGS = "-undefined dynamic_lookup"
 SYSTEMS = ("linux", "darwin")
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # a line of a list, its head sizes
-# CuTe's products of any multiple of 8 columns; else one of 48 is made of three. Reading them takes half a minute.
+# CuTe's products of any multiple of 8 columns; else one of 48 is made of three. Reading them takes half a minute, so of
+# the backwards only those that need them have it. All forwards do: instance.cuh defines it.
 EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
 # What ptxas reports of every kernel; of a shipped one all of these are 0.

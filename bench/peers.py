@@ -90,8 +90,8 @@ def torch_backend(name: str, backend: SDPBackend, work: Workload) -> Contestant:
 
 
 def flex(work: Workload) -> Contestant:
-    """FlexAttention (Dong et al., 2024), compiled; block masks are made once, as a model would for all its layers. Of
-    packed sequences it has a mask of their ids."""
+    """FlexAttention (Dong et al., 2024), compiled; block masks are made once, as a model would for all its layers.
+    Packed sequences get a mask made of their documents' ids."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     p = work.problem

@@ -52,6 +52,7 @@ from sdpa.torch_private import (
     without_autocast,
 )
 from sdpa.validate import Call, Options, check_flag
+from sdpa.validate_sequences import Documents, Pages
 
 band_of = attrgetter("causal", "align", "window")
 mask_fields = attrgetter("bias", "allowed", "query_lengths", "lengths", "segments", "cu_seqlens", "prefix", "alibi")
@@ -205,13 +206,14 @@ def parts_of(mask: Any, sinks: Any, places: Any) -> tuple[Hashable, Sequence[Ten
     if mask is None and sinks is None and places is None:
         return form, (), ()
     if places is not None:
-        if len(places) == 4:  # Documents
+        if type(places) is Documents:
             cu_q, cu_k, max_q, max_k = places
             alike = cu_k is cu_q
             form = form, alike, max_q, max_k, type(max_q) is type(max_k) is int
             tensors += (cu_q,) if alike else (cu_q, cu_k)
         else:
-            tensors += places
+            form = form, type(places.cu_q), places.max_q, type(places.max_q)
+            tensors += places[:2] if places.cu_q is None else places[:3]
     return form, tensors, (mask, sinks, places)
 
 
@@ -331,7 +333,11 @@ def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = request.call.options
     beside: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "sinks": sinks}
     beside |= {"return_lse": request.returns_lse, "kernel": request.kernel}
-    given = (*request.call[:3], *(request.call.places or ()), mask, dropout_p, is_causal)
+    places = request.call.places or ()
+    if type(places) is Pages:
+        beside |= {} if not places.packs_queries else {"cu_q": places.cu_q, "max_q": places.max_q}
+        places = places[:2]
+    given = (*request.call[:3], *places, mask, dropout_p, is_causal)
     function = PUBLIC[request.kind.name]
     return handle_torch_function(function, tensors, *given, **beside)
 

@@ -35,7 +35,9 @@ def restore_packed(results: Results, *_: Tensor) -> Results:
     return Results(out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0))
 
 
-def restore_paged(results: Results, *_: Tensor) -> Results:
+def restore_paged(results: Results, query: Tensor, *_: Tensor) -> Results:
+    if query.dim() == 3:  # packed queries
+        return restore_packed(results)
     return Results(results.out.transpose(1, 2), results.lse)
 
 

@@ -22,9 +22,9 @@ def is_ordinary(inputs: AttentionInputs) -> bool:
 
 def ordinary(inputs: AttentionInputs) -> AttentionInputs:
     """The same attention with a batch entry for each document or sequence, as long as the longest may be."""
-    if inputs.cu_q is not None:
-        return apart(inputs)
-    return inputs if inputs.block_table is None else gathered(inputs)
+    if inputs.block_table is not None:
+        return gathered(queries_apart(inputs))
+    return inputs if inputs.cu_q is None else apart(inputs)
 
 
 def restored(results: Results, inputs: AttentionInputs) -> Results:
@@ -51,6 +51,15 @@ def apart(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(
         q=q, k=k, v=v, q_lengths=q_lengths, k_lengths=k_lengths, cu_q=None, cu_k=None, max_q=0, max_k=0
     )
+
+
+def queries_apart(inputs: AttentionInputs) -> AttentionInputs:
+    """Packed queries over pages as batch entries. Rows behind a sequence's queries are any; its length hides them."""
+    if inputs.cu_q is None:
+        return inputs
+    places, _ = document_places(inputs.cu_q, query_size(inputs))
+    q = inputs.q[0].transpose(0, 1)[places.clamp(0, inputs.q.shape[2] - 1)].transpose(1, 2)
+    return inputs._replace(q=q, cu_q=None, max_q=0)
 
 
 def batch_entries(

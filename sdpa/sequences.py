@@ -65,13 +65,18 @@ def normalise_packed(call: Call, sizes: Sizes) -> AttentionInputs:
 
 
 def normalise_paged(call: Call, sizes: Sizes) -> AttentionInputs:
-    """(B, H, M, D) and (pages, Hkv, page_size, D) views."""
+    """(B, H, M, D), or packed (1, H, T, D) with cumulative lengths, and (pages, Hkv, page_size, D) views."""
     query, key_cache, value_cache, options, pages = call
     mask = Mask(causal=True, align="bottom_right") if options.is_causal else mask_of(options)
-    q, k, v = query.transpose(1, 2), key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    q = query.transpose(1, 2) if pages.cu_q is None else query.transpose(0, 1).unsqueeze(0)
+    k, v = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     inputs = unmasked(*common_heads(q, k, v, options.enable_gqa), options)
     inputs = inputs._replace(block_table=pages.block_table.contiguous())
-    return with_mask(inputs, mask.replace(lengths=pages.lengths), sizes)
+    inputs = with_mask(inputs, mask.replace(lengths=pages.lengths), sizes)
+    if pages.cu_q is None:
+        return inputs
+    cu_q = pages.cu_q.contiguous()
+    return inputs._replace(cu_q=cu_q, max_q=sizes.M, q_lengths=packing.shorter(inputs.q_lengths, cu_q, sizes.M))
 
 
 def served_form(inputs: AttentionInputs) -> AttentionInputs:
@@ -79,11 +84,11 @@ def served_form(inputs: AttentionInputs) -> AttentionInputs:
 
     They stay as they are where a kernel takes packed or paged inputs. Else self-attention becomes segments of one batch
     entry, where a kernel takes segments; positions then differ by a constant per document, which no mask depends on.
-    Else documents and pages are gathered into batch entries.
+    Else documents and pages are gathered into batch entries. Packed queries over pages always are: no kernel has both.
     """
     device = inputs.q.device.type
     if inputs.block_table is not None:
-        return inputs if device in SERVED["paged"] else packing.ordinary(inputs)
+        return packing.queries_apart(inputs) if device in SERVED["paged"] else packing.ordinary(inputs)
     if inputs.cu_q is None or device in SERVED["packed"] or is_empty(inputs):
         return inputs
     if device in SERVED["segments"] and is_one_line(inputs):
@@ -140,7 +145,7 @@ def steps_paged(call: Call, returns_lse: bool) -> Steps | None:
     with torch.no_grad():
         inputs = normalise_paged(call, sizes)
         form = with_placeholder(served_form(inputs), call.options)
-        if has_fields(call.options.attn_mask):
+        if has_fields(call.options.attn_mask) or call.places.cu_q is not None:
             gather = gather_any(serve_paged, call, sizes, form)
         else:
             gather = gather_paged(call, sizes, inputs, form)
@@ -209,7 +214,7 @@ def gather_paged(call: Call, sizes: Sizes, inputs: AttentionInputs, form: Attent
     def gather(
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
     ) -> Sequence[Tensor]:
-        table, lengths = places
+        table, lengths = places[:2]
         lengths = lengths.clamp(0, limit).to(torch.int32).contiguous()
         seed = (philox.next_seed(device),) if dropping else ()
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -233,10 +238,10 @@ def restore_sequences(call: Call, inputs: AttentionInputs, form: AttentionInputs
         lse: Any = results[1] if returns_lse else None
         places = given[-1]
         if apart:
-            out = packing.together(out, places[0], T)
-            lse = packing.together(lse, places[0], T, -torch.inf).contiguous() if returns_lse else None
+            out = packing.together(out, places.cu_q, T)
+            lse = packing.together(lse, places.cu_q, T, -torch.inf).contiguous() if returns_lse else None
         elif unseen:
-            lse = packing.unseen_outside(lse, places[0])
+            lse = packing.unseen_outside(lse, places.cu_q)
         if all_dropped:
             out = torch.nn.functional.dropout(out, 1.0)
         if packed:

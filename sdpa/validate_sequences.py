@@ -45,10 +45,17 @@ class Documents(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Which pages of a cache hold a sequence's keys, and how many keys are valid."""
+    """Which pages of a cache hold a sequence's keys, and how many keys are valid; and where the queries of sequences
+    lie one after the other, where those begin and end, and how many a sequence has at most."""
 
     block_table: Tensor  # (B, pages per sequence) int32
     lengths: Tensor  # (B,) integers
+    cu_q: Tensor | None = None  # (B + 1,) int32
+    max_q: int | None = None
+
+    @property
+    def packs_queries(self) -> bool:
+        return self.cu_q is not None or self.max_q is not None
 
 
 def documents_of(cu_q: Tensor, cu_k: Tensor, max_q: Any, max_k: Any) -> Documents:
@@ -83,7 +90,8 @@ def check_paged(call: Call) -> Sizes:
             f'sequence, but got Mask(align="{mask.align}").'
         )
     H = check_sequence_heads(query, key_cache, value_cache, options, PAGED_NAMES)
-    B, M, N = *query.shape[:2], pages.block_table.shape[1] * key_cache.shape[1]
+    B, N = pages.block_table.shape[0], pages.block_table.shape[1] * key_cache.shape[1]
+    M = query.shape[1] if pages.max_q is None else min(as_int(pages.max_q), query.shape[0])
     sizes = Sizes(B, H, M, N, (B,))
     if mask is not None:
         check_mask(mask, query, sizes)
@@ -152,13 +160,14 @@ def check_documents(documents: Documents, query: Tensor) -> None:
 
 def check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor, pages: Pages) -> None:
     check_tensors(query, key_cache, value_cache, "paged_attention", PAGED_NAMES)
-    check_dimensions("query", query, "B, M, H, D")
+    dimensions = "T, H, D" if pages.packs_queries else "B, M, H, D"
+    check_dimensions("query", query, dimensions)
     check_dimensions("key_cache", key_cache, "pages, page_size, Hkv, D")
     check_dimensions("value_cache", value_cache, "pages, page_size, Hkv, Dv")
-    if query.shape[2] == 1 != key_cache.shape[2]:  # it looks like (B, H, 1, D), so one head does not broadcast here
+    if query.shape[-2] == 1 != key_cache.shape[2]:  # it looks like (B, H, 1, D), so one head does not broadcast here
         raise RuntimeError(
-            "Expected query of shape (B, M, H, D) to have as many heads as the caches of shape (pages, page_size, Hkv, "
-            f"D), or a multiple, but got {shapes(query=query, key_cache=key_cache)} instead."
+            f"Expected query of shape ({dimensions}) to have as many heads as the caches of shape (pages, page_size, "
+            f"Hkv, D), or a multiple, but got {shapes(query=query, key_cache=key_cache)} instead."
         )
     check_head_sizes(query, "key_cache", key_cache)
     if key_cache.shape[:3] != value_cache.shape[:3]:
@@ -167,11 +176,16 @@ def check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor, pages: P
             f"{shapes(key_cache=key_cache, value_cache=value_cache)} instead."
         )
     check_pages(pages, query)
+    if pages.packs_queries:
+        check_packed_queries(query, pages)
 
 
 def check_pages(pages: Pages, query: Tensor) -> None:
-    table, lengths, B = pages.block_table, pages.lengths, query.shape[0]
+    table, lengths = pages.block_table, pages.lengths
     check_tensor("block_table", table, "paged_attention")
+    if pages.packs_queries:
+        check_dimensions("block_table", table, "B, pages per sequence")
+    B = table.shape[0] if pages.packs_queries else query.shape[0]
     if table.dim() != 2 or table.shape[0] != B:
         raise RuntimeError(
             f"Expected block_table to have shape (B, pages per sequence) with B = {B}, but got {tuple(table.shape)} "
@@ -185,20 +199,15 @@ def check_pages(pages: Pages, query: Tensor) -> None:
     check_same_device("lengths", lengths, query)
 
 
-def check_packed_queries(query: Tensor, cu_q: Any, max_q: Any, table: Any, mask: Any) -> int:
-    """Check what paged_attention is told of packed queries. Returns the rows that each sequence has room for."""
-    check_tensor("query", query, "paged_attention")
-    check_dimensions("query", query, "T, H, D")
-    if cu_q is None or max_q is None:
-        raise RuntimeError(f"Expected cu_q and max_q together, but got {'max_q' if cu_q is None else 'cu_q'} alone.")
-    check_tensor("cu_q", cu_q, "paged_attention")
-    check_tensor("block_table", table, "paged_attention")
-    check_shape("cu_q", cu_q, ((table.shape[0] + 1,) if table.dim() else (),))
-    check_int32("cu_q", cu_q, query)
-    check_count("max_q", max_q, "paged_attention")
-    if isinstance(mask, Mask) and mask.query_lengths is not None:
-        raise RuntimeError("Expected a Mask without query_lengths beside cu_q, which tells them.")
-    return min(as_int(max_q), query.shape[0])
+def check_packed_queries(query: Tensor, pages: Pages) -> None:
+    """Check what paged_attention is told of queries that lie one after the other."""
+    if pages.cu_q is None or pages.max_q is None:
+        alone = "max_q" if pages.cu_q is None else "cu_q"
+        raise RuntimeError(f"Expected cu_q and max_q together, but got {alone} alone.")
+    check_tensor("cu_q", pages.cu_q, "paged_attention")
+    check_shape("cu_q", pages.cu_q, ((pages.block_table.shape[0] + 1,),))
+    check_int32("cu_q", pages.cu_q, query)
+    check_count("max_q", pages.max_q, "paged_attention")
 
 
 def refuse_gradients(query: Tensor, key_cache: Tensor, value_cache: Tensor, sinks: Tensor | None) -> None:

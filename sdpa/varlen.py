@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from sdpa import packing
 from sdpa.entry import answer, public
 from sdpa.kinds import PACKED, PAGED
 from sdpa.mask import Mask
-from sdpa.validate_sequences import Documents, Pages, check_packed_queries, documents_of
+from sdpa.validate_sequences import Documents, Pages, documents_of
 
 
 @public(PACKED)
@@ -88,13 +85,13 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to keys that lie in the pages of a cache: decoding (M = 1) and chunked prefill (M > 1).
 
-    The M queries are the last positions of their sequence: the last one stands at key lengths[b] - 1. It has no
+    The queries are the last positions of their sequence: the last one stands at key lengths[b] - 1. It has no
     gradient. On a CPU all pages that the table names are copied into one piece first. The names of dimensions are those
     of `scaled_dot_product_attention`.
 
-    With `cu_q` and `max_q` sequences differ in how many queries they have, as where prefill and decoding share a step,
-    and their queries lie one after the other: sequence b owns rows cu_q[b] .. cu_q[b + 1]. They are copied into
-    (B, max_q, H, D), and their results back.
+    With `cu_q` and `max_q` each sequence has queries of its own number, which lie one after the other: sequence b owns
+    rows cu_q[b] .. cu_q[b + 1]. They are copied into (B, max_q, H, D), and their results back: memory for B * max_q
+    rows, for queries and for results. Where one sequence has many more queries than the others, two calls take less.
 
     Args:
         query: (B, M, H, D) float32, float64, bfloat16 or float16, whose heads do not broadcast, even if there is one;
@@ -123,24 +120,6 @@ def paged_attention(
 
     Method: pages and block tables (Kwon et al., PagedAttention, 2023).
     """
-    numbers, pages = (scale, enable_gqa, softcap, sinks), Pages(block_table, lengths)
-    if cu_q is None and max_q is None:
-        options = (attn_mask, dropout_p, is_causal, *numbers)
-        return answer(PAGED, (query, key_cache, value_cache), options, return_lse, kernel, pages)
-    size = check_packed_queries(query, cu_q, max_q, block_table, attn_mask)
-    assert cu_q is not None  # checked
-    lengths_q, causal = packing.shorter(None, cu_q, size), is_causal and attn_mask is not None  # which is an error
-    options = (with_query_lengths(attn_mask, is_causal, lengths_q), dropout_p, causal, *numbers)
-    rows = packing.document_rows(query.transpose(0, 1).unsqueeze(0), cu_q, size).transpose(1, 2)
-    found = answer(PAGED, (rows, key_cache, value_cache), options, return_lse, kernel, pages)
-    out, lse = found if return_lse else (found, None)
-    out, lse = packing.rows_of((out.transpose(1, 2), lse), cu_q, query.shape[0])
-    out = out.squeeze(0).transpose(0, 1)
-    return out if lse is None else (out, lse.squeeze(0))
-
-
-def with_query_lengths(mask: Any, is_causal: bool, lengths: Tensor) -> Any:
-    """The mask of packed queries in batch entries. What is no Mask is left to the checks of the call."""
-    if mask is None:
-        return Mask(causal=is_causal, align="bottom_right" if is_causal else "top_left", query_lengths=lengths)
-    return mask.replace(query_lengths=lengths) if isinstance(mask, Mask) else mask
+    options = (attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    pages = Pages(block_table, lengths, cu_q, max_q)
+    return answer(PAGED, (query, key_cache, value_cache), options, return_lse, kernel, pages)

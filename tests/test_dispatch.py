@@ -16,10 +16,12 @@ import torch
 
 import helpers
 import sdpa
+from helpers import ON_GPU
 from sdpa.dispatch import apple, candidates, cost, device, explain, select, tuning
 from sdpa.dispatch.catalog import ALL_DTYPES, EVERYTHING, KERNELS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting
 from sdpa.dispatch.kernel import FAMILIES, Kernel
+from sdpa.dispatch.rules import cudnn_low_scores
 from sdpa.problem import FEATURES, AttentionProblem
 
 attention = sdpa.scaled_dot_product_attention
@@ -190,6 +192,14 @@ MACS = {
     "new": ((14, 0), "arm64", torch.bfloat16, None),
     "old, other dtype": ((13, 6), "arm64", torch.float16, None),
 }
+
+
+@pytest.mark.parametrize("change", [
+    {"N": 192, "M": 192, "right": 0, "features": frozenset({"band"})}, {"N": 192, "direction": "forward"}, {"N": 128},
+    {"N": 200, "features": frozenset({"bias"})}, {"M": 2, "N": 100}, {"M": 1, "direction": "forward"},
+], ids=str)  # fmt: skip
+def test_cudnn_is_not_refused_where_its_gradients_are_finite(change):
+    assert cudnn_low_scores(ON_GPU._replace(**{"direction": "backward", **change})) is None
 
 
 @pytest.mark.parametrize("name", MACS)

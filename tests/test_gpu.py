@@ -199,7 +199,7 @@ def test_pages(page_size):
 
 
 def test_packed_queries_over_pages():
-    """Prefill of one sequence beside single queries of others, as each is alone, with NaN in pages of no sequence."""
+    """Prefill of one sequence beside single queries of others, as each is alone, with NaN behind the keys of one."""
     lengths, table = torch.tensor([700, 0, 1500, 33], device="cuda"), torch.arange(4 * 94, device="cuda").view(4, 94)
     draw, cu_q = Draw(real(), 8), torch.tensor([0, 300, 300, 301, 302], dtype=torch.int32, device="cuda")
     keys, values = (draw.normal(4 * 94, 16, 2, 128) for _ in range(2))

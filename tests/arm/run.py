@@ -60,13 +60,14 @@ def stage(name: str, job: Callable[[], None]) -> None:
 
 
 def main() -> None:
+    prepares = sys.argv[1:] == ["--prepare"]
     try:
         stage("tools", prepare.install_tools)
         stage("downloads", prepare.download)
     except Missing as missing:
         print(f"arm: skipped: {missing}")
-        return
-    if sys.argv[1:] == ["--prepare"]:
+        sys.exit(1 if prepares else 0)
+    if prepares:
         return
     try:
         stage("cross build", prepare.build)
