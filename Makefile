@@ -17,6 +17,7 @@ GPU_JOBS ?= 8
 SECONDS ?= 120
 SEED ?=
 CASES ?= 0
+CALLS ?= 100000
 # Tests run in so many processes.
 JOBS ?= 2
 # What `make test-torch VERSION=...` runs: by default what lies between a call and its kernel, where most of torch's private parts
@@ -29,7 +30,7 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint bench gpu-test gpu-sanitize wheel clean
+.PHONY: demo test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint bench gpu-test gpu-soak gpu-sanitize wheel clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -81,6 +82,9 @@ bench: $(READY)
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -q -m gpu --durations=10 -n $(GPU_JOBS) --dist worksteal
+
+gpu-soak: $(READY)
+	$(BIN)/python tests/soak.py --calls $(CALLS)
 
 # Reads and writes out of bounds, by a tool of the CUDA toolkit; torch's allocator would hide those inside its blocks.
 gpu-sanitize: $(READY)

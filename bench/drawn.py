@@ -185,7 +185,7 @@ FAMILIES = (
     Family(sliding_window, 0.7),
     Family(documents, 0.7),
     Family(linear_bias, 0.4),
-    Family(dropout, 1.0, trained=False),  # gradients of a draw are not what float64 without dropout has
+    Family(dropout, 1.0),
     Family(latent, 0.8),
     Family(chunk, 1.2, trained=False),
     Family(speculation, 0.8, trained=False),

@@ -14,7 +14,10 @@ from sdpa.bench.suites import GPU_SUITES, MPS_WIDTH, TOKENS, WIDTH
 from sdpa.bench.suites import SUITES as SUITES_BY_NAME
 
 # In this order a run that is cut short has what most models ask for.
-SUITES = ("gpu-forward", "gpu-backward", "gpu-decode", "gpu-gqa", "gpu-mask", "gpu-fp32", "gpu-overhead")
+SUITES = (
+    "gpu-forward", "gpu-backward", "gpu-decode", "gpu-gqa", "gpu-mask", "gpu-dropout", "gpu-bias", "gpu-cross",
+    "gpu-fp32", "gpu-overhead",
+)  # fmt: skip
 # Lengths at which all tiles are tried: those between take over what was best next to them.
 EXPLORED = (512, 1024, 2048, 8192)
 # Around the suites. Buckets speak for sizes up to eight times theirs, so one length is enough for rare head sizes.
@@ -45,7 +48,7 @@ class Cell(Problem):
 
 def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
-    cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if not problem.call]
+    cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if problem.call in TOLD_CALLS]
     cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
     first: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:

@@ -126,6 +126,29 @@ def gpu_mask() -> tuple[Problem, ...]:
     )
 
 
+def gpu_dropout() -> tuple[Problem, ...]:
+    """Training with dropout, as GPT-2 and BERT were trained."""
+    grid = product(DIRECTIONS, (64, 128), ("none", "causal"), (512, 1024, 2048, 4096))
+    return tuple(replace(gpu_square(D, N, mask, direction), call="dropout") for direction, D, mask, N in grid)
+
+
+def gpu_bias() -> tuple[Problem, ...]:
+    """A bias that many batch entries share: windows of 7 x 7 and 8 x 8 patches (Swin), pairs of residues."""
+    sizes = [(2048, 49), (2048, 64), (256, 256), (170, 384), (128, 512), (64, 1024)]
+    kinds = (("bias", "forward"), ("bias", "backward"), ("bias_grad", "backward"))
+    return tuple(
+        Problem(B, 4, N, N, 32, mask=mask, direction=direction, layout="bmhd", **HALF)
+        for (mask, direction), (B, N) in product(kinds, sizes)
+    )
+
+
+def gpu_cross() -> tuple[Problem, ...]:
+    """The cross attention of diffusion models: few keys, which are a text's tokens (Stable Diffusion, PixArt, SD3)."""
+    sizes = [(8, 8, 4096, 77, 40), (8, 8, 1024, 77, 80), (2, 10, 4096, 77, 64), (16, 20, 1024, 77, 64)]
+    sizes += [(8, 8, 256, 77, 160), (4, 16, 4096, 120, 72), (2, 24, 4096, 226, 64)]
+    return tuple(Problem(*size, direction=d, layout="bmhd", **HALF) for d, size in product(DIRECTIONS, sizes))
+
+
 def gpu_fp32() -> tuple[Problem, ...]:
     """float32 as accurate as float32 is, and with products rounded to TF32."""
     grid = product(("highest", "high"), DIRECTIONS, ("none", "causal"))
@@ -172,6 +195,9 @@ GPU_SUITES = {
     "gpu-gqa": gpu_gqa(),
     "gpu-decode": gpu_decode(),
     "gpu-mask": gpu_mask(),
+    "gpu-dropout": gpu_dropout(),
+    "gpu-bias": gpu_bias(),
+    "gpu-cross": gpu_cross(),
     "gpu-fp32": gpu_fp32(),
     "gpu-overhead": gpu_overhead(),
 }

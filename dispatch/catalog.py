@@ -14,6 +14,7 @@ from sdpa.dispatch.rules import (
     causal_forward,
     causal_only,
     cuda_backward,
+    cuda_dropout,
     cudnn_head_size,
     cudnn_low_scores,
     dense_mask_without_lse,
@@ -88,7 +89,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=HALF,
         features=frozenset(
             {"band", "bottom_right", "k_lengths", "q_lengths", "segments", "sinks", "softcap", "packed", "gqa", "lse"}
-            | {"alibi", "backward", "lse_grad"}
+            | {"alibi", "backward", "dropout", "lse_grad"}
         ),
         summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap; ALiBi backward",
         varies_in=("backward",),
@@ -101,7 +102,15 @@ KERNELS: tuple[Kernel, ...] = (
         order_cost=1.15,  # docs/log/hopper-backward.md
         alignment=16,
         aligned=ROWS | {"out", "grad_out"},
-        rules=(cuda_backward, alibi_backward, packed_or_segments, eighths, positive_strides, hopper_only),
+        rules=(
+            cuda_backward,
+            cuda_dropout,
+            alibi_backward,
+            packed_or_segments,
+            eighths,
+            positive_strides,
+            hopper_only,
+        ),
     ),
     Kernel(
         name="triton_hopper",

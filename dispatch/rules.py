@@ -176,6 +176,8 @@ def hopper_only(problem: AttentionProblem) -> str | None:
 
 
 LARGEST_IN_ORDER = 128  # flash_backward.cuh; above it flash_backward_pair.cuh adds in any order
+LARGEST_DROPPED = 128  # of the CUDA instances with dropout, which know none of these beside it
+BESIDE_NO_DROPOUT = frozenset({"k_lengths", "q_lengths", "segments", "packed", "sinks", "softcap", "alibi"})
 
 
 def cuda_backward(problem: AttentionProblem) -> str | None:
@@ -187,6 +189,19 @@ def cuda_backward(problem: AttentionProblem) -> str | None:
         return None
     where = "with segments" if largest <= LARGEST_IN_ORDER else f"above head size {LARGEST_IN_ORDER}, got {largest}"
     return f"adds gradients in an order that varies {where}, and torch.use_deterministic_algorithms(True) is set"
+
+
+def cuda_dropout(problem: AttentionProblem) -> str | None:
+    """The CUDA kernel's instances with dropout know no mask but a causal one."""
+    if "dropout" not in problem.features:
+        return None
+    if (largest := max(problem.D, problem.Dv)) > LARGEST_DROPPED:
+        return f"takes dropout up to head size {LARGEST_DROPPED}, got {largest}"
+    beside = sorted(problem.features & BESIDE_NO_DROPOUT)
+    band = problem.left != UNLIMITED or problem.right not in (UNLIMITED, 0)
+    if beside or band:
+        return f"takes dropout without a mask or under a causal one, got {beside[0] if beside else 'a window'}"
+    return None
 
 
 def alibi_backward(problem: AttentionProblem) -> str | None:

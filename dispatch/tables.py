@@ -10,8 +10,11 @@ A table is one YAML file named after its device (`device.names`):
     card: {kind: cuda, vendor: nvidia, architecture: sm90, cores: 132, half_flops: 1.07e+15,
       float32_flops: 6.7e+13, float64_flops: 3.3e+13, bandwidth: 4.9e+12}
     entries:
-      - {direction: forward, dtype: bfloat16, mask: causal, B: 1, H: 8, Hkv: 8, M: 1024, N: 1024, D: 64, Dv: 64,
-         ms: {cpu_flash: 1.2, vendor_cpu_flash: 3.4}, tile: {cpu_flash: [768, 384, 0, 0]}}
+    - {"direction": "forward", "dtype": "bfloat16", "mask": "causal", "B": 1, "H": 8, "Hkv": 8, "M": 1024, "N": 1024,
+      "D": 64, "Dv": 64, "ms": {"cpu_flash": 1.2, "vendor_cpu_flash": 3.4}, "tile": {"cpu_flash": [768, 384, 0, 0]}}
+
+Entries are written as JSON, each on a line of its own and behind all else, because a first call waits for them: JSON is
+read in a twenty-fifth of YAML's time. Other YAML is read, too.
 
 `tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. So is
 `beside`: what was asked beside the mask, as [dropout] (BESIDE). `card` is what a GPU reports of itself
@@ -21,6 +24,7 @@ call compiles, where they take up to 1.3 times as long (`sdpa tune --prefer-buil
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
@@ -47,6 +51,7 @@ CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fr
 LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
 # The loader in C takes half the time of the one in Python, which the first call in a process waits for.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+ENTRIES, ENTRY = "\nentries:\n", "- "
 
 
 class Bucket(NamedTuple):
@@ -133,6 +138,16 @@ def read_once(path: str, stamp: tuple[int, ...]) -> Table | None:
 
 def load(text: str) -> Any:
     """The data of a YAML text. Raises ValueError or YAMLError, also where PyYAML raises what its look-ups do."""
+    head, mark, rest = text.partition(ENTRIES)
+    try:
+        if mark and (lines := rest.splitlines()) and all(line.startswith(ENTRY) for line in lines):
+            return from_yaml(head) | {"entries": [json.loads(line.removeprefix(ENTRY)) for line in lines]}
+    except (ValueError, TypeError, RecursionError):  # YAML, but no JSON
+        pass
+    return from_yaml(text)
+
+
+def from_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=LOADER)
     except (LookupError, AttributeError) as error:
@@ -241,7 +256,10 @@ def save(path: Path, data: dict[str, Any]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
         with os.fdopen(handle, "w") as file:
-            yaml.safe_dump(data, file, sort_keys=False, width=160, default_flow_style=None)
+            head = {name: value for name, value in data.items() if name != "entries" or not value}
+            yaml.safe_dump(head, file, sort_keys=False, width=160, default_flow_style=None)
+            if data.get("entries"):
+                file.writelines(["entries:\n", *(f"{ENTRY}{json.dumps(entry)}\n" for entry in data["entries"])])
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Dropout's random numbers: Philox4x32-10 (Salmon et al., SC 2011), the same bits in every kernel of ours."""
+"""Dropout's random numbers: Philox4x32-7 (Salmon et al., SC 2011), the same bits in every kernel of ours."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sdpa.torch_private import current_stream
 
-ROUNDS = 10
+ROUNDS = 7  # the fewest of four words that pass BigCrush
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 WORD = 0xFFFFFFFF
 HALF = 0xFFFF
-
+NUMBERS = 1 << 16  # that a pair of query and key may get
 
 OFFSET_STEP = 4  # torch's CUDA generators count in steps of the four words of one Philox block
 SEEDS = 1 << 12  # in one tensor of 64 KiB
@@ -119,28 +119,48 @@ def make_pool(key: int, index: int) -> Tensor:
 POOLS = SeedPools(make_pool)
 
 
-def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: Tensor | None = None) -> Tensor:
-    """Bool (B, H, M, N), True where the pair is kept, with probability 1 - p.
+def threshold(p: float) -> int:
+    """A pair is dropped where its number is below this: of NUMBERS so many that the share is p within 2^-17. p < 1."""
+    return min(NUMBERS - 1, int(p * NUMBERS + 0.5))
 
-    Counter words are (j >> 2, i, b * H + h, low word of rng[1]) and the key is rng[0]; word j & 3 of the result
-    belongs to key j. `streams` (B * H,) are the b * H + h where B and H are those of a part only.
+
+def kept_factor(p: float) -> float:
+    """What kept weights are multiplied by, so that the mean stays as it is: 1 over the share that `threshold` keeps."""
+    return NUMBERS / (NUMBERS - threshold(p))
+
+
+def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: Tensor | None = None) -> Tensor:
+    """Bool (B, H, M, N), True where the pair is kept, with probability 1 / kept_factor(p).
+
+    For query i and key j Philox has the key rng[0] and these counter words:
+
+        j // 16 * 4 + j % 8 // 2,  i // 16 * 8 + i % 8,  b * H + h,  low word of rng[1]
+
+    The pair's number is the low (even j) or high half of word i // 8 % 2 * 2 + j // 8 % 2 of the result. So a call
+    serves queries i and i + 8 and keys j, j + 1, j + 8 and j + 9. Of a tensor core's products one thread has all these
+    pairs, and of the transposed ones two have. `streams` (B * H,) are the b * H + h where B and H are those of a part
+    only.
     """
     B, H, M, N = shape
-    device = rng.device
-    groups = torch.arange((N + 3) // 4, device=device).view(1, 1, -1)
+    device, blocks = rng.device, (N + 15) // 16
+    groups = torch.arange(blocks * 4, device=device).view(1, 1, -1)
     rows = torch.arange(M, device=device).view(1, M, 1)
     heads = (torch.arange(B * H, device=device) if streams is None else streams).view(-1, 1, 1)
-    counter = torch.broadcast_tensors(groups, rows, heads, (rng[1] & WORD).view(1, 1, 1))
-    words = torch.stack(philox(counter, (rng[0] & WORD, (rng[0] >> 32) & WORD)), dim=-1)  # [B*H, M, N/4, 4]
-    threshold = int(p * 2**32)
-    return (words.flatten(-2)[..., :N] >= threshold).view(B, H, M, N)
+    row_groups = rows // 16 * 8 + rows % 8
+    counter = torch.broadcast_tensors(groups, row_groups, heads, (rng[1] & WORD).view(1, 1, 1))
+    words = philox(counter, (rng[0] & WORD, (rng[0] >> 32) & WORD))
+    upper, least = rows // 8 % 2 == 1, threshold(p)
+    near, far = (torch.where(upper, words[2 + k], words[k]) for k in range(2))  # of keys j % 16 < 8, and of the others
+    kept = torch.stack([half >= least for word in (near, far) for half in (word & HALF, word >> 16)], -1)
+    kept = kept.view(B * H, M, blocks, 4, 2, 2).transpose(3, 4)  # [B*H, M, N/16, 2, 4, 2]
+    return kept.reshape(B, H, M, blocks * 16)[..., :N]
 
 
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds on four counter words and two key words, each a 32-bit value held in int64."""
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = ROUNDS) -> tuple[Tensor, ...]:
+    """Philox on four counter words and two key words, each a 32-bit value held in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         high0, low0 = multiply(c0, MULTIPLIERS[0])
         high1, low1 = multiply(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0

@@ -28,7 +28,7 @@ def attention(inputs: AttentionInputs, dtype: torch.dtype = WIDE) -> Results:
     if inputs.rng is not None:
         B, H, M, N = weights.shape
         keep = philox.keep_mask(inputs.rng, inputs.dropout_p, (B, H, M, N))
-        weights = weights * keep / (1 - inputs.dropout_p)
+        weights = weights * keep * philox.kept_factor(inputs.dropout_p)
     return Results(visible_values(inputs, weights, v), lse)
 
 

@@ -112,6 +112,15 @@ def test_a_training_step_is_a_forward_and_its_backward(monkeypatch):
     assert row.peers[0].reason.startswith("wrong result: grad_q")
 
 
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_gradients_under_dropout_are_right_in_the_mean(mask, monkeypatch):
+    problem = Problem(1, 2, 64, 64, 16, mask=mask, direction="backward", call="dropout")
+    monkeypatch.setitem(peers.PEERS, "fake", Faulty(lambda out: out + 0.2 * (out - out.detach())))
+    (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("torch", "fake")))
+    assert row.own.seconds and row.peers[0].seconds and row.own.rms_error < 0.08, row
+    assert row.peers[1].reason.startswith("wrong result: grad_q")
+
+
 def test_autocast_surrounds_a_call():
     problem = problem_of("autocast")
     with workload.surroundings(problem):

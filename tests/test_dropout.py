@@ -53,11 +53,11 @@ def test_consecutive_calls_differ():
 @pytest.mark.parametrize("kernel", OURS)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9], ids=lambda p: f"p{p}")
 def test_share_and_scale(kernel, p):
-    """With uniform weights and values 1 a row's result is the number of kept keys over (1 - p) N."""
+    """With uniform weights and values 1 a row's result is the number of kept keys over N, times their factor."""
     N, q = 4096, torch.zeros(1, 2, 8, 4, dtype=torch.float64)
     k, v = q.new_zeros(1, 2, N, 4), q.new_ones(1, 2, N, 4)
     torch.manual_seed(5)
-    kept = attention(q, k, v, dropout_p=p, kernel=kernel) * (1 - p)
+    kept = attention(q, k, v, dropout_p=p, kernel=kernel) / philox.kept_factor(p)
     deviation = (p * (1 - p) / N) ** 0.5
     assert (kept - (1 - p)).abs().max() < 5 * deviation  # 16 rows: five sigma happen once in 10^5 runs
     assert torch.allclose(kept * N, (kept * N).round())
@@ -139,12 +139,64 @@ def test_rows_of_torch_refuse_dropout():
 
 
 def test_philox_known_answer():
-    """The published vectors of Philox4x32-10, for the generator that the kernels are compared with."""
+    """The published vectors of Philox4x32, for the generator that the kernels are compared with."""
     ones, words = 0xFFFFFFFF, lambda *values: tuple(torch.tensor(v) for v in values)
-    zero = philox.philox(words(0, 0, 0, 0), words(0, 0))
-    full = philox.philox(words(ones, ones, ones, ones), words(ones, ones))
-    assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert [int(w) for w in full] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    for rounds, zero, full in (
+        ({}, "5f6fb709 0d893f64 4f121f81 4f730a48", "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        ({"rounds": 10}, "6627e8d5 e169c58d bc57ac4c 9b00dbd8", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ):
+        for word, wanted in ((0, zero), (ones, full)):
+            found = philox.philox(words(*[word] * 4), words(*[word] * 2), **rounds)
+            assert " ".join(f"{int(w):08x}" for w in found) == wanted
+
+
+def place(i, j):
+    """(counter words 0 and 1, word, half) of a pair, by the definition."""
+    return j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, i // 8 % 2 * 2 + j // 8 % 2, j % 2
+
+
+def test_no_two_pairs_share_a_number():
+    places = {place(i, j) for i in range(64) for j in range(64)}
+    assert len(places) == 64 * 64
+    calls = {where[:2] for where in places}
+    assert len(calls) == 64 * 64 // 8  # each serves eight pairs
+
+
+def test_mask_is_made_of_those_numbers():
+    rng, p = torch.tensor([0x0123456789ABCDEF, 42]), 0.3
+    mask = philox.keep_mask(rng, p, (2, 3, 37, 53))
+    i, j = (t.flatten() for t in torch.meshgrid(torch.arange(37), torch.arange(53), indexing="ij"))
+    c0, c1, word, half = place(i, j)
+    for stream in range(6):
+        counter = c0, c1, torch.full_like(i, stream), torch.full_like(i, 42)
+        key = torch.tensor(0x89ABCDEF), torch.tensor(0x01234567)
+        words = torch.stack(philox.philox(counter, key))
+        numbers = words.gather(0, word[None])[0] >> 16 * half & 0xFFFF
+        assert torch.equal(mask.flatten(0, 1)[stream].flatten(), numbers >= philox.threshold(p))
+
+
+def test_threshold_and_factor():
+    """The mean is kept to the last bit, the rate within half of a number's share."""
+    assert philox.threshold(0.1) == 6554 and philox.threshold(0.5) == 32768 and philox.kept_factor(0.5) == 2.0
+    for p in (0.0, 1e-9, 2**-17, 2**-16, 0.1, 1 / 3, 0.9, 1 - 2**-17, 1 - 1e-12):
+        threshold = philox.threshold(p)
+        assert 0 <= threshold <= 65535 and abs(threshold / 65536 - min(p, 1 - 2**-16)) <= 2**-17
+        assert philox.kept_factor(p) * (1 - threshold / 65536) == pytest.approx(1.0, rel=1e-15)
+
+
+def test_numbers_of_neighbours_are_independent():
+    """At p = 0.1: the share of what is dropped, and what a pair has to do with others of its call."""
+    shape = 1, 4, 512, 512
+    dropped = ~philox.keep_mask(torch.tensor([77, 5]), 0.1, shape)[0]
+    share = 6554 / 65536
+    noise = dropped.double() - share
+    deviation = (share * (1 - share)) ** 0.5
+    assert noise.mean().abs() < 5 * deviation / noise.numel() ** 0.5
+    for rows, keys in ((0, 1), (0, 8), (8, 0), (0, 9), (8, 1), (8, 8), (1, 0), (0, 2), (16, 0), (0, 16)):
+        products = noise[:, : 512 - rows, : 512 - keys] * noise[:, rows:, keys:]
+        assert products.mean().abs() < 5 * deviation**2 / products.numel() ** 0.5, (rows, keys)
+    between = noise[0] * noise[1]  # of two heads
+    assert between.mean().abs() < 5 * deviation**2 / between.numel() ** 0.5
 
 
 class Generator:

@@ -175,6 +175,19 @@ def test_only_the_mask_requires_a_gradient(bias):
     right([compare("grad_bias", got, wanted[1].bias, plain[1].bias, 500 + 1003, band)], bias)
 
 
+@pytest.mark.parametrize("N, D", [(49, 32), (64, 64), (64, 24), (17, 32)], ids=str)
+def test_windows_share_a_bias(N, D):
+    """Backwards of one tile, whose bias TMA can follow and cannot, and the kernel of the bias's gradient."""
+    for mask, dropout_p, dtype in product(("bias", "none", "padding"), (0.0, 0.2), (torch.bfloat16, torch.float16)):
+        case = real(B=300, H=3, Hkv=3, M=N, N=N, D=D, Dv=D, mask=mask, dropout_p=dropout_p, dtype=dtype)
+        inputs = make_inputs(case)
+        up = torch.randn_like(inputs.q)
+        right(check_inputs("triton_efficient", inputs, up, mask == "bias"), case)
+    case = real(B=40, H=2, Hkv=2, M=200, N=136, D=32, Dv=32, mask="bias")
+    inputs = make_inputs(case)
+    right(check_inputs("triton_efficient", inputs, torch.randn_like(inputs.q), True), case)
+
+
 def test_packed_sequences():
     cu = torch.tensor([0, 100, 100, 612, 1500], dtype=torch.int32, device="cuda")
     draw = Draw(real(), 7)
@@ -400,6 +413,9 @@ CUDA_SANITIZED = [
     for (D, Dv), mask in product(
         [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ("none", "causal", "window", "segments")
     )
+] + [
+    real(B=2, H=4, Hkv=2, M=200, N=331, D=D, Dv=D, dtype=torch.bfloat16, mask=mask, dropout_p=0.2)
+    for D, mask in product((64, 128), ("none", "causal"))
 ]
 
 

@@ -291,8 +291,8 @@ def test_dropout_under_checkpointing_and_in_inference_mode():
     for run in (dropping, partial(checkpoint, dropping, use_reentrant=False)):
         torch.manual_seed(11)
         grads.append(torch.autograd.grad(run(q, k, v).float().square().sum(), (q, k, v)))
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    for a, b in zip(*grads, strict=True):  # gradients of queries may be sums in the order of arrival
+        assert (a.double() - b.double()).norm() <= 2e-3 * b.double().norm()
 
 
 def test_dropout_in_a_captured_graph():

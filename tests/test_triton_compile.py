@@ -110,6 +110,10 @@ EVERYWHERE = {
     "causal_float32": (lambda: make_inputs(sized(64, dtype=torch.float32, mask="causal")), BOTH),
     "bias": (lambda: make_inputs(sized(64, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
     "segments": (lambda: make_inputs(sized(64, mask="segments", dtype=torch.float16)), {*BOTH, "block_ranges_kernel"}),
+    "windows": (
+        lambda: make_inputs(sized(32, N=49, mask="bias")),
+        {"forward_kernel", "one_tile_kernel"},
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import stat
 import warnings
 
@@ -120,6 +121,25 @@ def test_a_folder_that_may_not_be_searched_has_no_table(user, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "measured" not in select.choose(PROBLEM, "", 0b1111).reason
+
+
+@pytest.mark.parametrize("path", sorted(tables.SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_entries_are_json_and_yaml(path):
+    """The quick way reads them, and nobody else reads anything else."""
+    text = path.read_text()
+    assert tables.load(text) == yaml.safe_load(text)
+    entries = text.partition(tables.ENTRIES)[2].splitlines()
+    assert all(json.loads(line.removeprefix(tables.ENTRY)) for line in entries)
+
+
+@pytest.mark.parametrize("end", ["# a remark\n", "- {direction: forward}\n", '- {"direction": \n'])
+def test_entries_that_are_not_json_are_read_as_yaml(end):
+    text = 'schema: 1\nentries:\n- {"direction": "forward"}\n' + end
+    if end.endswith(": \n"):
+        with pytest.raises(yaml.YAMLError):
+            tables.load(text)
+    else:
+        assert tables.load(text) == yaml.safe_load(text)
 
 
 def test_a_user_without_a_home_has_the_shipped_tables(user, homeless):

@@ -19,6 +19,9 @@ inline Words widen_bytes(const uint8_t* p, float) {
   return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+typedef uint64_t Wide __attribute__((vector_size(kVectorBytes)));
+inline Wide multiply_low(Wide x, Wide y) { return (Wide)_mm512_mul_epu32((__m512i)x, (__m512i)y); }
+
 inline void narrow_f16(__m512 x, uint16_t* p) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -345,13 +345,13 @@ class Backward {
       if (coarse_) scale_rows(b_.s, b_.inverse + first, rows.count, count);
       prim_.scores(rows.count, count, p_.Dv, b_.grad_out + first * f_.v_ld_ / kPack, f_.v_ld_ / kPack, b_.value_columns,
                    ld, T(1), b_.dp, ld);
-      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.dp, ld);
+      if (p_.dropout_p > 0.0) apply_dropout<T>(p_, prim_, batch_, rows, block.begin, count, b_.dp, ld);
       prim_.score_gradient(rows.count, count, b_.s, b_.dp, ld, b_.delta + first);
       if (block.exact) hide(block);
       if (has_empty_) hide_empty_rows(block);
       if (f_.t_.dbias) add_bias_gradient(block);
       if (slope) multiply(b_.dp, slope, rows.count, count);
-      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, rows, block.begin, count, b_.s, ld);
+      if (p_.dropout_p > 0.0) apply_dropout<T>(p_, prim_, batch_, rows, block.begin, count, b_.s, ld);
       add(block);
     }
 

@@ -389,7 +389,7 @@ class Forward {
         return accumulate(group, count, softmax_left(group, row, count), block, acc);
       f_.prim_.softmax_step(group.count, count, b_.s, ld, state_.row_max + row, state_.row_sum + row * kMaxLanes,
                             b_.alpha);
-      if (p_.dropout_p > 0.0) apply_dropout(p_, batch_, group, block.begin, count, b_.s, ld);
+      if (p_.dropout_p > 0.0) apply_dropout<T>(p_, f_.prim_, batch_, group, block.begin, count, b_.s, ld);
       if (visible_only)
         accumulate_visible(group, block, count, acc);
       else

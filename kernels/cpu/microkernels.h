@@ -3,10 +3,8 @@
 //
 // The including file defines kVectorBytes, kPanel (vectors side by side in a register tile) and the conversions
 // widen_bf16, widen_f16, narrow_bf16, narrow_f16 and widen_bytes (to as many integers as floats fill a vector). It may
-// overload larger, largest, total, totals, interleave and transpose. Vectors are loaded and stored at any address.
-//
-// Asserts state the preconditions of primitives.h. They are compiled in the sanitizer build only: the ordinary build
-// defines NDEBUG.
+// overload larger, largest, total, totals, interleave, transpose and multiply_low. Vectors lie at any address.
+// Asserts state the preconditions of primitives.h, for the sanitizer build only: the ordinary build defines NDEBUG.
 #pragma once
 
 #include <assert.h>
@@ -448,6 +446,7 @@ const T* as_left_transposed(int64_t, int64_t, T* s, T*, int64_t) {
 }
 
 #include "direct.h"
+#include "dropout.h"
 #include "softmax.h"
 
 template <typename T>
@@ -591,8 +590,9 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
 
 template <typename T, typename E = typename ExpOf<T>::type>
 constexpr ScorePrimitives<T> kScorePrimitives = {
-    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>, add_bias<T>,
-    subtract_distance<T>, hide<T>,          row_products<T>,   finite<T>,  accumulate_direct<T>};
+    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>,      add_bias<T>,
+    subtract_distance<T>, hide<T>,          drop<T>,           row_products<T>, finite<T>,
+    accumulate_direct<T>};
 
 template <typename T>
 constexpr Primitives<T> kPrimitives = {kScorePrimitives<T>,   kLanes<T>,     load_rows<T>,     pack_columns<T>,

@@ -24,6 +24,9 @@ inline Words widen_bytes(const uint8_t* p, float) {
   return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 
+typedef uint64_t Wide __attribute__((vector_size(kVectorBytes)));
+inline Wide multiply_low(Wide x, Wide y) { return (Wide)_mm256_mul_epu32((__m256i)x, (__m256i)y); }
+
 inline void narrow_f16(__m256 x, uint16_t* p) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -1,30 +1,12 @@
 // Softcap, ALiBi, bias and dropout on a tile of scores.
 #include "terms.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 namespace sdpa_cpu {
 namespace {
-
-constexpr int kRounds = 10;
-constexpr int kWords = 4;  // random numbers of one counter, for as many keys
-
-void philox(uint32_t counter[kWords], uint64_t key) {
-  uint32_t key_low = static_cast<uint32_t>(key), key_high = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < kRounds; ++round) {
-    const uint64_t first = uint64_t{0xD2511F53} * counter[0];
-    const uint64_t second = uint64_t{0xCD9E8D57} * counter[2];
-    const uint32_t next0 = static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key_low;
-    const uint32_t next2 = static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key_high;
-    counter[1] = static_cast<uint32_t>(second);
-    counter[3] = static_cast<uint32_t>(first);
-    counter[0] = next0;
-    counter[2] = next2;
-    key_low += 0x9E3779B9;
-    key_high += 0xBB67AE85;
-  }
-}
 
 float half_to_float(uint16_t h) {
   const int exponent = h >> 10 & 0x1f, mantissa = h & 0x3ff;
@@ -69,31 +51,28 @@ void ScoreTerms<T>::apply(const Mask& mask, int64_t batch, const RowGroup& rows,
 }
 
 template <typename T>
-void apply_dropout(const AttentionParams& params, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count,
-                   T* p, int64_t ld) {
-  const uint64_t threshold = static_cast<uint64_t>(std::floor(params.dropout_p * 4294967296.0));
-  const T kept = static_cast<T>(1.0 / (1.0 - params.dropout_p));
+void apply_dropout(const AttentionParams& params, const ScorePrimitives<T>& prim, int64_t batch, const RowGroup& rows,
+                   int64_t begin, int64_t count, T* p, int64_t ld) {
+  constexpr int32_t kNumbers = 1 << 16;  // that a pair may get
+  const int32_t threshold = std::min(kNumbers - 1, static_cast<int32_t>(params.dropout_p * kNumbers + 0.5));
+  const T kept = static_cast<T>(static_cast<double>(kNumbers) / (kNumbers - threshold));
   for (int64_t r = 0; r < rows.count; ++r) {
     const uint32_t query = static_cast<uint32_t>(rows.query_of(r));
-    const uint32_t head = static_cast<uint32_t>(batch * params.H + rows.head_of(r));
-    uint32_t words[kWords] = {};
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t key = begin + j;
-      if (j == 0 || key % kWords == 0) {
-        words[0] = static_cast<uint32_t>(key / kWords);
-        words[1] = query;
-        words[2] = head;
-        words[3] = static_cast<uint32_t>(params.philox_offset);
-        philox(words, params.philox_key);
-      }
-      p[r * ld + j] *= words[key % kWords] >= threshold ? kept : T(0);
-    }
+    const Dropout row{params.philox_key,
+                      query / 16 * 8 + query % 8,
+                      static_cast<uint32_t>(batch * params.H + rows.head_of(r)),
+                      static_cast<uint32_t>(params.philox_offset),
+                      query / 8 % 2 == 1,
+                      threshold};
+    prim.drop(row, begin, count, kept, p + r * ld);
   }
 }
 
 template class ScoreTerms<float>;
 template class ScoreTerms<double>;
-template void apply_dropout(const AttentionParams&, int64_t, const RowGroup&, int64_t, int64_t, float*, int64_t);
-template void apply_dropout(const AttentionParams&, int64_t, const RowGroup&, int64_t, int64_t, double*, int64_t);
+template void apply_dropout(const AttentionParams&, const ScorePrimitives<float>&, int64_t, const RowGroup&, int64_t,
+                            int64_t, float*, int64_t);
+template void apply_dropout(const AttentionParams&, const ScorePrimitives<double>&, int64_t, const RowGroup&, int64_t,
+                            int64_t, double*, int64_t);
 
 }  // namespace sdpa_cpu

@@ -23,10 +23,9 @@ class ScoreTerms {
   const bool present_;
 };
 
-// Multiplies p [rows, ld] by 0 or 1 / (1 - dropout_p). The random numbers are Philox4x32-10's; its counter is the
-// position (key / 4, query, batch * H + head).
+// Multiplies p [rows, ld] by 0 or the factor of kept weights, as sdpa/philox.py has it.
 template <typename T>
-void apply_dropout(const AttentionParams& params, int64_t batch, const RowGroup& rows, int64_t begin, int64_t count,
-                   T* p, int64_t ld);
+void apply_dropout(const AttentionParams& params, const ScorePrimitives<T>& prim, int64_t batch, const RowGroup& rows,
+                   int64_t begin, int64_t count, T* p, int64_t ld);
 
 }  // namespace sdpa_cpu

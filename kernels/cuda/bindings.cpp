@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -37,6 +36,10 @@ constexpr double kRowsCacheShare = 0.6;
 constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
 // Heads that share keys have work tiles of their own where rows of queries times (G - 1) are at least this.
 constexpr int64_t kRowsToSum = 3000;
+// What a work tile of the backward takes beside its blocks of rows, and what sums of the gradients of k and v take, in
+// the time of a block of rows, by docs/log/dropout-and-windows.md. Work tiles have parts of so many blocks at least.
+constexpr double kTileBlocks = 4, kSumBlocks = 8;
+constexpr int64_t kFewestBlocks = 4, kMostWaves = 4;  // no parts are made where they would take more waves
 // The largest head size of the instances that add in one order and are of single thread blocks, not of pairs; and the
 // fewest rows of a block of prepare_rows.
 constexpr int kLargestInOrder = 128, kFewestRows = 8;
@@ -247,6 +250,29 @@ std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double sc
   return launch_flash(q, k, v, causal ? MaskKind::kCausal : MaskKind::kNone, p);
 }
 
+// The options of dropout: `threshold` of 2^16 random numbers drop a weight (sdpa/philox.py).
+void set_dropout(FlashParams& p, const Tensor& rng, int64_t threshold, const Tensor& q) {
+  STD_TORCH_CHECK(rng.scalar_type() == ScalarType::Long && rng.dim() == 1 && rng.size(0) == 2 && rng.is_contiguous() &&
+                      rng.get_device() == q.get_device(),
+                  "cuda_flash: expected rng as two int64 numbers side by side on the device of q, but got ",
+                  rng.numel(), " in ", rng.dim(), " dimensions, of another dtype, device or stride perhaps");
+  STD_TORCH_CHECK(0 <= threshold && threshold < 1 << 16, "cuda_flash: expected a threshold from 0 to 65535, got ",
+                  threshold);
+  p.rng = static_cast<const int64_t*>(rng.data_ptr());
+  p.dropped = static_cast<uint32_t>(threshold) << 16;
+  p.kept = 65536.f / (65536 - threshold);
+}
+
+std::tuple<Tensor, Tensor> flash_forward_dropout(Tensor q, Tensor k, Tensor v, double scale, bool causal,
+                                                 bool bottom_right, Tensor rng, int64_t threshold) {
+  SegmentParams p;
+  p.scale = static_cast<float>(scale);
+  p.right = causal ? 0 : kUnlimited;
+  p.bottom_right = bottom_right;
+  set_dropout(p, rng, threshold, q);
+  return launch_flash(q, k, v, MaskKind::kDropout, p);
+}
+
 // The address of a tensor with one number per batch entry or head; null where the tensor is absent.
 template <class T>
 const T* numbers_of(const char* name, const std::optional<Tensor>& t, int64_t count, const Tensor& q) {
@@ -350,6 +376,25 @@ bool sums_groups(MaskKind mask, const BackwardParams& p) {
   return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.M} >= kRowsToSum;
 }
 
+// Into how many parts the rows of work tiles are cut, without which few blocks of keys leave multiprocessors idle.
+int parts_of(const BackwardParams& p, const BackwardInstance& instance, MaskKind mask, int at_once) {
+  if (mask == MaskKind::kSegments) return 1;  // whose blocks of keys see few rows
+  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
+  const int64_t rows = std::min(int64_t{p.M}, int64_t{p.left} + p.right + kBackwardKeys);
+  const int64_t longest = (rows + instance.BLOCK_M - 1) / instance.BLOCK_M;
+  const auto time = [&](int64_t parts) {
+    const double most = double((longest + parts - 1) / parts * p.tile_heads) + kTileBlocks;
+    const double sums = parts > 1 && p.tile_heads == p.group ? kSumBlocks : 0;
+    if (!grows(mask, p)) return double((tiles * parts + at_once - 1) / at_once) * most + sums;
+    const double mean = double(longest * p.tile_heads) / parts / 2 + kTileBlocks;
+    return std::max(most, double(tiles * parts) / at_once * mean) + sums;
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts * kFewestBlocks <= longest && tiles * parts <= kMostWaves * at_once; ++parts)
+    if (time(parts) < time(best)) best = parts;
+  return static_cast<int>(best);
+}
+
 // One kernel has a thread block for each kFewestRows rows of each sequence, as if all had the rows of the longest.
 void check_counts(const BackwardParams& p) {
   const int64_t blocks = (int64_t{p.M} + kFewestRows - 1) / kFewestRows * p.H * (int64_t{p.B} + 1);
@@ -375,7 +420,7 @@ Kept kept_of(BackwardParams& p, const BackwardInstance& instance, bool determini
   const int64_t key_blocks = p.cu_k ? p.key_rows / kBackwardKeys + p.B : (p.N + kBackwardKeys - 1) / kBackwardKeys;
   p.key_blocks = static_cast<int>(key_blocks);
   const int64_t keys =
-      p.tile_heads < p.group ? (p.cu_k ? p.Hkv : int64_t{p.B} * p.Hkv) * key_blocks * kBackwardKeys : 0;
+      p.tile_heads < p.group || p.parts > 1 ? (p.cu_k ? p.Hkv : int64_t{p.B} * p.Hkv) * key_blocks * kBackwardKeys : 0;
   const int64_t entries = p.q_ids.data ? p.B : 0;  // with segments
   Kept kept;
   kept.rows = rows;
@@ -411,8 +456,8 @@ void place(BackwardParams& p, const Kept& kept, const Workspace& workspace, cuda
 MaskKind backward_mask(BackwardParams& p, const Tensor& q, const Tensor& k, const std::optional<Tensor>& q_segments,
                        const std::optional<Tensor>& k_segments, bool deterministic) {
   if (q_segments.has_value() || k_segments.has_value()) {
-    STD_TORCH_CHECK(q_segments.has_value() && k_segments.has_value() && !p.cu_q && !deterministic,
-                    "cuda_flash: expected q_segments and k_segments, neither packed nor deterministic");
+    STD_TORCH_CHECK(q_segments.has_value() && k_segments.has_value() && !p.cu_q && !deterministic && !p.rng,
+                    "cuda_flash: expected q_segments and k_segments, neither packed, deterministic nor with dropout");
     p.q_ids = ids_of("q_segments", *q_segments, q.size(2), q);
     p.k_ids = ids_of("k_segments", *k_segments, k.size(2), q);
     return MaskKind::kSegments;
@@ -420,6 +465,11 @@ MaskKind backward_mask(BackwardParams& p, const Tensor& q, const Tensor& k, cons
   const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
   const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f && !p.slopes;
   const bool causal = p.left == kUnlimited && p.right == 0;
+  if (p.rng) {
+    STD_TORCH_CHECK(plain && (unlimited || causal),
+                    "cuda_flash: expected dropout without a mask or under a causal one");
+    return MaskKind::kDropout;
+  }
   return plain && unlimited ? MaskKind::kNone : plain && causal ? MaskKind::kCausal : MaskKind::kBand;
 }
 
@@ -437,6 +487,13 @@ void set_slopes(BackwardParams& p, const Tensor& t, const Tensor& q) {
   p.slopes_batch = t.size(0) == 1 ? 0 : static_cast<int>(t.stride(0));
 }
 
+// What a call of the backward asks for beside its mask.
+void set_terms(BackwardParams& p, const Tensor& q, const std::optional<Tensor>& alibi, const std::optional<Tensor>& rng,
+               int64_t threshold) {
+  if (alibi.has_value()) set_slopes(p, *alibi, q);
+  if (rng.has_value()) set_dropout(p, *rng, threshold, q);
+}
+
 // Queries and upstream gradients of so many heads of work tiles, and the sums that are added to, stay in the cache.
 int section_of(const BackwardParams& p, const BackwardInstance& instance, MaskKind mask, bool deterministic) {
   const double bytes = double(p.tile_heads) * p.M * (2.0 * (p.D + p.Dv) + 4.0 * instance.D);
@@ -451,7 +508,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     int64_t left, int64_t right, bool bottom_right, std::optional<Tensor> k_lengths, std::optional<Tensor> q_lengths,
     double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k, int64_t max_q, int64_t max_k,
     bool delta_wanted, bool deterministic, std::optional<Tensor> q_segments, std::optional<Tensor> k_segments,
-    std::optional<Tensor> alibi) {
+    std::optional<Tensor> alibi, std::optional<Tensor> rng, int64_t threshold) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
@@ -466,18 +523,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   STD_TORCH_CHECK(scale > 0, "cuda_flash: expected a positive scale, got ", scale);
   STD_TORCH_CHECK(!deterministic || std::max(p.D, p.Dv) <= kLargestInOrder, "cuda_flash: expected head sizes up to ",
                   kLargestInOrder, " for a deterministic backward, got ", p.D, " and ", p.Dv);
-  if (alibi.has_value()) set_slopes(p, *alibi, q);
+  set_terms(p, q, alibi, rng, threshold);
   const MaskKind mask = backward_mask(p, q, k, q_segments, k_segments, deterministic);
   const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   make_context_current(p.device);
-  p.sm_count = device_of(p.device).sm_count;
-  p.group = p.H / p.Hkv;
+  p.sm_count = device_of(p.device).sm_count, p.group = p.H / p.Hkv;
   p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
+  const int at_once = std::max(p.D, p.Dv) > kLargestInOrder ? p.sm_count / 2 : p.sm_count;  // pairs, or thread blocks
+  p.parts = deterministic ? 1 : parts_of(p, *instance, mask, at_once);
   const Kept kept = kept_of(p, *instance, deterministic);
-  const int64_t results = q.numel() + k.numel() + v.numel();
-  const Need need{p.device, 2 * results + 4 * (kept.all() + (delta_wanted ? lse.numel() : 0))};
+  const Need need{p.device,
+                  2 * (q.numel() + k.numel() + v.numel()) + 4 * (kept.all() + (delta_wanted ? lse.numel() : 0))};
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
   const Tensor grad_q = new_like(q, p.D, dtype, need), grad_k = new_like(k, p.D, dtype, need),
@@ -491,9 +549,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
   p.scale_log2 = std::max(p.scale, kLeastScale) * 1.44269504f;
   p.section = section_of(p, *instance, mask, deterministic);
-  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
+  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.parts * p.B * (p.H / p.tile_heads);
   STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
-  const int at_once = std::max(p.D, p.Dv) > kLargestInOrder ? p.sm_count / 2 : p.sm_count;  // pairs, or thread blocks
   if (tiles > at_once && !deterministic) p.counter = take_counter(p.device, stream);
   if (delta_wanted) {
     p.delta_rows = static_cast<float*>(delta.data_ptr());
@@ -521,17 +578,21 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "Tensor q_segments, Tensor k_segments, Tensor? k_lengths, Tensor? q_lengths, Tensor? sinks, float softcap) -> "
       "(Tensor, Tensor)");
   library.def(
+      "flash_forward_dropout(Tensor q, Tensor k, Tensor v, float scale, bool causal, bool bottom_right, Tensor rng, "
+      "int threshold) -> (Tensor, Tensor)");
+  library.def(
       "flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? grad_lse, float "
       "scale, int left, int right, bool bottom_right, Tensor? k_lengths, Tensor? q_lengths, float softcap, Tensor? "
-      "cu_q, "
-      "Tensor? cu_k, int max_q, int max_k, bool delta_wanted, bool deterministic=False, Tensor? q_segments=None, "
-      "Tensor? k_segments=None, Tensor? alibi=None) -> (Tensor, Tensor, Tensor, Tensor)");
+      "cu_q, Tensor? cu_k, int max_q, int max_k, bool delta_wanted, bool deterministic=False, Tensor? q_segments=None, "
+      "Tensor? k_segments=None, Tensor? alibi=None, Tensor? rng=None, int threshold=0) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {
   library.impl("flash_forward", TORCH_BOX(&flash_forward));
   library.impl("flash_forward_band", TORCH_BOX(&flash_forward_band));
   library.impl("flash_forward_segments", TORCH_BOX(&flash_forward_segments));
+  library.impl("flash_forward_dropout", TORCH_BOX(&flash_forward_dropout));
   library.impl("flash_backward", TORCH_BOX(&flash_backward));
 }
 

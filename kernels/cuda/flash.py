@@ -10,6 +10,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from sdpa import philox
 from sdpa.kernels.cuda.library import load_error
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.packing import unseen_lse
@@ -50,6 +51,9 @@ def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | Non
             ids = (in_rows(inputs.q_segments), in_rows(inputs.k_segments))
             return Results(*operators()[2](*inputs[:7], *ids, *beside))
         return Results(*operators()[1](*inputs[:7], *beside, inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k))
+    if inputs.rng is not None:
+        dropout = (inputs.rng, philox.threshold(inputs.dropout_p))
+        return Results(*operators()[4](*inputs[:4], problem.causal, problem.bottom_right, *dropout))
     return Results(*operators()[0](*inputs[:4], problem.causal, problem.bottom_right))
 
 
@@ -64,7 +68,8 @@ def backward(
     lengths, packed = (inputs.k_lengths, inputs.q_lengths), (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
     has_sinks = inputs.sinks is not None
     rows = [None if t is None else in_rows(t) for t in (inputs.q_segments, inputs.k_segments, inputs.alibi)]
-    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *rows)
+    dropout = () if inputs.rng is None else (inputs.rng, philox.threshold(inputs.dropout_p))
+    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *rows, *dropout)
     dq, dk, dv, delta = operators()[3](*given, grad_lse, *inputs[3:7], *lengths, *asked)
     return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, given[-1], delta) if has_sinks else None)
 
@@ -90,7 +95,8 @@ def record(
     results = forward(inputs, problem, tile)
     if is_empty(inputs, problem):
         return results, None
-    if heads_are_rows(inputs.q, problem) or inputs.q_segments is not None or len(read_of(inputs)) < 3:
+    others = inputs.q_segments is not None or inputs.rng is not None or len(read_of(inputs)) < 3
+    if others or heads_are_rows(inputs.q, problem):
         refill, count = refill_of(inputs), len(read_of(inputs))
         return results, lambda *given: forward(refill(given), problem, tile) if len(given) == count else None
     if is_banded(problem):
@@ -185,8 +191,8 @@ def in_rows(numbers: Tensor) -> Tensor:
 
 @cache
 def operators() -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
-    """The bare operators: forwards without a band, with one and with segments, and the backward. They cost a third of
-    calling them through their packets."""
+    """The bare operators: forwards without a band, with one and with segments, the backward, and forwards with dropout.
+    They cost a third of calling them through their packets."""
     reason = load_error()
     if reason is not None:
         raise RuntimeError(f"cuda_flash is not available: {reason}")
@@ -196,5 +202,6 @@ def operators() -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
         library.flash_forward_band,
         library.flash_forward_segments,
         library.flash_backward,
+        library.flash_forward_dropout,
     )
     return tuple(packet.default._op for packet in packets)

@@ -10,7 +10,7 @@ namespace sdpa_cuda {
 template <MaskKind KIND, int BLOCK_M, int BLOCK_N>
 struct KeyMask {
   static constexpr bool SEGMENTS = KIND == MaskKind::kSegments, BAND = SEGMENTS || KIND == MaskKind::kBand,
-                        CAUSAL = KIND == MaskKind::kCausal;
+                        DROPOUT = KIND == MaskKind::kDropout, CAUSAL = KIND == MaskKind::kCausal || DROPOUT;
   static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
     return rows_between(BAND ? p.cu_q : nullptr, batch, p.M);
   }
@@ -24,6 +24,7 @@ struct KeyMask {
 
   CUTE_DEVICE KeyMask(FlashParams const& p, int batch) : N(p.N), rows(p.M) {
     if (CAUSAL) shift = p.shift;
+    if (DROPOUT) right = p.right;
     if constexpr (BAND) {
       N = keys(p, batch).count, rows = queries(p, batch).count;
       if (p.k_lengths) N = cute::max(0, cute::min(N, p.k_lengths[batch]));
@@ -36,13 +37,12 @@ struct KeyMask {
   // The mask with these numbers, as the one before found them.
   CUTE_DEVICE KeyMask(FlashParams const& p, int keys, int rows_seeing, int beside) : N(p.N), rows(p.M) {
     if (CAUSAL) shift = p.shift;
+    if (DROPOUT) right = p.right;
     if constexpr (BAND) N = keys, rows = rows_seeing, shift = beside, left = p.left, right = p.right;
   }
 
   // The first row that sees a key, and the row after the last one.
-  CUTE_DEVICE int first_row(int key) const {
-    return BAND || CAUSAL ? cute::max(0, key - shift - (BAND ? right : 0)) : 0;
-  }
+  CUTE_DEVICE int first_row(int key) const { return BAND || CAUSAL ? cute::max(0, key - shift - right) : 0; }
   CUTE_DEVICE int end_row(int key) const { return BAND ? cute::min(rows, key - shift + left + 1) : rows; }
 
   // The blocks of rows of which some row sees a key of the block that begins with key0.
@@ -57,13 +57,13 @@ struct KeyMask {
   // as it is. Where they add in their order, each has to visit its rows in the same one.
   CUTE_DEVICE int start(Blocks rows, int key_block, bool in_order = false) const {
     int const count = rows.end - rows.begin;
-    bool const apart = CAUSAL || (BAND && right < kUnlimited);
+    bool const apart = (CAUSAL || BAND) && right < kUnlimited;
     return rows.begin + (!apart && count > 0 && !in_order ? key_block * (BLOCK_N / BLOCK_M) % count : 0);
   }
 
   // The last block of keys that visits block m of rows.
   CUTE_DEVICE int last_visit(int m) const {
-    return ((BAND || CAUSAL ? cute::min(N, (m + 1) * BLOCK_M + shift + (BAND ? right : 0)) : N) - 1) / BLOCK_N;
+    return ((BAND || CAUSAL ? cute::min(N, (m + 1) * BLOCK_M + shift + right) : N) - 1) / BLOCK_N;
   }
 
   // Whether some row of the block from row0 on does not see some of the kWarpgroupRows keys from key0 on.

@@ -1,6 +1,7 @@
 // Segments as the backward needs them, and the kernel that finds beforehand which rows a block of keys is seen by.
 #pragma once
 #include "key_mask.cuh"
+#include "scheduler.cuh"
 #include "segments.cuh"
 
 namespace sdpa_cuda {
@@ -62,14 +63,17 @@ CUTE_DEVICE void load_key_ids(BackwardParams const& p, int batch, int group, int
   }
 }
 
-// The blocks of rows that a work tile visits.
+// The blocks of rows that a work tile visits: all that see some of its keys, or its part of them.
 template <class C>
-CUTE_DEVICE Blocks rows_of_tile(BackwardParams const& p, typename C::MaskPolicy const& mask, int batch, int key_block) {
-  if constexpr (C::SEGMENTS) {
-    RowSpan const found = p.row_spans[int64_t(batch) * p.key_blocks + key_block];
+CUTE_DEVICE Blocks rows_of_tile(BackwardParams const& p, typename C::MaskPolicy const& mask, WorkTile const& at) {
+  if constexpr (C::SEGMENTS) {  // of which no parts are made
+    RowSpan const found = p.row_spans[int64_t(at.batch) * p.key_blocks + at.block];
     return {found.begin, found.end};
   }
-  return mask.blocks(key_block * C::BLOCK_N);
+  Blocks const all = mask.blocks(at.block * C::BLOCK_N);
+  if (p.parts == 1) return all;
+  int const count = all.end - all.begin;
+  return {all.begin + count * at.part / p.parts, all.begin + count * (at.part + 1) / p.parts};
 }
 
 // Applies them to weights, where a block of rows and keys is of more than one id.

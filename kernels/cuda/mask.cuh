@@ -43,10 +43,13 @@ using MaskingTag = std::integral_constant<Masking, MASKING>;
 // length are not even loaded.
 //
 // MaskKind::kSegments stands here for its band, without packed sequences.
+// MaskKind::kDropout counts as causal, also without a mask: its keys have no pad, because the random numbers go by
+// blocks that begin at multiples of 16 keys.
 template <MaskKind KIND, int BLOCK_N, int ROWS>
 struct Mask {
   static constexpr bool PACKED = KIND == MaskKind::kBand, BAND = PACKED || KIND == MaskKind::kSegments;
-  static constexpr bool CAUSAL = KIND == MaskKind::kCausal, ALL = !CAUSAL && !BAND;
+  static constexpr bool DROPOUT = KIND == MaskKind::kDropout, CAUSAL = KIND == MaskKind::kCausal || DROPOUT,
+                        ALL = !CAUSAL && !BAND;
   static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
     return rows_between(PACKED ? p.cu_q : nullptr, batch, p.M);
   }
@@ -57,9 +60,10 @@ struct Mask {
   // Keys are counted with the pad in front of them: N is the end of the last block, and row i is beside key i + shift.
   int N, shift;
   int pad = 0;
-  int left = 0, right = 0, rows = 0;  // of a band; the rows from `rows` on see nothing
+  int left = 0, right = 0, rows = 0;  // of a band; the rows from `rows` on see nothing. With dropout `right`, too
 
   CUTE_DEVICE Mask(FlashParams const& p, int batch) : N(p.N), shift(p.shift) {
+    if constexpr (DROPOUT) right = p.right;
     if constexpr (ALL) {
       int const seen = p.k_lengths ? cute::max(0, cute::min(p.N, p.k_lengths[batch])) : p.N;
       N = cute::max(1, (seen + BLOCK_N - 1) / BLOCK_N) * BLOCK_N;
@@ -79,9 +83,7 @@ struct Mask {
 
   // The first key that a row sees, and the key after the last one.
   CUTE_DEVICE int first_key(int row) const { return BAND ? cute::max(pad, row + shift - left) : pad; }
-  CUTE_DEVICE int end_key(int row) const {
-    return CAUSAL || BAND ? cute::min(N, row + shift + (BAND ? right : 0) + 1) : N;
-  }
+  CUTE_DEVICE int end_key(int row) const { return CAUSAL || BAND ? cute::min(N, row + shift + right + 1) : N; }
 
   CUTE_DEVICE bool sees_any(int row) const {
     return !(CAUSAL || BAND) || (end_key(row) > first_key(row) && (!BAND || row < rows));

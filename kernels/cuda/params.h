@@ -42,6 +42,11 @@ struct FlashParams {
   // cu[b + 1] - 1, which are at most M queries and N keys. The log-sum-exp is (H, query_rows).
   const int32_t *cu_q = nullptr, *cu_k = nullptr;
   int query_rows = 0, key_rows = 0;  // in memory of one head
+
+  // Of instances of MaskKind::kDropout, which also read `right`: 0 or without a limit.
+  const int64_t* rng = nullptr;  // the key and the offset of Philox
+  uint32_t dropped = 0;          // a weight whose random number of 16 bits, times 2^16, is less is dropped
+  float kept = 1.f;              // the factor of the others
 };
 
 // Ids, one per position. The row of a batch entry begins `batch` numbers after the row before; `batch` is 0 where all
@@ -90,10 +95,11 @@ struct BackwardParams : FlashParams {
   const float* grad_lse = nullptr;  // as lse; null where no gradient arrives there
   // (B, H, padded_rows): lse * log2(e), or +inf where a row sees no key; and the sum of grad_out * out, less grad_lse.
   // Above head size 64 they are what accumulators begin with instead: base2 / -scale_log2, or -FLT_MAX; and -delta.
+  // With dropout delta keeps its sign, and is divided by `kept`.
   float *base2 = nullptr, *delta = nullptr;
   float* grad_q_acc = nullptr;  // (B, H, row_blocks, BLOCK_M * D): sums in the order of a WGMMA's registers
   // (B, Hkv, key_blocks, kBackwardKeys * D or Dv), likewise, with the instance's head sizes; null where one work tile
-  // has all heads that share its keys (tile_heads == group)
+  // has all rows of all heads that share its keys (tile_heads == group, parts == 1)
   float *grad_k_acc = nullptr, *grad_v_acc = nullptr;
   float* delta_rows = nullptr;  // delta as lse lies; null where nobody asks for it
   // Where gradients are to have the same bits each time: (B, H, row_blocks), the block of keys whose turn it is to add
@@ -111,12 +117,14 @@ struct BackwardParams : FlashParams {
   int row_blocks = 0, key_blocks = 0;
   int group = 1;           // heads of queries that share one of keys
   int tile_heads = 1;      // so many of them are in one work tile, one after the other
+  int parts = 1;           // so many work tiles share the rows of these
   float scale_log2 = 1.f;  // scale * log2(e)
 };
 
 enum class Element { kBFloat16, kFloat16 };
 
-enum class MaskKind { kNone, kCausal, kBand, kSegments };
+// kDropout: every key or a causal mask, with dropout.
+enum class MaskKind { kNone, kCausal, kBand, kSegments, kDropout };
 
 struct Instance {
   Element element;
@@ -147,7 +155,8 @@ struct BackwardInstance {
 
 // Whether rows further down see more keys.
 inline bool grows(MaskKind mask, const FlashParams& p) {
-  return mask == MaskKind::kCausal || (mask == MaskKind::kBand && p.left == kUnlimited && p.right < kUnlimited);
+  if (mask == MaskKind::kBand || mask == MaskKind::kDropout) return p.left == kUnlimited && p.right < kUnlimited;
+  return mask == MaskKind::kCausal;
 }
 
 // Blocks of BLOCK_M queries of one head.

@@ -8,10 +8,10 @@
 
 namespace sdpa_cuda {
 
-// A block of BLOCK_M queries of one head of one batch entry. In the backward a block of BLOCK_N keys, and the first of
-// the heads of queries that it visits.
+// A block of BLOCK_M queries of one head of one batch entry. In the backward a block of BLOCK_N keys, the first of the
+// heads of queries that it visits, and which part of their rows.
 struct WorkTile {
-  int block, head, batch, kv_head;
+  int block, head, batch, kv_head, part = 0;
 };
 
 // The index after `index`, where `grid` indices are begun at once. The thread block that draws the last index sets the
@@ -78,7 +78,7 @@ struct KeyScheduler {
   int blocks, tiles, section, last, grid;
   int tile_heads;
   bool in_order;
-  cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group;
+  cutlass::FastDivmod by_section, by_width, by_last_width, by_head, by_group, by_parts;
 
   // Each work tile is of so many thread blocks.
   KeyScheduler(BackwardParams const& p, int BLOCK_N, int cluster = 1)
@@ -86,13 +86,14 @@ struct KeyScheduler {
         tile_heads(p.tile_heads),
         in_order(p.semaphores),
         by_head(p.H / p.tile_heads),
-        by_group(p.group) {
+        by_group(p.group),
+        by_parts(p.parts) {
     int const heads = p.B * (p.H / p.tile_heads);
-    tiles = blocks * heads;
+    tiles = blocks * p.parts * heads;
     grid = std::min(tiles, p.sm_count / cluster);
     section = p.section;
     last = (heads - 1) / section * section;
-    by_section = section * blocks, by_width = section, by_last_width = heads - last;
+    by_section = section * blocks * p.parts, by_width = section, by_last_width = heads - last;
   }
 
   CUTE_DEVICE int first(int index, int32_t* counter) const { return in_order ? atomicAdd(counter, 1) : index; }
@@ -101,13 +102,14 @@ struct KeyScheduler {
   }
 
   CUTE_DEVICE WorkTile work_tile(int index) const {
-    int part, inside, block, entry, batch, head;
-    by_section(part, inside, index);
-    int const first = part * section;
-    (first == last ? by_last_width : by_width)(block, entry, inside);
+    int sections, inside, place, entry, batch, head, block, part;
+    by_section(sections, inside, index);
+    int const first = sections * section;
+    (first == last ? by_last_width : by_width)(place, entry, inside);
     by_head(batch, head, first + entry);
+    by_parts(block, part, place);
     if (in_order) block = blocks - 1 - block;
-    return {block, head * tile_heads, batch, by_group.div(head * tile_heads)};
+    return {block, head * tile_heads, batch, by_group.div(head * tile_heads), part};
   }
 };
 

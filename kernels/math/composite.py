@@ -32,7 +32,7 @@ class Terms(NamedTuple):
     out: Tensor  # [B, H, M, Dv]
     lse: Tensor  # [B, H, M]
     probabilities: Tensor  # [B, H, M, N], before dropout
-    keep: Tensor | None  # [B, H, M, N], dropout's factor: 0 or 1 / (1 - p)
+    keep: Tensor | None  # [B, H, M, N], dropout's factor: 0 or philox.kept_factor(p)
     slope: Tensor | None  # [B, H, M, N], derivative of softcap
     dead: Tensor | None  # [B, H, M, 1], whether a row sees no key; None where all do
     q: Tensor
@@ -85,7 +85,8 @@ def ordinary_terms(inputs: AttentionInputs) -> Terms:
     probabilities, lse = softmax(scores, None if inputs.sinks is None else inputs.sinks.to(wide))
     keep = None
     if inputs.rng is not None:
-        keep = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(scores.shape)).to(wide) / (1 - inputs.dropout_p)
+        kept = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(scores.shape))
+        keep = kept.to(wide) * philox.kept_factor(inputs.dropout_p)
     weights = probabilities if keep is None else probabilities * keep
     out = per_group(weights, v)
     if v_bad is not None:

@@ -26,7 +26,7 @@ class WeightTerms(NamedTuple):
     """What the weights and their gradients share."""
 
     probabilities: Tensor  # [B, H, M, N], before dropout
-    keep: Tensor | None  # [B, H, M, N], dropout's factor: 0 or 1 / (1 - p)
+    keep: Tensor | None  # [B, H, M, N], dropout's factor: 0 or philox.kept_factor(p)
     slope: Tensor | None  # [B, H, M, N], derivative of softcap
     q: Tensor
     k: Tensor
@@ -109,7 +109,7 @@ def weight_terms(inputs: AttentionInputs, lse: Tensor, streams: Tensor | None = 
     keep = None
     if inputs.rng is not None:
         kept = philox.keep_mask(inputs.rng, inputs.dropout_p, tuple(probabilities.shape), streams)
-        keep = kept.to(lse.dtype) / (1 - inputs.dropout_p)
+        keep = kept.to(lse.dtype) * philox.kept_factor(inputs.dropout_p)
     return WeightTerms(probabilities, keep, slope, q, k)
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from sdpa import philox
 from sdpa.kernels.metal.source import FLOATS, INTEGERS, Config, Tiles, flags_read
 from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem
 
 VECTOR = 4  # elements that are loaded together, where all rows begin at multiples of so many
 FAR = 1 << 30  # a reach from which on a window has no side: positions and reaches are 32 bits wide
-# A word below this is one of 2^32: dropout compares with a share of them.
-WORDS = 1 << 32
 
 Strides = tuple[int, int, int]
 Named = Mapping[str, Tensor | None]
@@ -83,7 +81,7 @@ def integers_of(inputs: AttentionInputs, problem: AttentionProblem, **others: in
         "N": p.N,
         "LEFT": min(inputs.left, FAR),
         "RIGHT": min(inputs.right, FAR),
-        "DROPOUT": math.floor(inputs.dropout_p * WORDS),
+        "DROPOUT": philox.threshold(inputs.dropout_p),
         "SPLITS": 1,
         "ROWS": inputs.q.shape[2],
         "PAGE_SIZE": inputs.k.shape[2],
@@ -107,8 +105,7 @@ def integers_of(inputs: AttentionInputs, problem: AttentionProblem, **others: in
 
 
 def floats_of(inputs: AttentionInputs) -> list[float]:
-    p = inputs.dropout_p
-    given = {"SCALE": inputs.scale, "SOFTCAP": inputs.softcap, "KEPT": 1 / (1 - p) if p < 1 else 0.0}
+    given = {"SCALE": inputs.scale, "SOFTCAP": inputs.softcap, "KEPT": philox.kept_factor(inputs.dropout_p)}
     return [given[name] for name in FLOATS]
 
 

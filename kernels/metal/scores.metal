@@ -34,9 +34,9 @@ inline float exponential(float x) { return exp2(x * kLog2E); }
 constant constexpr uint kMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
 constant constexpr uint kIncrements[2] = {0x9E3779B9u, 0xBB67AE85u};
 
-// Philox4x32-10 (Salmon et al., SC 2011), with the counter and the key of sdpa/philox.py.
+// Philox4x32-7 (Salmon et al., SC 2011).
 inline uint4 philox(uint4 counter, uint2 key) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint high0 = mulhi(kMultipliers[0], counter.x), low0 = kMultipliers[0] * counter.x;
     const uint high1 = mulhi(kMultipliers[1], counter.z), low1 = kMultipliers[1] * counter.z;
     counter = uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
@@ -45,13 +45,16 @@ inline uint4 philox(uint4 counter, uint2 key) {
   return counter;
 }
 
-// The factor of the weight of `query` for `key`: 0, or 1 / (1 - p).
+// The factor of the weight of `query` for `key`: 0, or that of kept weights. The counter, and which half of which word
+// is the pair's number, are those of sdpa/philox.py.
 inline float kept(thread const Call& call, thread const Entry& e, int head, int query, int key) {
   const ulong seed = as_type<ulong>(call.rng[0]);
   const uint stream = uint(e.batch) * uint(call.n[I_H]) + uint(head);
-  const uint4 words = philox(uint4(uint(key) / 4, uint(query), stream, uint(as_type<ulong>(call.rng[1]))),
-                             uint2(uint(seed), uint(seed >> 32)));
-  return words[key % 4] >= uint(call.n[I_DROPOUT]) ? call.x[X_KEPT] : 0.0f;
+  const uint i = uint(query), j = uint(key);
+  const uint4 counter = uint4(j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, stream, uint(as_type<ulong>(call.rng[1])));
+  const uint4 words = philox(counter, uint2(uint(seed), uint(seed >> 32)));
+  const uint number = words[i / 8 % 2 * 2 + j / 8 % 2] >> (j % 2 * 16) & 0xFFFFu;
+  return number >= uint(call.n[I_DROPOUT]) ? call.x[X_KEPT] : 0.0f;
 }
 
 // What a row's probabilities are computed from again: exp(score - base) * inverse.

@@ -49,7 +49,7 @@ INTEGERS = {
     "N": 1,
     "LEFT": 1,
     "RIGHT": 1,
-    "DROPOUT": 1,  # weights whose random word is below it are dropped
+    "DROPOUT": 1,  # weights whose random number is below it are dropped
     "FIRST": 3,  # threadgroup of this dispatch among those of the whole call, by x, y and z
     "SPLITS": 1,
     "ROWS": 1,  # in memory, of a head

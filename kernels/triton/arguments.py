@@ -8,7 +8,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sdpa import packing
+from sdpa import packing, philox
 from sdpa.alignment import BULK_BYTES, has_bulk_strides
 from sdpa.kernels.triton.block_ranges import BlockRanges, Ids, find_block_ranges
 from sdpa.kernels.triton.float16_parts import P_EXPONENT
@@ -39,6 +39,8 @@ DESCRIPTOR_ALIGNMENT = BULK_BYTES
 MIN_BLOCK = 16  # the smallest side of a tensor core's product
 # Share of the L2 cache that the keys and values of one section of heads may fill.
 L2_SHARE = 0.4
+# Batch entries and heads that share a bias, from which on a copy of it is small beside what reads it.
+MIN_SHARED = 16
 
 # Loops over blocks, for which block ranges pay.
 RANGED = (LoopOver.KEYS, LoopOver.QUERIES)
@@ -50,10 +52,11 @@ FIRST_LATER = AttentionInputs._fields.index("rng")
 DENSE_FIELDS = ("q_segments", "k_segments", "alibi", "sinks")
 
 
-def readable(inputs: AttentionInputs) -> AttentionInputs:
-    """`inputs` with contiguous copies of the small tensors that kernels cannot read as they lie in memory.
+def readable(inputs: AttentionInputs, problem: AttentionProblem | None = None) -> AttentionInputs:
+    """`inputs` with copies of the small tensors that kernels cannot read as they lie in memory, or only slowly.
 
-    Two fields that hold the same tensor share a copy. What needs no copy is the same tensor as before.
+    With `problem` these are those of a kernel whose loops use TMA. Two fields that hold the same tensor share a copy.
+    What needs no copy is the same tensor as before.
     """
     copies: dict[str, Tensor] = {}
     for name in DENSE_FIELDS:
@@ -61,7 +64,24 @@ def readable(inputs: AttentionInputs) -> AttentionInputs:
         if tensor is not None and tensor.stride(-1) != 1 and not tensor.is_contiguous():
             same = next((other for other in copies if getattr(inputs, other) is tensor), None)
             copies[name] = tensor.contiguous() if same is None else copies[same]
+    if problem is not None and inputs.bias is not None and is_worth_a_copy(inputs.bias, inputs, problem):
+        copies["bias"] = in_whole_rows(inputs.bias)
     return inputs._replace(**copies) if copies else inputs
+
+
+def is_worth_a_copy(bias: Tensor, inputs: AttentionInputs, problem: AttentionProblem) -> bool:
+    """Whether TMA could follow a bias if its rows began at multiples of 16 bytes, and many batch entries or heads share
+    it: a bias of windows of 49 positions. Without TMA each number is a load of its own."""
+    shared = problem.B * problem.H // max(1, bias.shape[0] * bias.shape[1])
+    whole = bias.shape[2:] == (inputs.q.shape[2], inputs.k.shape[2])
+    return shared >= MIN_SHARED and whole and target_of(problem.device).has_tma and not is_full(bias, inputs)
+
+
+def in_whole_rows(bias: Tensor) -> Tensor:
+    """A copy whose rows are apart by a multiple of 16 bytes."""
+    *outer, N = bias.shape
+    step = DESCRIPTOR_ALIGNMENT // bias.element_size()
+    return bias.new_empty((*outer, -(-N // step) * step))[..., :N].copy_(bias)
 
 
 def kernel_args(
@@ -367,4 +387,4 @@ def dense_of(mask: Tensor, described: bool) -> DenseStrides:
 def dropout_of(inputs: AttentionInputs) -> Dropout | None:
     if inputs.rng is None:
         return None
-    return Dropout(inputs.rng, int(inputs.dropout_p * 2**32), 1.0 / (1.0 - inputs.dropout_p))
+    return Dropout(inputs.rng, philox.threshold(inputs.dropout_p), philox.kept_factor(inputs.dropout_p))

@@ -31,6 +31,7 @@ from sdpa.kernels.triton.mask import (
     visited_keys,
     visited_queries,
 )
+from sdpa.kernels.triton.one_tile import is_one_tile, one_tile_launch
 from sdpa.kernels.triton.primitives import (
     LOG2E,
     Operands,
@@ -288,7 +289,7 @@ class Backward(NamedTuple):
 
     grads: Gradients
     launches: list[Launch]
-    delta: Tensor  # (B, H, M)
+    delta: Tensor | None  # (B, H, M); None where a single pass found it for itself
     bias_parts: Tensor | None  # (parts, *bias.shape), whose sum is the gradient of the bias
 
 
@@ -308,9 +309,10 @@ def backward_pass(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Pass:
     given = with_memory(tensors_of(inputs, results, upstream))
-    tensors = readable(inputs), readable_rows(results), readable_rows(upstream)
+    tensors = readable(inputs, problem), readable_rows(results), readable_rows(upstream)
     grads, launches, delta, bias_parts = backward_launches(*tensors, problem, tile)
-    made = (*grads[:3], delta, *range_tables(launches), *(() if bias_parts is None else (bias_parts,)))
+    scratch = (delta, *range_tables(launches), bias_parts)
+    made = (*grads[:3], *(t for t in scratch if t is not None))
     finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)
     return Pass(launches, given, tensors_of(*tensors), made, finish, gradient_fills(inputs))
 
@@ -347,9 +349,12 @@ def backward_launches(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Backward:
     """The launches of a backward. `inputs`, `results` and `upstream` are readable."""
+    grads = empty_gradients(inputs)
+    if is_one_tile(problem):
+        bias_parts, launch = one_tile_launch(inputs, problem, results.lse, upstream, grads)
+        return Backward(grads, [launch], None, bias_parts)
     delta, first = delta_launch(results.out, upstream.out, upstream.lse)
     row = BackwardRows(upstream.out, results.lse, delta)
-    grads = empty_gradients(inputs)
     launches = [
         first,
         *dkdv_launches(inputs, problem, tile, row, grads),

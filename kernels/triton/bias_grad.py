@@ -17,14 +17,15 @@ from torch import Tensor
 from sdpa.kernels.triton.arguments import block_size, kernel_args
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import Launch
-from sdpa.kernels.triton.mask import TileCoords, score_mod, seqlen_info, visible
+from sdpa.kernels.triton.mask import TileCoords, cap_slope, capped, load_dense, score_mod, seqlen_info, visible
 from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, load_rows, probabilities
 from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 PROGRAMS_PER_CORE = 2
-# Small heads leave registers for a wider tile than the other passes have, so less is read again.
-WIDE, WIDE_SIZE = Tile(64, 128, 4, 2), 64
+# The tile of small heads, and how small; stages of loads, tried in this order (docs/log/dropout-and-windows.md).
+SMALL, SMALL_SIZE = Tile(64, 64, 4, 2), 64
+STAGES = (3, 2, 1)
 
 
 class Reduction(NamedTuple):
@@ -40,17 +41,32 @@ class Reduction(NamedTuple):
     sum_columns: int
     parts: int
 
+    @property
+    def tiles(self) -> int:
+        return self.batch * self.heads * self.row_blocks * self.column_blocks
+
+
+class Differentiated(NamedTuple):
+    """One tile of scores, with what it was made of and what gradients are made of."""
+
+    q: tl.tensor  # [BLOCK_M, BLOCK_D]
+    k: tl.tensor  # [BLOCK_N, BLOCK_D]
+    grad_out: tl.tensor  # [BLOCK_M, BLOCK_DV]
+    weights: tl.tensor  # [BLOCK_M, BLOCK_N], after dropout
+    ds: tl.tensor  # [BLOCK_M, BLOCK_N]: the gradient of the scores after softcap
+    slope: tl.tensor  # softcap's derivative, or 1
+
 
 @triton.jit
-def bias_tile(given, seqlen, row, column, scale, CONFIG: tl.constexpr):
-    """dS [BLOCK_M, BLOCK_N] of one tile of scores of the Operands `given`."""
+def differentiate(given, held, seqlen, row, column, scale, CONFIG: tl.constexpr):
+    """The Differentiated tile of scores of the Operands `given` at `row` and `column`; `held` as in `score_mod`."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
     MASKED: tl.constexpr = CONFIG.LEADING or CONFIG.TRAILING or not CONFIG.FULL
     strides, sizes, mask, dropout = given.strides, given.sizes, given.mask, given.dropout
     batch, head = seqlen.batch, seqlen.head
-    at = RowRange(batch, head, row, sizes.M)
+    at = RowRange(batch, head, row, seqlen.q_length)
     q_tile = load_rows(given.q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
     g_tile = load_rows(given.grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
     at = RowRange(batch, seqlen.kv_head, column, seqlen.k_length)
@@ -62,18 +78,32 @@ def bias_tile(given, seqlen, row, column, scale, CONFIG: tl.constexpr):
     coords = TileCoords(row, column, offsets[:, None], column + tl.arange(0, BLOCK_N)[None, :])
     origin = tl.cast(batch * sizes.H + head, tl.int64) * sizes.rows
     row_lse = load_lse(given.lse + origin, offsets, offsets < sizes.M)
-    row_delta = tl.load(given.delta + origin + offsets, mask=offsets < sizes.M, other=0.0)
-    s = score_mod(s, given.bias, mask, seqlen, coords, scale, CONFIG)
-    p = probabilities(s, 1.0, row_lse[:, None], True)
+    slope = 1.0
+    if mask.softcap is not None:
+        slope = cap_slope(capped(s, mask, scale), mask)
+    if CONFIG.SCORE_MOD:
+        s = score_mod(s, given.bias, mask, seqlen, coords, scale, CONFIG, held)
+    p = probabilities(s, scale, row_lse[:, None], CONFIG.SCORE_MOD)
     if MASKED:
         p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
+    weights = p
     if dropout is not None:
         keep = dropout_keep(dropout, batch * sizes.H + head, coords.rows, column, BLOCK_M, BLOCK_N)
+        weights = tl.where(keep, p * dropout.inverse_keep, 0.0)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
+    if given.delta is not None:
+        row_delta = tl.load(given.delta + origin + offsets, mask=offsets < sizes.M, other=0.0)
+    else:
+        shares = p * dp
+        if MASKED:
+            shares = tl.where(p == 0.0, 0.0, shares)
+        row_delta = tl.sum(shares, 1)
+        if given.grad_lse is not None:
+            row_delta -= tl.load(given.grad_lse + origin + offsets, mask=offsets < sizes.M, other=0.0)
     ds = p * (dp - row_delta[:, None])
     if MASKED:
         ds = tl.where(p == 0.0, 0.0, ds)
-    return ds
+    return Differentiated(q_tile, k_tile, g_tile, weights, ds, slope)
 
 
 @triton.jit
@@ -91,19 +121,48 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
     bias_head, bias_batch = tile % r.heads, tile // r.heads
     count = r.sum_batch * r.sum_heads * r.sum_rows * r.sum_columns
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    each, more = count // r.parts, count % r.parts  # not part * count: it may pass 2^31
-    first = part * each + tl.minimum(part, more)
-    for step in range(first, first + each + tl.where(part < more, 1, 0)):
+    held = None
+    if CONFIG.BIAS.ROWS and CONFIG.BIAS.COLUMNS and not CONFIG.LENGTHS:
+        held = load_bias(given, bias_batch, bias_head, row_block * BLOCK_M, column_block * BLOCK_N, CONFIG)
+    first, end = share(count, part, r.parts)
+    for step in range(first, end):
         inner_column, rest = step % r.sum_columns, step // r.sum_columns
         inner_row, rest = rest % r.sum_rows, rest // r.sum_rows
         head, batch = bias_head + rest % r.sum_heads, bias_batch + rest // r.sum_heads
         seqlen = seqlen_info(mask, sizes, batch, head, head // sizes.G)
         row, column = (row_block + inner_row) * BLOCK_M, (column_block + inner_column) * BLOCK_N
-        total += bias_tile(given, seqlen, row, column, scale, CONFIG)
-    rows, columns = row_block * BLOCK_M + tl.arange(0, BLOCK_M), column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        total += differentiate(given, held, seqlen, row, column, scale, CONFIG).ds
+    at = part, bias_batch, bias_head, row_block * BLOCK_M, column_block * BLOCK_N
+    store_part(parts, total, at, r, bias_shape)
+
+
+@triton.jit
+def load_bias(given, batch, head, row, column, CONFIG: tl.constexpr):
+    """A tile of a bias that many batch entries or heads share. An entry's own length would cut it."""
+    seqlen = seqlen_info(given.mask, given.sizes, batch, head, head // given.sizes.G)
+    rows, columns = row + tl.arange(0, CONFIG.BLOCK_M)[:, None], column + tl.arange(0, CONFIG.BLOCK_N)[None, :]
+    coords = TileCoords(row, column, rows, columns)
+    return load_dense(given.bias, given.mask.bias, seqlen, coords, CONFIG.BIAS.ROWS, CONFIG.BIAS.COLUMNS,
+                      CONFIG.BIAS.TMA, CONFIG)  # fmt: skip
+
+
+@triton.jit
+def share(count, part, parts):
+    """(first, end) of one of `parts` that count to `count` together. Not part * count: it may pass 2^31."""
+    each, more = count // parts, count % parts
+    first = part * each + tl.minimum(part, more)
+    return first, first + each + tl.where(part < more, 1, 0)
+
+
+@triton.jit
+def store_part(parts, total, at, reduction, bias_shape):
+    """Write a sum [BLOCK_M, BLOCK_N] to parts[part, batch, head], from a row and a column on, or its own sum along what
+    the bias has one of. These five are `at`."""
+    part, batch, head, row, column = at
+    rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     M, N = bias_shape
     dtype = parts.dtype.element_ty
-    origin = parts + tl.cast((part * r.batch + bias_batch) * r.heads + bias_head, tl.int64) * M * N
+    origin = parts + tl.cast((part * reduction.batch + batch) * reduction.heads + head, tl.int64) * M * N
     if M == 1 and N == 1:
         tl.store(origin, tl.sum(tl.sum(total, 1), 0).to(dtype))
     elif M == 1:
@@ -127,8 +186,7 @@ def bias_grad_launch(
     mask = given.mask._replace(key_ranges=None)  # no block ranges are found for this kernel, which skips no tile
     args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, mask)
     args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.config)
-    tiles = reduction.batch * reduction.heads * reduction.row_blocks * reduction.column_blocks
-    return parts, Launch(bias_grad_kernel, (reduction.parts * tiles,), args, tile)
+    return parts, Launch(bias_grad_kernel, (reduction.parts * reduction.tiles,), args, tile)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,16 +195,26 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
-    """The tile of this kernel in a backward with `tile`: a wide one where it fits and the bias repeats nowhere."""
+    """The tile of this kernel in a backward with `tile`: its own one where it fits and the bias repeats nowhere."""
+    width = block_size(problem.D) + block_size(problem.Dv)
+    small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE
+    return staged(SMALL, problem) or tile if problem.full_bias and small else tile
+
+
+def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
+    """The tile with as many stages of loads, of those in STAGES, as fit into shared memory."""
     size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
-    streams = (WIDE.BLOCK_M + WIDE.BLOCK_N) * width * size + WIDE.BLOCK_M * WIDE.BLOCK_N * problem.bias_dtype.itemsize
-    fits = WIDE.num_stages * streams <= target_of(problem.device).shared_memory
-    small = size < torch.float32.itemsize and width <= 2 * WIDE_SIZE
-    return WIDE if problem.full_bias and small and fits else tile
+    bias = problem.bias_dtype.itemsize if problem.bias_dtype else 0
+    streams = (tile.BLOCK_M + tile.BLOCK_N) * width * size + tile.BLOCK_M * tile.BLOCK_N * bias
+    fitting = (stages for stages in STAGES if stages * streams <= target_of(problem.device).shared_memory)
+    stages = next(fitting, None)
+    return None if stages is None else tile._replace(num_stages=stages)
 
 
-def reduction_of(shape: torch.Size, problem: AttentionProblem, tile: Tile) -> Reduction:
-    """A bias dimension of size 1 is summed over."""
+def reduction_of(
+    shape: tuple[int, ...], problem: AttentionProblem, tile: Tile, programs: int = PROGRAMS_PER_CORE
+) -> Reduction:
+    """A bias dimension of size 1 is summed over. Parts are as many as leave that many programs per core."""
     B, H, M, N = shape
     row_blocks, column_blocks = -(-problem.M // tile.BLOCK_M), -(-problem.N // tile.BLOCK_N)
     rows = (1, row_blocks) if M == 1 else (row_blocks, 1)
@@ -154,5 +222,5 @@ def reduction_of(shape: torch.Size, problem: AttentionProblem, tile: Tile) -> Re
     sums = (problem.B // B, problem.H // H, rows[1], columns[1])
     own = (B, H, rows[0], columns[0])
     tiles, count = own[0] * own[1] * own[2] * own[3], sums[0] * sums[1] * sums[2] * sums[3]
-    wanted = -(-PROGRAMS_PER_CORE * target_of(problem.device).cores // tiles)
+    wanted = -(-programs * target_of(problem.device).cores // tiles)
     return Reduction(*own, *sums, parts=max(1, min(wanted, count)))

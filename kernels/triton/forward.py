@@ -247,7 +247,7 @@ def recompute_flags(given: KernelArgs, device: torch.device) -> Tensor:
 
 
 def forward_pass(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Pass:
-    given, read = with_memory(read_of(inputs)), readable(inputs)
+    given, read = with_memory(read_of(inputs)), readable(inputs, problem)
     results, launches = forward_launches(read, problem, tile)
     recompute = launches[-1].args[RECOMPUTE]
     scratch = (*range_tables(launches), *(() if recompute is None else (recompute,)))

@@ -113,7 +113,7 @@ class MaskArgs(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Dropout by Philox. A pair is kept where its random word is at least the threshold."""
+    """Dropout by Philox. A pair is kept where its random number of 16 bits is at least the threshold."""
 
     rng: Tensor  # (2,) int64: key and offset
     threshold: int

@@ -233,15 +233,18 @@ def cap_slope(s, mask):
 
 
 @triton.jit
-def score_mod(s, bias, mask, seqlen, coords, scale, CONFIG: tl.constexpr):
-    """The modified scores: softcap(scale * s) + bias - ALiBi's penalty."""
+def score_mod(s, bias, mask, seqlen, coords, scale, CONFIG: tl.constexpr, held=None):
+    """The modified scores: softcap(scale * s) + bias - ALiBi's penalty. `held` is the tile of the bias, where it was
+    loaded before."""
     s = capped(s, mask, scale)
     if mask.alibi is not None:
         slope = tl.load(mask.alibi.pointer + seqlen.batch * mask.alibi.batch + seqlen.head)
         s = s - slope * tl.abs(coords.rows + seqlen.shift - coords.columns).to(tl.float32)
     if mask.bias is not None:
-        tile = load_dense(
-            bias, mask.bias, seqlen, coords, CONFIG.BIAS.ROWS, CONFIG.BIAS.COLUMNS, CONFIG.BIAS.TMA, CONFIG
-        )
+        tile = held
+        if held is None:
+            tile = load_dense(
+                bias, mask.bias, seqlen, coords, CONFIG.BIAS.ROWS, CONFIG.BIAS.COLUMNS, CONFIG.BIAS.TMA, CONFIG
+            )
         s = s + tile.to(tl.float32)
     return s

@@ -9,7 +9,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-PHILOX_WORDS = tl.constexpr(4)
+PHILOX_ROUNDS = tl.constexpr(7)
+NUMBER_BITS = tl.constexpr(16)  # of the random number of a pair of query and key
 WORD_BITS = tl.constexpr(32)
 # Below this the exponential form of tanh cancels, and its series to the ninth order is exact in float32.
 SMALL_TANH = tl.constexpr(0.25)
@@ -42,7 +43,8 @@ class Operands(NamedTuple):
     q: tl.tensor | None = None  # from here on only in a backward or for weights
     grad_out: tl.tensor | None = None
     lse: tl.tensor | None = None
-    delta: tl.tensor | None = None
+    delta: tl.tensor | None = None  # None: of a tile with all keys, out of its weights and dP
+    grad_lse: tl.tensor | None = None  # where delta is None and a gradient arrives there
 
 
 class RowRange(NamedTuple):
@@ -234,14 +236,24 @@ def tanh(x):
 def dropout_keep(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_M, BLOCK_N] bool of queries rows [BLOCK_M, 1] and keys from `column` on: True where a pair is kept.
 
-    It is Philox4x32-10 (Salmon et al., 2011) with the counter layout of sdpa/philox.py: each call serves four
-    neighbouring keys. `stream` is that of the head, or a column of them where a tile packs several heads.
+    It is Philox4x32-7 (Salmon et al., 2011) with the map of sdpa/philox.py, for which `column` is a multiple of 16.
+    Rows may be any, so each call serves keys j, j + 1, j + 8 and j + 9 of one row. `stream` is that of the head, or a
+    column of them where a tile packs several heads.
     """
+    tl.static_assert(BLOCK_N % 16 == 0)
     key = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
-    groups = column // PHILOX_WORDS + tl.arange(0, BLOCK_N // PHILOX_WORDS)[None, :]
-    zero = (rows * 0 + groups * 0).to(tl.uint32)
-    counter = (zero + groups.to(tl.uint32), zero + rows.to(tl.uint32), zero + stream.to(tl.uint32), zero + offset)
-    w0, w1, w2, w3 = tl.philox_impl(*counter, key.to(tl.uint32), (key >> WORD_BITS).to(tl.uint32))
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
-    return words.to(tl.uint32, bitcast=True).to(tl.int64) >= dropout.threshold
+    groups = column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    rows = rows.to(tl.uint32)
+    row_groups = rows // 16 * 8 + rows % 8
+    zero = rows * 0 + groups.to(tl.uint32) * 0
+    counter = (zero + groups.to(tl.uint32), zero + row_groups, zero + stream.to(tl.uint32), zero + offset)
+    w0, w1, w2, w3 = tl.philox_impl(*counter, key.to(tl.uint32), (key >> WORD_BITS).to(tl.uint32), PHILOX_ROUNDS)
+    upper = rows // 8 % 2 == 1
+    near = tl.where(upper, w2, w0).to(tl.uint32, bitcast=True)  # of keys j % 16 < 8
+    far = tl.where(upper, w3, w1).to(tl.uint32, bitcast=True)
+    least = tl.cast(dropout.threshold, tl.uint32) << NUMBER_BITS
+    even = tl.join(near << NUMBER_BITS >= least, far << NUMBER_BITS >= least)
+    kept = tl.join(even, tl.join(near >= least, far >= least))  # [BLOCK_M, BLOCK_N / 4, far, odd]
+    kept = kept.reshape(BLOCK_M, BLOCK_N // 16, 4, 2, 2).permute(0, 1, 3, 2, 4)
+    return kept.reshape(BLOCK_M, BLOCK_N)

@@ -119,7 +119,8 @@ def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None
     steps = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
     if None in steps or len(tensors) > MAX_TENSORS:
         return None
-    copied = [n for n, (given, read) in enumerate(zip(work.given, work.read, strict=True)) if given is not read]
+    pairs = enumerate(zip(work.given, work.read, strict=True))
+    copied = [(number, read.stride()) for number, (given, read) in pairs if given is not read]
     recording = Recording(
         given=len(work.given),
         device=index,
@@ -131,7 +132,7 @@ def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None
         low=LOW_ADDRESS,
         check_memory=with_memory,
         unseen=tuple(hooks),
-        copy=partial(contiguous_at, numbers=copied) if copied else None,
+        copy=partial(with_copies, copied=copied) if copied else None,
         fills=work.fills,
         unaligned=tuple(alignments(addresses)) if any(alignments(addresses)) else None,
         # A forward is asked for by strides; a backward comes with what its forward, others and saving made of them.
@@ -143,12 +144,14 @@ def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None
     return found
 
 
-def contiguous_at(given: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-    """The tensors given, with contiguous copies of those that `numbers` names."""
+def with_copies(given: Sequence[Tensor], copied: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
+    """The tensors given, with copies of those that `copied` numbers, in these strides."""
     read = list(given)
-    with_memory([read[number] for number in numbers])
-    for number in numbers:
-        read[number] = read[number].contiguous()
+    with_memory([read[number] for number, _ in copied])
+    for number, strides in copied:
+        given_so = read[number]
+        own = torch.empty_strided(given_so.shape, strides, dtype=given_so.dtype, device=given_so.device)
+        read[number] = own.copy_(given_so)
     return read
 
 

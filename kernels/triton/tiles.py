@@ -84,7 +84,7 @@ TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table
 SIZES = (64, 128, 256, 512)
 
 
-RANDOM_BYTES = 4  # of dropout per score, which change their layout through shared memory
+RANDOM_BYTES = 1  # of dropout per score, as bits change their layout through shared memory
 # Bytes of dK and dV of a block of keys in float32 beyond which each has a launch: more than half a core's registers.
 ACCUMULATOR_BYTES = 128 << 10
 

@@ -15,7 +15,7 @@ from sdpa import Mask
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.metal import flash, launch, source
-from sdpa.philox import WORD, philox
+from sdpa.philox import HALF, NUMBERS, WORD, philox
 from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.reference import attention as reference
 from sdpa.testing import (
@@ -163,7 +163,7 @@ def drawn_probability() -> AttentionInputs:
     assert inputs.rng is not None
     (key, counter), zero = inputs.rng.unbind(), torch.zeros((), dtype=torch.int64)
     words = torch.stack(philox((zero, zero, zero, counter & WORD), (key & WORD, key >> 32 & WORD)))
-    return inputs._replace(dropout_p=int(words.median()) / 2**32)
+    return inputs._replace(dropout_p=int((words & HALF).median()) / NUMBERS)
 
 
 def behind_lengths(*bias: int, **options) -> Callable[[], list[Comparison]]:

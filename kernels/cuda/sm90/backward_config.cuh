@@ -26,13 +26,15 @@ struct BackwardConfig {
   // Whether grad_q is staged beside the WGMMA of grad_k, and accumulators of scores and dP begin with -lse / scale and
   // -delta. Up to head size 64 either is slower.
   static constexpr bool WIDE = D > 64;
+  // Of dP that is dropped -delta is left, so that with dropout it is subtracted later.
+  static constexpr bool DROPOUT = MASK == MaskKind::kDropout, BEGINS_DP = WIDE && !DROPOUT;
   static constexpr bool DS_EMPTY = DS_STAGES < 4;  // whether a barrier says when a stage of dS has been read
   static constexpr bool SEGMENTS = MASK == MaskKind::kSegments, BAND = SEGMENTS || MASK == MaskKind::kBand;
   static constexpr bool SPLIT_D =
       BLOCK_M == kRows;  // a consumer's half of grad_q is one of the columns, or of the rows
   static constexpr int DQ_COLUMNS = SPLIT_D ? D / 2 : D;
   // Columns of k that consumers have in registers. More of them, or a band's numbers beside them, would spill.
-  static constexpr int HELD = D <= 64 && !BAND ? D / 2 : 0;
+  static constexpr int HELD = D <= 64 && !BAND && !DROPOUT ? D / 2 : 0;
   using MaskPolicy = KeyMask<MASK, BLOCK_M, BLOCK_N>;
   static constexpr int THREADS = kThreads * (CONSUMERS + 1);
   static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // 24 + 2 x 240 = 3 x 168
@@ -88,6 +90,7 @@ struct WorkTileOfKeys {
 // q was released, so there are twice as many of these.
 struct RowsOfStep {
   int m, block, flags;
+  int stream;  // of dropout: the head among all
 };
 constexpr int kRowsEnd = 1 << 8;
 

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kRowThreads)
     float const base2 = lse * float(M_LOG2E);
     p.base2[place] =
         C::WIDE ? (lse == -INFINITY ? -FLT_MAX : -base2 / p.scale_log2) : (lse == -INFINITY ? INFINITY : base2);
-    p.delta[place] = C::WIDE ? -delta : delta;
+    p.delta[place] = C::BEGINS_DP ? -delta : C::DROPOUT ? delta / p.kept : delta;
     if (p.delta_rows && row < rows.count) p.delta_rows[given] = delta;
   }
   if (p.semaphores && row % C::BLOCK_M == 0 && lane == 0)
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kRowThreads)
   E* const target = static_cast<E*>(p.grad_q.data) + rows.batch * p.grad_q.batch + head * p.grad_q.head +
                     int64_t(rows.first) * p.grad_q.row + column;
   write_sums<C::DQ_COLUMNS>(p.grad_q_acc + (int64_t(first_block_of<C>(p, batch, head)) + block) * C::BLOCK_M * C::D,
-                            p.scale, target, p.grad_q.row, row, rows.count, p.D - column);
+                            p.scale * p.kept, target, p.grad_q.row, row, rows.count, p.D - column);
 }
 
 // After: the gradients of k and v, where they were summed.
@@ -158,9 +158,9 @@ __global__ void __launch_bounds__(kRowThreads)
   auto const head_of = [&](View const& t) {
     return static_cast<E*>(t.data) + keys.batch * t.batch + head * t.head + int64_t(keys.first) * t.row;
   };
-  write_sums<C::D>(p.grad_k_acc + place * C::BLOCK_N * C::D, p.scale, head_of(p.grad_k), p.grad_k.row, row, keys.count,
-                   p.D);
-  write_sums<C::DV>(p.grad_v_acc + place * C::BLOCK_N * C::DV, 1.f, head_of(p.grad_v), p.grad_v.row, row, keys.count,
+  write_sums<C::D>(p.grad_k_acc + place * C::BLOCK_N * C::D, p.scale * p.kept, head_of(p.grad_k), p.grad_k.row, row,
+                   keys.count, p.D);
+  write_sums<C::DV>(p.grad_v_acc + place * C::BLOCK_N * C::DV, p.kept, head_of(p.grad_v), p.grad_v.row, row, keys.count,
                     p.Dv);
 }
 

@@ -1,5 +1,6 @@
 // From scores to weights, and from dP to dS, in the registers of a consumer of the backward, and dS to shared memory.
 #pragma once
+#include "../dropout.cuh"
 #include "parts.cuh"
 
 namespace sdpa_cuda {
@@ -20,9 +21,9 @@ CUTE_DEVICE void begin_with(Acc& acc, float const* numbers) {
 }
 
 // What is yet to be subtracted of a thread's rows 2 j and 2 j + 1.
-template <class C>
+template <bool BEGINS>
 CUTE_DEVICE float2 remaining(float const* numbers, int j) {
-  return C::WIDE ? make_float2(0.f, 0.f) : *reinterpret_cast<float2 const*>(numbers + 8 * j);
+  return BEGINS ? make_float2(0.f, 0.f) : *reinterpret_cast<float2 const*>(numbers + 8 * j);
 }
 
 // Caps scores. Those that began with a number are less that number while they are capped.
@@ -70,7 +71,7 @@ template <class C, class Scores>
 CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, BackwardParams const& p) {
 #pragma unroll
   for (int j = 0; j < size<1>(scores) / 2; ++j) {
-    float2 const base = remaining<C>(base2, j);
+    float2 const base = remaining<C::WIDE>(base2, j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scores(i, 2 * j) = exp2f(scores(i, 2 * j) * p.scale_log2 - base.x);
@@ -79,12 +80,35 @@ CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, BackwardParams
   }
 }
 
+// What dropout drops of a step's block of rows and of the 64 keys from key0 on.
+template <class C, class Step>
+CUTE_DEVICE Dropped find_dropped(BackwardParams const& p, Step const& step, int key0, int thread) {
+  if constexpr (C::DROPOUT)
+    return find_dropped<C::BLOCK_M>(Philox(p.rng), p, step.stream, step.m * C::BLOCK_M, key0, thread);
+  else
+    return {};
+}
+
+// Sets numbers of a thread that are dropped to 0, [2 keys, rows].
+template <class C, class Numbers>
+CUTE_DEVICE void drop(Numbers& numbers, Dropped const& dropped) {
+  if constexpr (!C::DROPOUT) return;
+#pragma unroll
+  for (int j = 0; j < size<1>(numbers); ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (dropped(i, j)) numbers(i, j) = 0.f;
+    }
+  }
+}
+
 // dP becomes dS.
 template <class C, class Scores, class Weights>
-CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* delta) {
+CUTE_DEVICE void differentiate(Scores& dp, Weights const& weights, float const* delta, Dropped const& dropped = {}) {
+  drop<C>(dp, dropped);
 #pragma unroll
   for (int j = 0; j < size<1>(dp) / 2; ++j) {
-    float2 const d = remaining<C>(delta, j);
+    float2 const d = remaining<C::BEGINS_DP>(delta, j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       dp(i, 2 * j) = weights(i, 2 * j) * (dp(i, 2 * j) - d.x);

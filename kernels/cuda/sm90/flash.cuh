@@ -25,6 +25,7 @@
 //
 // Two mbarriers guard each stage of a pipeline. "full": TMA has written the stage. "empty": all consumers have read it.
 #pragma once
+#include "../dropout.cuh"
 #include "../mask.cuh"
 #include "../params.h"
 #include "../scheduler.cuh"
@@ -53,7 +54,8 @@ struct Config {
   static constexpr Tile TILE = tile_of<D, DV, MASK, CONSUMERS>();
   static constexpr int BLOCK_N = TILE.BLOCK_N, STAGES = TILE.stages;
   static constexpr bool MASKED = MASK != MaskKind::kNone, SEGMENTS = MASK == MaskKind::kSegments;
-  static constexpr bool PACKED = MASK == MaskKind::kBand, BAND = PACKED || SEGMENTS;
+  static constexpr bool PACKED = MASK == MaskKind::kBand, BAND = PACKED || SEGMENTS,
+                        DROPOUT = MASK == MaskKind::kDropout;
   using MaskPolicy = std::conditional_t<SEGMENTS, SegmentMask<BLOCK_N, kRows>, Mask<MASK, BLOCK_N, kRows>>;
   using Params = std::conditional_t<SEGMENTS, SegmentParams, FlashParams>;
   static constexpr int THREADS = kThreads * (CONSUMERS + 1);
@@ -298,6 +300,10 @@ CUTE_DEVICE void consume(typename C::Params const& p, SharedStorage<C>& s, TileS
     Blocks const loaded = mask.blocks(at.block * C::BLOCK_M, cute::min(p.M, (at.block + 1) * C::BLOCK_M));
     Blocks const own = mask.blocks_of_consumer(loaded, row0, p.M);
     int n = loaded.end - 1;
+    auto const drop_weights = [&, stream = at.batch * p.H + at.head] {
+      if constexpr (C::DROPOUT)
+        drop(score_rows, Philox(p.rng, std::true_type{}), p, stream, row0, mask.key_of(n), thread);
+    };
     Softmax softmax(p.scale * float(M_LOG2E));
     if (C::PACKED && p.sinks) softmax.add_sink(p.sinks[at.head] / p.scale, thread % 4 == 0);
     clear(acc);
@@ -336,6 +342,7 @@ CUTE_DEVICE void consume(typename C::Params const& p, SharedStorage<C>& s, TileS
       if (C::BAND && p.softcap > 0.f) cap(scores, p);
       if (masking.value != Masking::kNone) mask.template apply<masking.value>(score_rows, coords, row0, mask.key_of(n));
       softmax.update(score_rows);
+      drop_weights();
       fence_softmax(softmax.row_sum[0] + softmax.row_sum[1]);
       warpgroup_wait<0>();  // PV is done
       warpgroup_fence_operand(acc);
@@ -356,6 +363,7 @@ CUTE_DEVICE void consume(typename C::Params const& p, SharedStorage<C>& s, TileS
     if (C::MASKED ? n >= mask.unmasked_end(row0) || n < mask.unmasked_begin(row0) : mask.pad > 0)
       mask.template apply<Masking::kBoth>(score_rows, coords, row0, mask.key_of(n));
     softmax.update(score_rows);
+    drop_weights();
     convert(scores, weights);
     --n;
     // The main loop: blocks to mask on both sides, then blocks without a mask, then blocks to mask on the left.
@@ -396,6 +404,7 @@ CUTE_DEVICE void consume(typename C::Params const& p, SharedStorage<C>& s, TileS
         total = softmax.finish(i, inverse[i]);
       if (thread % 4 == 0 && row + 8 * i < own_rows.count) lse[row + 8 * i] = total;
     }
+    if (C::DROPOUT) inverse[0] *= p.kept, inverse[1] *= p.kept;
     Softmax::multiply(acc_rows, inverse);
     typename C::MaskPolicy const mask_again(p, w.batch);
 #pragma unroll

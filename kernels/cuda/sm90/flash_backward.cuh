@@ -23,12 +23,14 @@
 // beside that of scores, which reads both, either waits for the other one. Up to head size 64 the order is V K Q S P,
 // which is faster there (docs/log/hopper-backward.md).
 //
-// Where heads that share keys have work tiles of their own, the epilogue adds grad_k and grad_v to float32 sums
-// likewise.
+// Where several work tiles have the same keys, for heads that share these or for parts of the rows, the epilogue adds
+// grad_k and grad_v to float32 sums likewise.
 //
 // (1) Shared memory answers late while WGMMAs read from it. So above head size 64 the accumulators of scores and dP
 // begin with -base2 / scale and -delta, which are read a while before the WGMMAs are issued. Up to head size 64 that is
-// slower. There, without a band, half of k stays in registers, which spares shared memory a part of the reads.
+// slower. There, without a band, half of k stays in registers, which spares shared memory a part of the reads. With
+// dropout only the scores begin so, no part of k stays in registers, and weights are dropped before they become
+// operands, as dP is before delta is subtracted.
 //
 // grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
 // a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
@@ -103,7 +105,7 @@ struct BackwardProducer {
       Rows const queries = C::MaskPolicy::queries(p, w.batch), keys = C::MaskPolicy::keys(p, w.batch);
       if (C::BAND && w.block * C::BLOCK_N >= keys.count) continue;
       typename C::MaskPolicy const mask(p, w.batch);
-      Blocks const rows = rows_of_tile<C>(p, mask, w.batch, w.block);
+      Blocks const rows = rows_of_tile<C>(p, mask, w);
       int const count = rows.end - rows.begin, start = mask.start(rows, w.block, p.semaphores);
       auto const after_row = [&](int m) { return m + 1 == rows.end ? rows.begin : m + 1; };
       auto const from = make_coord(queries.first, _0{}, _0{});
@@ -127,6 +129,7 @@ struct BackwardProducer {
         int const block = first_block_of<C>(p, w.batch, head) + m;
         auto volatile& rows = *const_cast<RowsOfStep volatile*>(&s.steps[q_state.count % (2 * C::STAGES)]);
         rows.m = m, rows.block = block, rows.flags = flags_of(mask, m, w.block);
+        if (C::DROPOUT) rows.stream = w.batch * p.H + head;
         load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i), p.base2 + int64_t(block) * C::BLOCK_M, s.base2[i],
              s.q_full[i]);
         q_state.advance();
@@ -166,13 +169,17 @@ struct BackwardProducer {
 
 // The gradients of a consumer's keys and values, from registers to memory.
 template <class C, class GradK, class GradV>
-CUTE_DEVICE void store_gradients(BackwardParams const& p, WorkTile const& at, GradK& grad_k, GradV const& grad_v,
+CUTE_DEVICE void store_gradients(BackwardParams const& p, WorkTile const& at, GradK& grad_k, GradV& grad_v,
                                  int consumer, int thread) {
   using E = typename C::E;
   Rows const keys = C::MaskPolicy::keys(p, at.batch);
   int const key = at.block * C::BLOCK_N + consumer * kRows + thread / 32 * 16 + thread % 32 / 4;  // of a WGMMA's layout
 #pragma unroll
-  for (int i = 0; i < size(grad_k); ++i) grad_k(i) *= p.scale;
+  for (int i = 0; i < size(grad_k); ++i) grad_k(i) *= C::DROPOUT ? p.scale * p.kept : p.scale;
+  if (C::DROPOUT) {
+#pragma unroll
+    for (int i = 0; i < size(grad_v); ++i) grad_v(i) *= p.kept;
+  }
   Tensor rounded_k = make_tensor<E>(grad_k.layout());
   Tensor rounded_v = make_tensor<E>(grad_v.layout());
   convert(grad_k, rounded_k);
@@ -205,7 +212,7 @@ CUTE_DEVICE void add_gradients(BackwardParams const& p, WorkTile const& at, Acc 
 
 // The epilogue of a work tile.
 template <class C, class GradK, class GradV>
-CUTE_DEVICE void finish_tile(BackwardParams const& p, WorkTile const& at, GradK& grad_k, GradV const& grad_v,
+CUTE_DEVICE void finish_tile(BackwardParams const& p, WorkTile const& at, GradK& grad_k, GradV& grad_v,
                              BackwardStorage<C>& s, float* staged, int consumer) {
   if (p.grad_k_acc)
     add_gradients<C>(p, at, grad_k, grad_v, s, staged);
@@ -240,6 +247,16 @@ CUTE_DEVICE void hand_over(BackwardStorage<C>& s, uint32_t step, int target, int
   if (threadIdx.x == kThreads)
     *const_cast<int volatile*>(&s.target) = target, *const_cast<int volatile*>(&s.key0) = key0;
   if (threadIdx.x % 32 == 0) Empty::arrive(&s.grad_q_full);
+}
+
+// The weights that a step drops. They depend on no data and are found beside WGMMAs, which they do not wait for.
+template <class C>
+CUTE_DEVICE Dropped next_dropped(BackwardParams const& p, BackwardStorage<C>& s, uint32_t step, int consumer,
+                                 int thread) {
+  if (!C::DROPOUT) return {};
+  Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
+  int const key0 = *const_cast<int const volatile*>(&s.tile.key0);
+  return find_dropped<C>(p, s.rows_of(step), key0 + consumer * kRows, thread);
 }
 
 // A fragment that a consumer's loop does not change. Where registers are full, they have no room for its descriptors.
@@ -304,12 +321,12 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   int const pair = thread % 4 * 2;  // the first of this thread's rows of queries among eight
   auto const volatile& work = *const_cast<WorkTileOfKeys const volatile*>(&s.tile);
   uint32_t step = C::FIRST_STEP;
+  Dropped dropped;  // of the weights that are computed next
   for (;; step ^= kOddTile) {
     Full::wait(&s.k_full, step / kOddTile);
     if (__shfl_sync(0xffffffff, work.index, 0) == kNoTile) break;
     int target = -1;  // the block of rows whose grad_q is added next; the first one is nobody's
-    clear(grad_k);
-    clear(grad_v);
+    clear(grad_k), clear(grad_v);
     bool const keys_end = C::BAND && (p.cu_k || p.k_lengths);
     auto const clear_rows_behind = [&](uint32_t step, auto const& rows) {
       if (C::BAND && s.rows_of(step).flags & kRowsEnd)
@@ -323,7 +340,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     };
     auto begin_dp = [&](uint32_t step) {
       Full::wait(&s.do_full[step % C::STAGES], step / C::STAGES & 1);
-      if constexpr (C::WIDE) begin_with(dp_rows, s.delta[step % C::STAGES] + pair);
+      if constexpr (C::BEGINS_DP) begin_with(dp_rows, s.delta[step % C::STAGES] + pair);
       clear_rows_behind(step, sDO);
     };
     auto issue_scores = [&](uint32_t step) {
@@ -331,8 +348,8 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       issue_wgmma<!C::WIDE, C::HELD / 16>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores, mma_held, k_held);
     };
     auto issue_dp = [&](uint32_t step) {
-      if constexpr (!C::WIDE) forget(dp);
-      issue_wgmma<!C::WIDE>(mma_dp, in_loop<C>(v), grad_out(_, _, _, step % C::STAGES), dp);
+      if constexpr (!C::BEGINS_DP) forget(dp);
+      issue_wgmma<!C::BEGINS_DP>(mma_dp, in_loop<C>(v), grad_out(_, _, _, step % C::STAGES), dp);
     };
     // From scores and dP to weights, and to dS in registers and in shared memory.
     auto make_ds = [&]() __attribute__((always_inline)) {
@@ -351,8 +368,9 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       part_segments<C>(score_rows, coords, s.ids, counted % C::STAGES, opaque(threadIdx.x) / kThreads - 1);
       warpgroup_wait<0>();  // dP is done
       warpgroup_fence_operand(dp);
-      differentiate<C>(dp_rows, score_rows, s.delta[step % C::STAGES] + pair);
+      differentiate<C>(dp_rows, score_rows, s.delta[step % C::STAGES] + pair, dropped);
       if (C::BAND && p.softcap > 0.f) uncap<C>(dp_rows, score_rows, base2, p);
+      drop<C>(score_rows, dropped);
       // Weights first, because ds has registers that scores had.
       if (C::WIDE) convert(scores, weights);
       convert(dp, ds);
@@ -387,6 +405,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       if constexpr (C::WIDE) begin_grad_q(step - 1);
       issue_wgmma<false>(mma_dk, ds, q_t(_, _, _, step % C::STAGES), grad_k);
       if constexpr (!C::WIDE) begin_grad_q(step - 1);
+      if constexpr (more.value) dropped = next_dropped(p, s, step + 1, consumer, thread);
       warpgroup_wait<1>();  // all but the last one are done
       warpgroup_fence_operand(grad_v);
       if (signals) Empty::arrive(&s.do_empty[step % C::STAGES]);
@@ -402,13 +421,12 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     if (step != work.end_step) {
       if (C::BAND) clear_behind<C::BLOCK_N>(sK(_, _, _0{}), work.N - work.key0, keys_end);
       if constexpr (C::HELD > 0) read_operand(mma_held, held_columns, k_held, thread);
-      begin_scores(step);
-      issue_scores(step);
+      begin_scores(step), issue_scores(step);
       Full::wait(&s.v_full, step / kOddTile);
       if (C::BAND) clear_behind<C::BLOCK_N>(sV(_, _, _0{}), work.N - work.key0, keys_end);
       if (C::WIDE) warpgroup_wait<0>();  // else ptxas waits here and warns
-      begin_dp(step);
-      issue_dp(step);
+      begin_dp(step), issue_dp(step);
+      dropped = next_dropped(p, s, step, consumer, thread);
       make_ds();
 #pragma unroll 1
       while (step + 1 != work.end_step) {

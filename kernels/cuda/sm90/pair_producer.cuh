@@ -228,7 +228,7 @@ struct PairProducer {
       };
       {
         typename C::MaskPolicy const mask(p, w.batch);
-        Blocks const rows = rows_of_tile<C>(p, mask, w.batch, w.block);
+        Blocks const rows = rows_of_tile<C>(p, mask, w);
         m = C::SEGMENTS ? rows.begin : mask.start(rows, w.block);  // beside ids it would spill
         end = q_state.count + p.tile_heads * (rows.end - rows.begin);
         publish(s.drawn, {index, (w.block * kPair + int(rank())) * kRows, rows.begin, rows.end, m,

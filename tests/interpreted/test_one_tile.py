@@ -1,0 +1,68 @@
+"""Backwards whose scores are one tile, and a bias whose rows TMA cannot follow."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sdpa.inputs import Options, build_inputs
+from sdpa.kernels.triton import tiles
+from sdpa.kernels.triton.arguments import in_whole_rows
+from sdpa.kernels.triton.backward import backward_launches
+from sdpa.problem import Results
+from sdpa.testing import Case, make_inputs, problem_of
+
+SIZES = {"B": 3, "H": 2, "Hkv": 2, "dtype": torch.float16}
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bias", "bias_low", "padding", "lengths", "alibi"])
+def test_one_tile(mask, judge, target):
+    for M, N in ((49, 49), (17, 64), (64, 9)):
+        case = Case(**SIZES, M=M, N=N, D=24, Dv=32, mask=mask)
+        judge(make_inputs(case), target=target, bias_grad=mask.startswith("bias"))
+
+
+@pytest.mark.parametrize("more", [{"dropout_p": 0.3}, {"softcap": 5.0}, {"mask": "bias", "dropout_p": 0.3}], ids=str)
+def test_one_tile_beside_the_mask(more, judge, target):
+    inputs = make_inputs(Case(**SIZES, **{"M": 33, "N": 49, "D": 32, "Dv": 32, **more}))
+    judge(inputs, target=target, bias_grad="mask" in more)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_what_lies_behind_lengths_is_not_seen(softcap, run_family, target):
+    """NaN there makes nothing else NaN, and gradients there are 0."""
+    lengths = torch.tensor([50, 21, 3], dtype=torch.int32), torch.tensor([17, 40, 33], dtype=torch.int32)
+    case = Case(**SIZES, M=40, N=50, D=24, Dv=24)
+    inputs = make_inputs(case)._replace(k_lengths=lengths[0], q_lengths=lengths[1], softcap=softcap)
+    beyond = [
+        (torch.arange(length) >= own[:, None]).view(3, 1, length, 1)
+        for length, own in zip((50, 40), lengths, strict=True)
+    ]
+    clean = run_family(inputs, target=target)
+    keys = {name: getattr(inputs, name).masked_fill(beyond[0], torch.nan) for name in "kv"}
+    got = run_family(inputs._replace(q=inputs.q.masked_fill(beyond[1], torch.nan), **keys), target=target)
+    for a, b in zip((*clean.results, *clean.grads[:3]), (*got.results, *got.grads[:3]), strict=True):
+        assert torch.equal(a, b)
+    assert not got.grads.q.masked_select(beyond[1]).any() and not got.grads.k.masked_select(beyond[0]).any()
+
+
+def test_which_backwards_are_one_pass():
+    for sizes, one in (({}, True), ({"N": 65}, False), ({"D": 72, "Dv": 72}, False), ({"Hkv": 1}, False)):
+        case = Case(**{**SIZES, "M": 49, "N": 49, "D": 32, "Dv": 32, **sizes})
+        inputs = make_inputs(case)
+        problem = problem_of(inputs, "backward")
+        out = inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
+        results = Results(out, torch.empty(out.shape[:3]))
+        launches = backward_launches(inputs, results, Results(out, None), problem, tiles.tiles(problem)[0]).launches
+        names = [launch.kernel.fn.__name__ for launch in launches]
+        assert names == (["one_tile_kernel"] if one else ["delta_kernel", "dkdv_kernel", "dq_kernel"])
+
+
+def test_rows_of_a_copied_bias():
+    for shape, dtype in itertools.product(((1, 2, 49, 49), (1, 1, 3, 8)), (torch.bfloat16, torch.float32)):
+        bias = torch.randn(shape).to(dtype)
+        copy = in_whole_rows(bias)
+        assert torch.equal(copy, bias) and copy.stride(2) * copy.element_size() % 16 == 0 and copy.data_ptr() % 16 == 0
+    assert build_inputs(*(torch.zeros(1, 2, 3, 8) for _ in range(3)), Options()).bias is None
