@@ -188,6 +188,15 @@ def test_windows_share_a_bias(N, D):
     right(check_inputs("triton_efficient", inputs, torch.randn_like(inputs.q), True), case)
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "lengths", "segments", "allowed", "bias", "alibi"])
+@pytest.mark.parametrize("sizes", [(105, 105, 64, 1), (72, 72, 64, 4), (300, 77, 96, 1), (61, 61, 256, 2)], ids=str)
+def test_one_block_of_keys(sizes, mask):
+    """Backwards of several blocks of queries and of a group's heads, and dense masks whose rows are copied."""
+    M, N, D, G = sizes
+    case = Case(B=3, H=2 * G, Hkv=2, M=M, N=N, D=D, Dv=D, mask=mask, dtype=BFLOAT16, device="cuda")
+    right(check_kernel("triton_efficient", case), case)
+
+
 def test_packed_sequences():
     cu = torch.tensor([0, 100, 100, 612, 1500], dtype=torch.int32, device="cuda")
     draw = Draw(real(), 7)

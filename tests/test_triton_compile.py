@@ -112,7 +112,7 @@ EVERYWHERE = {
     "segments": (lambda: make_inputs(sized(64, mask="segments", dtype=torch.float16)), {*BOTH, "block_ranges_kernel"}),
     "windows": (
         lambda: make_inputs(sized(32, N=49, mask="bias")),
-        {"forward_kernel", "one_tile_kernel"},
+        {"forward_kernel", "one_block_kernel"},
     ),
 }
 

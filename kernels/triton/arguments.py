@@ -39,8 +39,8 @@ DESCRIPTOR_ALIGNMENT = BULK_BYTES
 MIN_BLOCK = 16  # the smallest side of a tensor core's product
 # Share of the L2 cache that the keys and values of one section of heads may fill.
 L2_SHARE = 0.4
-# Batch entries and heads that share a bias, from which on a copy of it is small beside what reads it.
-MIN_SHARED = 16
+# Batch entries and heads that share a dense mask, from which on a copy of it is small beside what reads it.
+MIN_SHARED = 2
 
 # Loops over blocks, for which block ranges pay.
 RANGED = (LoopOver.KEYS, LoopOver.QUERIES)
@@ -64,24 +64,26 @@ def readable(inputs: AttentionInputs, problem: AttentionProblem | None = None) -
         if tensor is not None and tensor.stride(-1) != 1 and not tensor.is_contiguous():
             same = next((other for other in copies if getattr(inputs, other) is tensor), None)
             copies[name] = tensor.contiguous() if same is None else copies[same]
-    if problem is not None and inputs.bias is not None and is_worth_a_copy(inputs.bias, inputs, problem):
-        copies["bias"] = in_whole_rows(inputs.bias)
+    for name in ("bias", "allowed") if problem is not None else ():
+        dense = getattr(inputs, name)
+        if dense is not None and is_worth_a_copy(dense, inputs, problem):
+            copies[name] = in_whole_rows(dense)
     return inputs._replace(**copies) if copies else inputs
 
 
-def is_worth_a_copy(bias: Tensor, inputs: AttentionInputs, problem: AttentionProblem) -> bool:
-    """Whether TMA could follow a bias if its rows began at multiples of 16 bytes, and many batch entries or heads share
-    it: a bias of windows of 49 positions. Without TMA each number is a load of its own."""
-    shared = problem.B * problem.H // max(1, bias.shape[0] * bias.shape[1])
-    whole = bias.shape[2:] == (inputs.q.shape[2], inputs.k.shape[2])
-    return shared >= MIN_SHARED and whole and target_of(problem.device).has_tma and not is_full(bias, inputs)
+def is_worth_a_copy(dense: Tensor, inputs: AttentionInputs, problem: AttentionProblem) -> bool:
+    """Whether TMA could follow a dense mask if its rows began at multiples of 16 bytes, and batch entries or heads
+    share it. Without TMA each number is a load of its own, and moves between threads."""
+    shared = problem.B * problem.H // max(1, dense.shape[0] * dense.shape[1])
+    whole = dense.shape[2:] == (inputs.q.shape[2], inputs.k.shape[2])
+    return shared >= MIN_SHARED and whole and target_of(problem.device).has_tma and not is_full(dense, inputs)
 
 
-def in_whole_rows(bias: Tensor) -> Tensor:
+def in_whole_rows(dense: Tensor) -> Tensor:
     """A copy whose rows are apart by a multiple of 16 bytes."""
-    *outer, N = bias.shape
-    step = DESCRIPTOR_ALIGNMENT // bias.element_size()
-    return bias.new_empty((*outer, -(-N // step) * step))[..., :N].copy_(bias)
+    *outer, N = dense.shape
+    step = DESCRIPTOR_ALIGNMENT // dense.element_size()
+    return dense.new_empty((*outer, -(-N // step) * step))[..., :N].copy_(dense)
 
 
 def kernel_args(

@@ -31,7 +31,7 @@ from sdpa.kernels.triton.mask import (
     visited_keys,
     visited_queries,
 )
-from sdpa.kernels.triton.one_tile import is_one_tile, one_tile_launch
+from sdpa.kernels.triton.one_block import one_block_launch, one_block_tile
 from sdpa.kernels.triton.primitives import (
     LOG2E,
     Operands,
@@ -350,8 +350,9 @@ def backward_launches(
 ) -> Backward:
     """The launches of a backward. `inputs`, `results` and `upstream` are readable."""
     grads = empty_gradients(inputs)
-    if is_one_tile(problem):
-        bias_parts, launch = one_tile_launch(inputs, problem, results.lse, upstream, grads)
+    own_tile = one_block_tile(problem)
+    if own_tile is not None:
+        bias_parts, launch = one_block_launch(inputs, problem, own_tile, results.lse, upstream, grads)
         return Backward(grads, [launch], None, bias_parts)
     delta, first = delta_launch(results.out, upstream.out, upstream.lse)
     row = BackwardRows(upstream.out, results.lse, delta)

@@ -50,7 +50,6 @@ class Differentiated(NamedTuple):
     """One tile of scores, with what it was made of and what gradients are made of."""
 
     q: tl.tensor  # [BLOCK_M, BLOCK_D]
-    k: tl.tensor  # [BLOCK_N, BLOCK_D]
     grad_out: tl.tensor  # [BLOCK_M, BLOCK_DV]
     weights: tl.tensor  # [BLOCK_M, BLOCK_N], after dropout
     ds: tl.tensor  # [BLOCK_M, BLOCK_N]: the gradient of the scores after softcap
@@ -58,8 +57,20 @@ class Differentiated(NamedTuple):
 
 
 @triton.jit
-def differentiate(given, held, seqlen, row, column, scale, CONFIG: tl.constexpr):
-    """The Differentiated tile of scores of the Operands `given` at `row` and `column`; `held` as in `score_mod`."""
+def load_key_block(given, seqlen, column, CONFIG: tl.constexpr):
+    """(keys [BLOCK_N, BLOCK_D], values [BLOCK_N, BLOCK_DV]) from `column` on."""
+    CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
+    at = RowRange(seqlen.batch, seqlen.kv_head, column, seqlen.k_length)
+    strides = given.strides
+    keys = load_rows(given.k, strides.k, at, CONFIG.D, CONFIG.BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+    values = load_rows(given.v, strides.v, at, CONFIG.DV, CONFIG.BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    return keys, values
+
+
+@triton.jit
+def differentiate(given, block, held, seqlen, row, column, scale, CONFIG: tl.constexpr):
+    """The Differentiated tile of scores of the Operands `given` at `row` and `column`, where `block` is the
+    `load_key_block`; `held` as in `score_mod`."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
@@ -69,9 +80,7 @@ def differentiate(given, held, seqlen, row, column, scale, CONFIG: tl.constexpr)
     at = RowRange(batch, head, row, seqlen.q_length)
     q_tile = load_rows(given.q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
     g_tile = load_rows(given.grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
-    at = RowRange(batch, seqlen.kv_head, column, seqlen.k_length)
-    k_tile = load_rows(given.k, strides.k, at, CONFIG.D, BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
-    v_tile = load_rows(given.v, strides.v, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    k_tile, v_tile = block
     s = tl.dot(q_tile, k_tile.T, input_precision=CONFIG.PRECISION)
     dp = tl.dot(g_tile, v_tile.T, input_precision=CONFIG.PRECISION)
     offsets = row + tl.arange(0, BLOCK_M)
@@ -103,7 +112,7 @@ def differentiate(given, held, seqlen, row, column, scale, CONFIG: tl.constexpr)
     ds = p * (dp - row_delta[:, None])
     if MASKED:
         ds = tl.where(p == 0.0, 0.0, ds)
-    return Differentiated(q_tile, k_tile, g_tile, weights, ds, slope)
+    return Differentiated(q_tile, g_tile, weights, ds, slope)
 
 
 @triton.jit
@@ -131,7 +140,8 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, stride
         head, batch = bias_head + rest % r.sum_heads, bias_batch + rest // r.sum_heads
         seqlen = seqlen_info(mask, sizes, batch, head, head // sizes.G)
         row, column = (row_block + inner_row) * BLOCK_M, (column_block + inner_column) * BLOCK_N
-        total += differentiate(given, held, seqlen, row, column, scale, CONFIG).ds
+        block = load_key_block(given, seqlen, column, CONFIG)
+        total += differentiate(given, block, held, seqlen, row, column, scale, CONFIG).ds
     at = part, bias_batch, bias_head, row_block * BLOCK_M, column_block * BLOCK_N
     store_part(parts, total, at, r, bias_shape)
 

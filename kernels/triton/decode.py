@@ -7,6 +7,8 @@ Dao, Haziza, Massa and Sizov, 2023).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,7 @@ from sdpa.kernels.triton.mask import seqlen_info, visited_keys
 from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, QueryTile, Softmax, finish_softmax
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 __all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
 
@@ -36,12 +38,12 @@ __all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
 TILES = tuple(
     Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (128, 2), (64, 2), (32, 4), (32, 2), (16, 2))
 )
-PROGRAMS_PER_CORE = 2  # as many as the shared memory of a core holds at the default tile
-# The least keys of a part: fewer do not hide the latency of its first loads. And the least with a second program per
-# core, whose parts must be loaded and combined, too.
+# The least keys of a part: fewer do not hide the latency of its first loads.
 MIN_KEYS = 256
-LONG_PART = 1024
 MAX_PARTS = 128
+# What the start of a program and the kernel that combines the parts cost, in keys that a core could read meanwhile, and
+# how much longer a core takes that has one program in all: it waits for its loads.
+START_KEYS, COMBINE_KEYS, ALONE = 368, 288, 1.25
 PARTS = 3  # the place of the parts among the arguments of the kernel that fills them
 COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
 
@@ -164,11 +166,24 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
 
 
 def parts_of(problem: AttentionProblem, tile: Tile) -> int:
-    """The number of KV splits: as many as give every core a program, or several programs where parts stay long."""
+    """The number of KV splits with which the busiest core is done first."""
     programs = max(1, -(-problem.M * problem.G // tile.BLOCK_M) * problem.B * problem.Hkv)
-    cores = target_of(problem.device).cores
-    several = min(PROGRAMS_PER_CORE * cores // programs, problem.N // LONG_PART)
-    return max(1, min(max(cores // programs, several), MAX_PARTS, -(-problem.N // MIN_KEYS)))
+    keys = problem.N
+    if UNLIMITED not in (problem.left, problem.right):
+        keys = min(keys, problem.left + problem.right + problem.M)
+    return split(programs, keys, target_of(problem.device).cores)
+
+
+@lru_cache(maxsize=4096)
+def split(programs: int, keys: int, cores: int) -> int:
+    """Into how many parts `keys` keys of each of `programs` programs are cut."""
+
+    def busiest(parts: int) -> float:
+        own = -(-programs * parts // cores)
+        work = own * (-(-keys // parts) * (ALONE if own == 1 else 1.0) + START_KEYS)
+        return work + (COMBINE_KEYS if parts > 1 else 0)
+
+    return min(range(1, max(1, min(MAX_PARTS, -(-keys // MIN_KEYS))) + 1), key=busiest)
 
 
 def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> tuple[Results, list[Launch]]:

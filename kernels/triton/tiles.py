@@ -82,6 +82,8 @@ TABLES = {
 }
 TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
 SIZES = (64, 128, 256, 512)
+SHORT = 64  # queries and keys up to which most of a tile may be empty
+SMALL_SIDE = 32  # of a tile that is never too large
 
 
 RANDOM_BYTES = 1  # of dropout per score, as bits change their layout through shared memory
@@ -119,11 +121,21 @@ def half(tile: Tile) -> Tile:
 
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The tiles that fit the device, at least the last (smallest) one."""
+    """The tiles that fit the problem and the device, at least the last (smallest) one."""
     listed = TABLES[problem.direction, problem.dtype == torch.float32, float16_parts_of(problem)][size_class(problem)]
+    listed = fewest_empty_rows_first(listed, problem)
     target = target_of(problem.device)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
     return fitting or listed[-1:]
+
+
+def fewest_empty_rows_first(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
+    """Of a short problem first the tiles whose sides are no longer than it is."""
+    longest = max(problem.M, problem.N)
+    if longest > SHORT:
+        return listed
+    most = max(SMALL_SIDE, block_size(longest))
+    return tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
 
 
 def size_class(problem: AttentionProblem) -> int:

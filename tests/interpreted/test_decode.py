@@ -17,13 +17,18 @@ from sdpa.reference import attention as reference
 from sdpa.sequences import Pages, build_paged
 from sdpa.testing import MASKS, Case, Draw, make_inputs, problem_of
 
-KEYS_OF_A_PART = 16  # instead of the 256 that hide latency on a device: many parts of few keys
+# Instead of what hides latency on a device, and of what a program and its parts cost: many parts of few keys.
+FEW_KEYS = {"MIN_KEYS": 16, "START_KEYS": 4, "COMBINE_KEYS": 0}
 SIZES = {"B": 2, "H": 6, "Hkv": 2, "D": 24, "Dv": 24}
 
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch):
-    monkeypatch.setattr(decode, "MIN_KEYS", KEYS_OF_A_PART)
+    for name, keys in FEW_KEYS.items():
+        monkeypatch.setattr(decode, name, keys)
+    decode.split.cache_clear()
+    yield
+    decode.split.cache_clear()
 
 
 def test_parts(targets):
@@ -33,6 +38,17 @@ def test_parts(targets):
     with assume(targets[1]._replace(cores=1 << 20)):
         assert decode.parts_of(problem, Tile(16, 16, 4, 1)) == 5
         assert decode.parts_of(problem._replace(N=1 << 20), Tile(16, 16, 4, 1)) == decode.MAX_PARTS
+
+
+def test_parts_give_every_core_as_much(monkeypatch):
+    """The busiest core, in keys, beside an even share of all; no part has fewer keys than hide latency."""
+    monkeypatch.undo()
+    decode.split.cache_clear()
+    for programs, keys in ((96, 2029), (160, 10671), (4, 49881), (64, 32609), (133, 4096), (8, 32768)):
+        parts = decode.split(programs, keys, 132)
+        assert -(-keys // parts) >= decode.MIN_KEYS
+        assert -(-programs * parts // 132) * -(-keys // parts) <= 1.2 * max(programs * keys / 132, decode.MIN_KEYS)
+    assert decode.split(1000, 4096, 132) == decode.split(1, 256, 132) == 1
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -70,7 +86,7 @@ def test_extras(name, judge_decode):
 def test_bias_that_hides_a_row_or_a_part(number, judge_decode):
     """All keys of the first query, and of the others those of the first two parts."""
     inputs = make_inputs(Case(**SIZES, M=3, N=75), seed=2)
-    hidden = (torch.arange(3).view(-1, 1) == 0) | (torch.arange(75) < 2 * KEYS_OF_A_PART)
+    hidden = (torch.arange(3).view(-1, 1) == 0) | (torch.arange(75) < 2 * FEW_KEYS["MIN_KEYS"])
     judge_decode(inputs._replace(bias=torch.zeros(1, 1, 3, 75).masked_fill(hidden, number)))
 
 
@@ -78,7 +94,7 @@ def test_bias_that_hides_a_row_or_a_part(number, judge_decode):
 def test_one_part(name, judge_decode, targets):
     """A device that one program fills: the first kernel writes the results itself."""
     inputs = make_inputs(Case(**{**SIZES, "M": 3, "N": 75, **EXTRAS[name]}), seed=2)
-    judge_decode(inputs, target=targets[1]._replace(cores=0))
+    judge_decode(inputs, target=targets[1]._replace(cores=1))
 
 
 @pytest.mark.parametrize(

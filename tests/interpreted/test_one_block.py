@@ -1,4 +1,4 @@
-"""Backwards whose scores are one tile, and a bias whose rows TMA cannot follow."""
+"""Backwards whose keys are one block, and a bias whose rows TMA cannot follow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.triton import tiles
 from sdpa.kernels.triton.arguments import in_whole_rows
 from sdpa.kernels.triton.backward import backward_launches
+from sdpa.kernels.triton.target import assume
 from sdpa.problem import Results
 from sdpa.testing import Case, make_inputs, problem_of
 
@@ -18,14 +19,22 @@ SIZES = {"B": 3, "H": 2, "Hkv": 2, "dtype": torch.float16}
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bias", "bias_low", "padding", "lengths", "alibi"])
-def test_one_tile(mask, judge, target):
+def test_one_block(mask, judge, target):
     for M, N in ((49, 49), (17, 64), (64, 9)):
         case = Case(**SIZES, M=M, N=N, D=24, Dv=32, mask=mask)
         judge(make_inputs(case), target=target, bias_grad=mask.startswith("bias"))
 
 
+@pytest.mark.parametrize("mask", ["none", "causal", "bias", "padding", "lengths", "segments", "window", "alibi"])
+def test_several_blocks_of_queries(mask, judge, target):
+    """Of one head, of a group's heads, and of both; keys in one block of 128; sizes that are no multiples."""
+    for M, N, D, heads in ((70, 40, 24, (1, 1)), (40, 49, 72, (4, 2)), (130, 128, 64, (2, 1))):
+        case = Case(B=1, H=heads[0], Hkv=heads[1], dtype=torch.float16, M=M, N=N, D=D, Dv=D, mask=mask)
+        judge(make_inputs(case), target=target)
+
+
 @pytest.mark.parametrize("more", [{"dropout_p": 0.3}, {"softcap": 5.0}, {"mask": "bias", "dropout_p": 0.3}], ids=str)
-def test_one_tile_beside_the_mask(more, judge, target):
+def test_one_block_beside_the_mask(more, judge, target):
     inputs = make_inputs(Case(**SIZES, **{"M": 33, "N": 49, "D": 32, "Dv": 32, **more}))
     judge(inputs, target=target, bias_grad="mask" in more)
 
@@ -48,16 +57,20 @@ def test_what_lies_behind_lengths_is_not_seen(softcap, run_family, target):
     assert not got.grads.q.masked_select(beyond[1]).any() and not got.grads.k.masked_select(beyond[0]).any()
 
 
-def test_which_backwards_are_one_pass():
-    for sizes, one in (({}, True), ({"N": 65}, False), ({"D": 72, "Dv": 72}, False), ({"Hkv": 1}, False)):
+def test_which_backwards_are_one_pass(targets):
+    whole = {}, {"N": 128}, {"D": 72, "Dv": 72}, {"Hkv": 1}, {"M": 512}
+    parted = {"N": 129}, {"D": 136, "Dv": 136, "N": 65}, {"M": 513}, {"dtype": torch.float32}
+    for sizes, one in (*((s, True) for s in whole), *((s, False) for s in parted)):
         case = Case(**{**SIZES, "M": 49, "N": 49, "D": 32, "Dv": 32, **sizes})
         inputs = make_inputs(case)
         problem = problem_of(inputs, "backward")
         out = inputs.q.new_empty(*inputs.q.shape[:3], inputs.v.shape[3])
         results = Results(out, torch.empty(out.shape[:3]))
-        launches = backward_launches(inputs, results, Results(out, None), problem, tiles.tiles(problem)[0]).launches
+        with assume(targets[0]._replace(cores=132)):
+            tile = tiles.tiles(problem)[0]
+            launches = backward_launches(inputs, results, Results(out, None), problem, tile).launches
         names = [launch.kernel.fn.__name__ for launch in launches]
-        assert names == (["one_tile_kernel"] if one else ["delta_kernel", "dkdv_kernel", "dq_kernel"])
+        assert (names == ["one_block_kernel"]) == one and (names[0] == "delta_kernel") != one
 
 
 def test_rows_of_a_copied_bias():
