@@ -132,6 +132,19 @@ def test_every_kernel_compiles_for_every_target(arch, name, pretend):
     assert seen == kernels
 
 
+@pytest.mark.parametrize("sizes", [{"D": 64, "N": 128}, {"D": 96, "N": 100}, {"D": 256, "N": 61}], ids=str)
+def test_backwards_of_one_block_of_keys_compile(sizes, pretend):
+    """Their tiles fit shared memory beside a dense mask and dropout."""
+    target = pretend(TARGETS["90"])
+    for more in ({"mask": "causal"}, {"mask": "allowed", "dropout_p": 0.1}, {"mask": "bias", "Hkv": 1}):
+        inputs = make_inputs(sized(**sizes, **more))
+        with assume(target):
+            problem = problem_of(inputs, "backward")
+            (launch,) = launches_for(inputs, problem, tiles.tiles(problem)[0])
+            checked(launch, target)
+            assert name_of(launch) == "one_block_kernel"
+
+
 @pytest.mark.parametrize("arch", ["90", MI300])
 def test_packed_sequences_compile(arch, pretend):
     target, inputs = pretend(TARGETS[arch]), packed_inputs()

@@ -31,7 +31,7 @@ from sdpa.kernels.triton.mask import (
     visited_keys,
     visited_queries,
 )
-from sdpa.kernels.triton.one_block import one_block_launch, one_block_tile
+from sdpa.kernels.triton.one_block import one_block_launch
 from sdpa.kernels.triton.primitives import (
     LOG2E,
     Operands,
@@ -45,7 +45,7 @@ from sdpa.kernels.triton.primitives import (
     store_rows,
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
-from sdpa.kernels.triton.tiles import Part, passes, queries_tile
+from sdpa.kernels.triton.tiles import Part, one_block_tile, passes, queries_tile
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 from sdpa.sinks import sinks_grad
@@ -350,9 +350,9 @@ def backward_launches(
 ) -> Backward:
     """The launches of a backward. `inputs`, `results` and `upstream` are readable."""
     grads = empty_gradients(inputs)
-    own_tile = one_block_tile(problem)
-    if own_tile is not None:
-        bias_parts, launch = one_block_launch(inputs, problem, own_tile, results.lse, upstream, grads)
+    whole = one_block_tile(problem)
+    if whole is not None:
+        bias_parts, launch = one_block_launch(inputs, problem, whole, results.lse, upstream, grads)
         return Backward(grads, [launch], None, bias_parts)
     delta, first = delta_launch(results.out, upstream.out, upstream.lse)
     row = BackwardRows(upstream.out, results.lse, delta)

@@ -20,12 +20,12 @@ from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import TileCoords, cap_slope, capped, load_dense, score_mod, seqlen_info, visible
 from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, load_rows, probabilities
 from sdpa.kernels.triton.target import target_of
+from sdpa.kernels.triton.tiles import staged
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 PROGRAMS_PER_CORE = 2
-# The tile of small heads, and how small; stages of loads, tried in this order (docs/log/dropout-and-windows.md).
+# The tile of small heads, and how small (docs/log/dropout-and-windows.md).
 SMALL, SMALL_SIZE = Tile(64, 64, 4, 2), 64
-STAGES = (3, 2, 1)
 
 
 class Reduction(NamedTuple):
@@ -209,16 +209,6 @@ def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
     width = block_size(problem.D) + block_size(problem.Dv)
     small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE
     return staged(SMALL, problem) or tile if problem.full_bias and small else tile
-
-
-def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
-    """The tile with as many stages of loads, of those in STAGES, as fit into shared memory."""
-    size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
-    bias = problem.bias_dtype.itemsize if problem.bias_dtype else 0
-    streams = (tile.BLOCK_M + tile.BLOCK_N) * width * size + tile.BLOCK_M * tile.BLOCK_N * bias
-    fitting = (stages for stages in STAGES if stages * streams <= target_of(problem.device).shared_memory)
-    stages = next(fitting, None)
-    return None if stages is None else tile._replace(num_stages=stages)
 
 
 def reduction_of(

@@ -15,31 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, kernel_args, strides_of
+from sdpa.kernels.triton.arguments import kernel_args, strides_of
 from sdpa.kernels.triton.bias_grad import (
     differentiate,
     load_bias,
     load_key_block,
     reduction_of,
     share,
-    staged,
     store_part,
 )
 from sdpa.kernels.triton.kernel_arguments import LoopOver
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import seqlen_info
 from sdpa.kernels.triton.primitives import Operands, RowRange, store_rows
-from sdpa.kernels.triton.target import target_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
-# By the largest head size, the tiles by the keys that they hold. float32 has none: its products spill.
-BLOCKS = (
-    (64, (Tile(64, 64, 4, 1), Tile(128, 128, 8, 1))),
-    (128, (Tile(64, 64, 8, 2), Tile(32, 128, 8, 1))),
-    (256, (Tile(64, 64, 8, 1),)),
-)
-# Tiles that a program may take one after the other where programs do not fill the device.
-LONGEST = 8
 # Programs per core, and where they sum a gradient of the bias, of which each has a part of its own.
 PROGRAMS_PER_CORE, SUMMING_PER_CORE = 8, 2
 
@@ -102,22 +92,6 @@ def store_dq(dq, dq_strides, found, keys, at, scale, CONFIG: tl.constexpr):
     ds = (found.ds * found.slope).to(found.q.dtype)
     store_rows(dq, dq_strides, at, tl.dot(ds, keys, input_precision=CONFIG.PRECISION) * scale, CONFIG.D)
     return ds
-
-
-def one_block_tile(problem: AttentionProblem) -> Tile | None:
-    """The tile of a backward in one pass; None where it is not one."""
-    if problem.features & {"packed", "sinks"} or problem.dtype.itemsize != 2:  # the gradient of sinks wants delta
-        return None
-    offered = next((tiles for largest, tiles in BLOCKS if max(problem.D, problem.Dv) <= largest), ())
-    tile = next((tile for tile in offered if problem.N <= tile.BLOCK_N), None)
-    if tile is None:
-        return None
-    tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, block_size(problem.M)), BLOCK_N=block_size(problem.N))
-    each = problem.G * -(-problem.M // tile.BLOCK_M)
-    if "bias_grad" in problem.features and each > 1:
-        return None
-    few = problem.B * problem.Hkv < target_of(problem.device).cores
-    return None if few and each > LONGEST else staged(tile, problem) or tile
 
 
 def one_block_launch(

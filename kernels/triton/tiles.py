@@ -81,6 +81,18 @@ TABLES = {
     ("weights", True, 0): WEIGHTS_FLOAT32,
 }
 TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
+# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold. float32
+# has none: its products spill.
+BLOCKS = (
+    (64, (Tile(64, 64, 4, 1), Tile(128, 128, 8, 1))),
+    (128, (Tile(64, 64, 8, 2), Tile(32, 128, 8, 1))),
+    (256, (Tile(64, 64, 8, 1),)),
+)
+# Tiles that a program may take one after the other where programs do not fill the device.
+LONGEST = 8
+SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
+# Stages of loads, tried in this order (docs/log/dropout-and-windows.md).
+STAGES = (3, 2, 1)
 SIZES = (64, 128, 256, 512)
 SHORT = 64  # queries and keys up to which most of a tile may be empty
 SMALL_SIDE = 32  # of a tile that is never too large
@@ -122,11 +134,42 @@ def half(tile: Tile) -> Tile:
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     """The tiles that fit the problem and the device, at least the last (smallest) one."""
+    whole = one_block_tile(problem) if problem.direction == "backward" else None
+    if whole is not None:
+        return (whole,)
     listed = TABLES[problem.direction, problem.dtype == torch.float32, float16_parts_of(problem)][size_class(problem)]
     listed = fewest_empty_rows_first(listed, problem)
     target = target_of(problem.device)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
     return fitting or listed[-1:]
+
+
+def one_block_tile(problem: AttentionProblem) -> Tile | None:
+    """The tile of a backward in one pass; None where it is not one."""
+    if problem.features & {"packed", "sinks"} or problem.dtype.itemsize != 2:  # the gradient of sinks wants delta
+        return None
+    offered = next((tiles for largest, tiles in BLOCKS if max(problem.D, problem.Dv) <= largest), ())
+    tile = next((tile for tile in offered if problem.N <= tile.BLOCK_N), None)
+    if tile is None:
+        return None
+    tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, block_size(problem.M)), BLOCK_N=block_size(problem.N))
+    each = problem.G * -(-problem.M // tile.BLOCK_M)
+    if "bias_grad" in problem.features and (each > 1 or problem.N > SUMMED):
+        return None
+    few = problem.B * problem.Hkv < target_of(problem.device).cores
+    return None if few and each > LONGEST else staged(tile, problem)
+
+
+def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
+    """The tile with as many stages of loads, of those in STAGES, as fit into shared memory beside the gradient of the
+    scores and dropout's random numbers."""
+    size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
+    scores = tile.BLOCK_M * tile.BLOCK_N
+    dense = 0 if problem.row_mask else scores * dense_bytes(problem)
+    streams = (tile.BLOCK_M + tile.BLOCK_N) * width * size + dense
+    room = target_of(problem.device).shared_memory - scores * (size + RANDOM_BYTES * ("dropout" in problem.features))
+    stages = next((stages for stages in STAGES if stages * streams <= room), None)
+    return None if stages is None else tile._replace(num_stages=stages)
 
 
 def fewest_empty_rows_first(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
