@@ -39,7 +39,7 @@ DESCRIPTOR_ALIGNMENT = BULK_BYTES
 MIN_BLOCK = 16  # the smallest side of a tensor core's product
 # Share of the L2 cache that the keys and values of one section of heads may fill.
 L2_SHARE = 0.4
-# Batch entries and heads that share a dense mask, from which on a copy of it is small beside what reads it.
+# Batch entries and heads that share a dense mask, from which on a copy took less than reading it number by number.
 MIN_SHARED = 2
 
 # Loops over blocks, for which block ranges pay.
