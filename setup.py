@@ -66,9 +66,16 @@ MAC_PYTHON_LINK_FLAGS = "-undefined dynamic_lookup"
 SYSTEMS = ("linux", "darwin")
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # a line of a list, its head sizes
-# CuTe's products of any multiple of 8 columns; else one of 48 is made of three. Reading them takes half a minute, so of
-# the backwards only those that need them have it. All forwards do: instance.cuh defines it.
+# CuTe's products of any multiple of 8 columns; else one of 48 is made of three. For forwards instance.cuh defines it.
 EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
+# Of the products that CuTe's headers declare, choose and describe, those of two float16 or bfloat16 summed in float32
+# are ours. The others are 9 of 10, and left out a source is read in 10 s of processor time and not in 49.
+PRODUCT = re.compile(
+    r"^(?:template <[^<>{};]*>\s*)?(?:struct \w*MMA_[^{;]*64x[^{;]*\{.*?^\};|using SM90_[^;]*;[^\n]*)\n"
+    r"|^ *return SM90::GMMA::[^;]*;\n",
+    re.M | re.S,
+)
+OUR_PRODUCT = re.compile(r"_64x\d+x16_F32(?:BF16BF16|F16F16)_[RS]S\b")
 OLDEST_NVCC = (12, 4)  # what CUTLASS wants for Hopper
 # What ptxas reports of every kernel; of a shipped one all of these are 0.
 IN_MEMORY = re.compile(r"(\d+) bytes (stack frame|spill stores|spill loads)")
@@ -211,15 +218,25 @@ def cutlass() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "source" / "include"
 
 
+def shorten(headers: Path, to: Path) -> None:
+    """Copies of CuTe's headers of products with our products only, to be found before those."""
+    for path in [*headers.glob("cute/*/mma_*sm90_gmma*.hpp"), *headers.glob("cute/arch/mma_sm90.hpp")]:
+        copy = to / path.relative_to(headers)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        kept = PRODUCT.sub(lambda m: m[0] if OUR_PRODUCT.search(m[0].partition("{")[0]) else "", path.read_text())
+        write_if_new(copy, kept)
+
+
 def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
     """The lines of ninja for the CUDA library: a source is written for each head size in a list of instances."""
     home, folder, made = cuda_home(compiler), Path(CUDA_LIBRARY).parent, Path(OBJECTS, "cuda")
     (ROOT / made).mkdir(parents=True, exist_ok=True)
     write_if_new(ROOT / made / "stub.cpp", STUB)
+    shorten(headers, ROOT / made / "include")
     lines = [
         "rule compile_cuda",
-        f"  command = {compiler} {CUDA_FLAGS} -I{folder} -isystem {headers} -isystem {home}/include/cccl "
-        "-MMD -MF $out.d -c $in -o $out 2> $out.log || (cat $out.log; false)",
+        f"  command = {compiler} {CUDA_FLAGS} -I{folder} -isystem {made}/include -isystem {headers} "
+        f"-isystem {home}/include/cccl -MMD -MF $out.d -c $in -o $out 2> $out.log || (cat $out.log; false)",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule compile_bindings",
@@ -242,8 +259,7 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
             by_head_size.setdefault((prefix, "_".join(dict.fromkeys(sizes))), []).append(line)
     for (prefix, sizes), instances in by_head_size.items():
         source = made / f"flash_{prefix}{sizes}.cu"
-        odd = prefix and any(int(size) // 2 % 32 for size in sizes.split("_"))  # halves of the columns of grad_q
-        text = [*([EXTENDED_SHAPES] if odd else []), f'#include "{prefix}instance.cuh"', *instances, ""]
+        text = [*([EXTENDED_SHAPES] if prefix else []), f'#include "{prefix}instance.cuh"', *instances, ""]
         write_if_new(ROOT / source, "\n".join(text))
         objects.append(f"{source.with_suffix('.o')}")
         lines.append(f"build {objects[-1]}: compile_cuda {source}")

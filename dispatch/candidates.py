@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from sdpa.dispatch import cost, failure, tuning
@@ -36,10 +36,16 @@ class Candidate:
         return self.seconds
 
 
-def consider(problem: AttentionProblem) -> list[Candidate]:
-    """Every kernel of the catalog with its reasons, or its time where it is able."""
+def consider(problem: AttentionProblem, kernels: Iterable[Kernel] | None = None) -> list[Candidate]:
+    """Each of `kernels` (all of the catalog) with its reasons, or its time where it is able. Modules of no others are
+    imported."""
     table = tuning.measured(problem)
-    return [candidate_of(kernel, problem, table) for kernel in KERNELS]
+    return [candidate_of(kernel, problem, table) for kernel in (KERNELS if kernels is None else kernels)]
+
+
+def consider_allowed(problem: AttentionProblem, setting: Setting, toggles: int) -> list[Candidate]:
+    """The same of the kernels that setting and switches allow."""
+    return consider(problem, [kernel for kernel in KERNELS if allows(setting, toggles, kernel)])
 
 
 def consider_elsewhere(problem: AttentionProblem) -> list[Candidate]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdpa.dispatch import failure
 from sdpa.dispatch.caches import LAST, forget_choices
-from sdpa.dispatch.candidates import Candidate, allows, consider, ranking, toggles_for
+from sdpa.dispatch.candidates import Candidate, consider, consider_allowed, ranking, toggles_for
 from sdpa.dispatch.context import Setting
 from sdpa.dispatch.refusal import describe
 from sdpa.problem import AttentionInputs, Gradients, Results
@@ -67,7 +67,7 @@ def successor(choice: Choice, kind: str, exhausted: set[str]) -> Choice | None:
     kernels."""
     setting, problem = Setting.decode(choice.setting), choice.problem
     toggles = toggles_for(problem.direction)
-    candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
+    candidates = consider_allowed(problem, setting, toggles)
     able = [c for c in candidates if c.able and c.kernel.name not in exhausted]
     own = [c for c in able if c.kernel is choice.kernel]
     if own:

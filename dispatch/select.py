@@ -12,6 +12,7 @@ from sdpa.dispatch.candidates import (
     allows,
     candidate_of,
     consider,
+    consider_allowed,
     ranking,
     tile_of,
     tiles_of,
@@ -66,7 +67,7 @@ def last_choice() -> Choice | None:
 def choose(problem: AttentionProblem, text: str, toggles: int) -> Choice:
     """As `select`, under torch's switches `toggles`."""
     setting = Setting.decode(text)
-    candidates = [c for c in consider(problem) if allows(setting, toggles, c.kernel)]
+    candidates = consider_allowed(problem, setting, toggles)
     if not candidates and not setting.forced:
         raise NoKernelError(NO_BACKEND + disabled_sentence(setting, toggles))
     able = [candidate for candidate in candidates if candidate.able]

@@ -27,7 +27,7 @@ GROUPS = 16
 # What another dtype of the same speed, and each further card, add to a distance; and each further kind of mask, which
 # speaks only where none of the kinds before it does, as what lacks dropout, softcap or sinks that the problem has.
 DTYPE_STEP = 0.1
-CARD_STEP = 0.1
+CARD_STEP = 1.0
 KIND_STEP = 20.0
 # A bucket weighs by one over the square of its distance and this.
 SOFTNESS = 0.1
@@ -45,15 +45,17 @@ NEARLY_ALL = 0.9
 
 
 class Reach(NamedTuple):
-    """How many buckets speak for a problem, and the weight of head sizes in a distance."""
+    """How many buckets speak for a problem, and the weights in a distance of head sizes and of empty rows."""
 
     buckets: int
     head_weight: float
+    empty_weight: float
 
 
-CPU_REACH = Reach(1, 1.0)
-# A GPU kernel has instances for head sizes: a bucket of another head size is further away (docs/log/choice.md).
-GPU_REACH = Reach(5, 3.0)
+CPU_REACH = Reach(1, 1.0, 0.0)
+# A GPU kernel has instances for head sizes, and blocks of queries and keys, the last of them filled in part. A bucket
+# of another head size or another share of empty rows is further away (docs/log/choice.md).
+GPU_REACH = Reach(5, 3.0, 3.0)
 
 
 class Near(NamedTuple):
@@ -155,7 +157,7 @@ def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None
 def near(table: Table, problem: AttentionProblem, card: Device | None = None) -> list[Near]:
     """The buckets of a table that are near a problem."""
     device, dtypes, kinds = device_of(problem.device), dtype_names(problem), mask_kinds(problem)
-    weight, beside = reach_of(problem).head_weight, beside_of(problem)
+    reach, beside = reach_of(problem), beside_of(problem)
     found = []
     for bucket in table.buckets:
         if bucket.direction != problem.direction or bucket.dtype not in dtypes or bucket.mask not in kinds:
@@ -166,7 +168,8 @@ def near(table: Table, problem: AttentionProblem, card: Device | None = None) ->
         if max(steps) <= FARTHEST:
             kind = DTYPE_STEP * dtypes.index(bucket.dtype) + KIND_STEP * kinds.index(bucket.mask)
             kind += KIND_STEP * len(beside - bucket.beside)
-            found.append(Near(kind + weighed(steps, weight), bucket, table, card))
+            distance = kind + weighed(steps, reach.head_weight) + reach.empty_weight * empty_rows(bucket, problem)
+            found.append(Near(distance, bucket, table, card))
     return found
 
 
@@ -193,6 +196,17 @@ def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list
     )
     parallel = PARALLEL_WEIGHT * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
     return [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs] + [parallel]
+
+
+def empty_rows(bucket: Bucket, problem: AttentionProblem) -> float:
+    """Log ratios of how much longer queries and keys are in whole blocks of GPU_ROWS than they are."""
+
+    def longer(length: int) -> float:
+        return -(-length // GPU_ROWS) * GPU_ROWS / max(1, length)
+
+    _, _, _, M, N, _, _ = bucket.sizes
+    pairs = (M, problem.M), (N, problem.N)
+    return sum(abs(math.log(max(1.0, longer(a)) / max(1.0, longer(b)))) for a, b in pairs)
 
 
 def fill(heads: int, M: int, device: Device) -> int:

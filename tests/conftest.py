@@ -26,6 +26,10 @@ from sdpa.testing import Case, backward_bands, compare, forward_band, problem_of
 FUZZ_SEED = 20260131
 FUZZ_CASES = 2000
 
+# Objects after which the collector looks at new ones, and how often at older ones: torch's modules and thousands of
+# tests are millions of objects, at which it looks for a tenth of the time by Python's own numbers.
+gc.set_threshold(20_000, 20, 20)
+
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-seed", type=int, default=FUZZ_SEED, help="first seed of tests/test_fuzz.py")

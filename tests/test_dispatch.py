@@ -268,9 +268,18 @@ def test_kernels_for_a_device_keep_the_order():
 
 def test_choices_are_cached(monkeypatch):
     first = select.choose(PLAIN, "", ALL_TOGGLES)
-    monkeypatch.setattr(select, "consider", lambda p: pytest.fail("selected again"))
+    monkeypatch.setattr(select, "consider_allowed", lambda *rest: pytest.fail("selected again"))
     assert select.choose(PLAIN, "", ALL_TOGGLES) is first
     assert helpers.python_calls(lambda: select.choose(PLAIN, "", ALL_TOGGLES)) <= 3
+
+
+@pytest.mark.parametrize("names, asked", [(("cpu_flash",), ["cpu_flash"]), (("math",), ["vendor_math", "math"])])
+def test_only_kernels_that_a_setting_allows_are_considered(names, asked, monkeypatch):
+    """Whoever asks for one kernel does not wait for the modules of others, such as Triton."""
+    own, considered = candidates.candidate_of, []
+    monkeypatch.setattr(candidates, "candidate_of", lambda k, *rest: considered.append(k.name) or own(k, *rest))
+    select.choose.__wrapped__(PLAIN, Setting(names).encode(), ALL_TOGGLES)
+    assert considered == asked
 
 
 def test_settings_travel_as_text():

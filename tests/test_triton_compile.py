@@ -134,9 +134,10 @@ def test_every_kernel_compiles_for_every_target(arch, name, pretend):
 
 @pytest.mark.parametrize("sizes", [{"D": 64, "N": 128}, {"D": 96, "N": 100}, {"D": 256, "N": 61}], ids=str)
 def test_backwards_of_one_block_of_keys_compile(sizes, pretend):
-    """Their tiles fit shared memory beside a dense mask and dropout."""
+    """Their tiles fit shared memory beside ids of documents, a dense mask and dropout."""
     target = pretend(TARGETS["90"])
-    for more in ({"mask": "causal"}, {"mask": "allowed", "dropout_p": 0.1}, {"mask": "bias", "Hkv": 1}):
+    dense = {"mask": "allowed", "dropout_p": 0.1}, {"mask": "bias", "Hkv": 1}
+    for more in ({"mask": "causal"}, {"mask": "segments"}, *dense):
         inputs = make_inputs(sized(**sizes, **more))
         with assume(target):
             problem = problem_of(inputs, "backward")

@@ -159,10 +159,13 @@ def test_a_bucket_of_another_head_size_is_further_than_one_of_another_length(her
 
 
 def test_an_h100_takes_the_h200s_table(monkeypatch, tmp_path):
+    """Where its own has nothing as near."""
     monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path))
     names = ("nvidia_h100_80gb_hbm3", "nvidia_sm90")
     card = Device("cuda", "NVIDIA H100", names, 132, 1.07e15, 6.7e13, 3.3e13, 3.35e12, "nvidia", "sm90")
     for module in (tuning, cost):
         monkeypatch.setattr(module, "device_of", lambda name: card)
-    problem = ON_GPU._replace(dtype=torch.bfloat16, M=512, N=512)
-    assert tuning.measured(problem).source.startswith("scaled from nvidia_h200")
+    nearest = {1024: "scaled from nvidia_h200", 577: "nvidia_h100_80gb_hbm3: measured at"}
+    for length, source in nearest.items():
+        problem = ON_GPU._replace(dtype=torch.bfloat16, M=length, N=length)
+        assert tuning.measured(problem).source.startswith(source)

@@ -14,6 +14,8 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._decomp.decompositions_for_jvp  # calls come to import these two: once, and not in every child
+import torch.fx.experimental.symbolic_shapes
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel

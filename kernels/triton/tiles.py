@@ -48,9 +48,10 @@ BACKWARD = {
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
 # The tiles that spill least: products of bfloat16 parts take more registers than there are above a head size of 64.
+# Of short problems the smallest is the fastest (`for_length`).
 BACKWARD_FLOAT32 = {
-    64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
-    128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+    64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 2, 1)),
+    128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
@@ -99,6 +100,8 @@ SMALL_SIDE = 32  # of a tile that is never too large
 
 
 RANDOM_BYTES = 1  # of dropout per score, as bits change their layout through shared memory
+ID_BYTES = 8  # the same of a document's id, which a tile compares along its rows and its columns
+BARRIER_BYTES = 2 << 10
 # Bytes of dK and dV of a block of keys in float32 beyond which each has a launch: more than half a core's registers.
 ACCUMULATOR_BYTES = 128 << 10
 
@@ -138,7 +141,7 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     if whole is not None:
         return (whole,)
     listed = TABLES[problem.direction, problem.dtype == torch.float32, float16_parts_of(problem)][size_class(problem)]
-    listed = fewest_empty_rows_first(listed, problem)
+    listed = for_length(listed, problem)
     target = target_of(problem.device)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
     return fitting or listed[-1:]
@@ -162,21 +165,27 @@ def one_block_tile(problem: AttentionProblem) -> Tile | None:
 
 def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
     """The tile with as many stages of loads, of those in STAGES, as fit into shared memory beside the gradient of the
-    scores and dropout's random numbers."""
+    scores, dropout's random numbers, documents' ids and barriers."""
     size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
     scores = tile.BLOCK_M * tile.BLOCK_N
     dense = 0 if problem.row_mask else scores * dense_bytes(problem)
     streams = (tile.BLOCK_M + tile.BLOCK_N) * width * size + dense
-    room = target_of(problem.device).shared_memory - scores * (size + RANDOM_BYTES * ("dropout" in problem.features))
+    beside = scores * (size + RANDOM_BYTES * ("dropout" in problem.features)) + BARRIER_BYTES
+    if "segments" in problem.features:
+        beside += (tile.BLOCK_M + tile.BLOCK_N) * ID_BYTES
+    room = target_of(problem.device).shared_memory - beside
     stages = next((stages for stages in STAGES if stages * streams <= room), None)
     return None if stages is None else tile._replace(num_stages=stages)
 
 
-def fewest_empty_rows_first(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
-    """Of a short problem first the tiles whose sides are no longer than it is."""
+def for_length(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
+    """Of a short problem first the tiles whose sides are no longer than it is; of a backward in float32 the smallest,
+    whose program is also the shortest to load."""
     longest = max(problem.M, problem.N)
     if longest > SHORT:
         return listed
+    if problem.direction == "backward" and problem.dtype == torch.float32:
+        return tuple(sorted(listed, key=lambda tile: tile.BLOCK_M * tile.BLOCK_N))
     most = max(SMALL_SIDE, block_size(longest))
     return tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
 

@@ -9,7 +9,7 @@ import torch
 
 from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.triton import tiles
-from sdpa.kernels.triton.arguments import in_whole_rows
+from sdpa.kernels.triton.arguments import in_whole_rows, is_worth_a_copy
 from sdpa.kernels.triton.backward import backward_launches
 from sdpa.kernels.triton.target import assume
 from sdpa.problem import Results
@@ -71,6 +71,28 @@ def test_which_backwards_are_one_pass(targets):
             launches = backward_launches(inputs, results, Results(out, None), problem, tile).launches
         names = [launch.kernel.fn.__name__ for launch in launches]
         assert (names == ["one_block_kernel"]) == one and (names[0] == "delta_kernel") != one
+
+
+@pytest.mark.parametrize(
+    "mask, copied",
+    [
+        (torch.zeros(1, 2, 9, 49), True),
+        (torch.zeros(3, 1, 9, 49), True),
+        (torch.zeros(3, 2, 9, 49), False),
+        (torch.zeros(1, 1, 9, 48), False),
+        (torch.zeros(1, 1, 1, 49), False),
+        (torch.zeros(1, 1, 1, 49).expand(1, 1, 9, 49), False),
+        (torch.zeros(1, 1, 9, 1).expand(1, 1, 9, 49), False),
+    ],
+    ids=["heads", "entries", "not shared", "whole rows", "one row", "one row expanded", "one column expanded"],
+)
+def test_which_masks_are_copied(mask, copied, targets):
+    """Those that many share and TMA cannot follow; never one whose memory is smaller than its copy."""
+    inputs = make_inputs(Case(**SIZES, M=9, N=mask.shape[3], D=16, Dv=16))._replace(bias=mask.half())
+    if 0 in mask.stride():
+        inputs = inputs._replace(bias=mask)  # half() would make it whole
+    with assume(targets[0]):
+        assert is_worth_a_copy(inputs.bias, inputs, problem_of(inputs, "backward")) == copied
 
 
 def test_rows_of_a_copied_bias():
