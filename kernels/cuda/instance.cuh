@@ -1,6 +1,6 @@
 // The host function of an instance. The build writes sources that include this and then list lines of instances.def.
 #pragma once
-// Products with 80, 112 and 176 keys. CuTe's declarations of all such shapes take the compiler half a minute a source.
+// Products with 80, 112 and 176 keys are among these shapes of CuTe's.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include "sm90/flash.cuh"
 

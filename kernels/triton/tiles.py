@@ -48,7 +48,7 @@ BACKWARD = {
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
 # The tiles that spill least: products of bfloat16 parts take more registers than there are above a head size of 64.
-# Of short problems the smallest is the fastest (`for_length`).
+# Of few short problems the smallest is the fastest (`for_length`).
 BACKWARD_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 2, 1)),
     128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
@@ -97,6 +97,7 @@ STAGES = (3, 2, 1)
 SIZES = (64, 128, 256, 512)
 SHORT = 64  # queries and keys up to which most of a tile may be empty
 SMALL_SIDE = 32  # of a tile that is never too large
+FEW_HEADS = 4  # per core, of a short problem that a device is done with at once
 
 
 RANDOM_BYTES = 1  # of dropout per score, as bits change their layout through shared memory
@@ -179,12 +180,13 @@ def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
 
 
 def for_length(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
-    """Of a short problem first the tiles whose sides are no longer than it is; of a backward in float32 the smallest,
-    whose program is also the shortest to load."""
+    """Of a short problem first the tiles whose sides are no longer than it is; of a backward in float32 that the device
+    is done with at once the smallest, whose program is also the shortest to load."""
     longest = max(problem.M, problem.N)
     if longest > SHORT:
         return listed
-    if problem.direction == "backward" and problem.dtype == torch.float32:
+    few = longest <= SMALL_SIDE or problem.B * problem.H <= FEW_HEADS * target_of(problem.device).cores
+    if problem.direction == "backward" and problem.dtype == torch.float32 and few:
         return tuple(sorted(listed, key=lambda tile: tile.BLOCK_M * tile.BLOCK_N))
     most = max(SMALL_SIDE, block_size(longest))
     return tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
