@@ -35,8 +35,8 @@ READY := $(VENV)/built
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
 
-# Two processes test on two processors. Threads of OpenMP wait for one another by turning in a loop, on the processor that
-# the other process needs: tests of two threads took five times as much of it.
+# Two processes test on two processors. OpenMP's threads spin while they wait for one another, on the processor that the other
+# process needs: tests of two threads took five times as much of it.
 test-ordinary test-interpreted test-torch test-arm: export OMP_WAIT_POLICY := passive
 
 test: lint test-ordinary test-interpreted

@@ -66,10 +66,8 @@ MAC_PYTHON_LINK_FLAGS = "-undefined dynamic_lookup"
 SYSTEMS = ("linux", "darwin")
 
 INSTANCE = re.compile(r"^(INSTANCE\(\w+, \w+, (\d+), (\d+), .*\))$", re.M)  # a line of a list, its head sizes
-# CuTe's products of any multiple of 8 columns; else one of 48 is made of three. For forwards instance.cuh defines it.
-EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
 # Of the products that CuTe's headers declare, choose and describe, those of two float16 or bfloat16 summed in float32
-# are ours. The others are 9 of 10, and left out a source is read in 10 s of processor time and not in 49.
+# are ours. The others are 9 of 10. Without them a source is read in 10 s of processor time, with them in 49.
 PRODUCT = re.compile(
     r"^(?:template <[^<>{};]*>\s*)?(?:struct \w*MMA_[^{;]*64x[^{;]*\{.*?^\};|using SM90_[^;]*;[^\n]*)\n"
     r"|^ *return SM90::GMMA::[^;]*;\n",
@@ -219,12 +217,18 @@ def cutlass() -> Path | None:
 
 
 def shorten(headers: Path, to: Path) -> None:
-    """Copies of CuTe's headers of products with our products only, to be found before those."""
-    for path in [*headers.glob("cute/*/mma_*sm90_gmma*.hpp"), *headers.glob("cute/arch/mma_sm90.hpp")]:
-        copy = to / path.relative_to(headers)
+    """Copies of CuTe's headers of products with our products only, to be found before those; `to` has no other file."""
+    found = [*headers.glob("cute/*/mma_*sm90_gmma*.hpp"), *headers.glob("cute/arch/mma_sm90.hpp")]
+    copies = {to / path.relative_to(headers): path for path in found}
+    for stale in set(to.rglob("*.hpp")) - set(copies):  # of another CUTLASS
+        stale.unlink()
+    for copy, path in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        kept = PRODUCT.sub(lambda m: m[0] if OUR_PRODUCT.search(m[0].partition("{")[0]) else "", path.read_text())
-        write_if_new(copy, kept)
+        write_if_new(copy, without_others_products(path.read_text()))
+
+
+def without_others_products(text: str) -> str:
+    return PRODUCT.sub(lambda m: m[0] if OUR_PRODUCT.search(m[0].partition("{")[0]) else "", text)
 
 
 def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
@@ -253,14 +257,13 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
     ]
     objects = [f"{made}/{source.stem}.o" for source in sorted((ROOT / folder).glob("*.cpp"))]
     lines += [f"build {name}: compile_bindings {folder}/{Path(name).stem}.cpp" for name in objects]
-    by_head_size: dict[tuple[str, str], list[str]] = {}  # reading CuTe's headers takes half of the time
+    by_head_size: dict[tuple[str, str], list[str]] = {}  # CuTe's headers are read once for each
     for prefix in ("", "backward_"):
         for line, *sizes in INSTANCE.findall((ROOT / folder / f"{prefix}instances.def").read_text()):
             by_head_size.setdefault((prefix, "_".join(dict.fromkeys(sizes))), []).append(line)
     for (prefix, sizes), instances in by_head_size.items():
         source = made / f"flash_{prefix}{sizes}.cu"
-        text = [*([EXTENDED_SHAPES] if prefix else []), f'#include "{prefix}instance.cuh"', *instances, ""]
-        write_if_new(ROOT / source, "\n".join(text))
+        write_if_new(ROOT / source, "\n".join([f'#include "{prefix}instance.cuh"', *instances, ""]))
         objects.append(f"{source.with_suffix('.o')}")
         lines.append(f"build {objects[-1]}: compile_cuda {source}")
     named = " ".join(objects)

@@ -100,7 +100,7 @@ def measured(problem: AttentionProblem) -> Measurement | None:
     device = device_of(problem.device)
     every = (together(own, problem) for own in tables.of(device.names))
     found = next((own for own in every if own), [])  # the device's before its family's
-    for rank, table in enumerate(tables.related(device), 1):
+    for rank, table in enumerate(tables.related(device), 1 if found else 0):
         further = near(table, problem, table.card)
         found = joined(found, [one._replace(distance=one.distance + CARD_STEP * rank) for one in further])
     return combined(found, problem)
@@ -199,7 +199,8 @@ def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list
 
 
 def empty_rows(bucket: Bucket, problem: AttentionProblem) -> float:
-    """Log ratios of how much longer queries and keys are in whole blocks of GPU_ROWS than they are."""
+    """Log ratios of how much longer queries and keys are in whole blocks of GPU_ROWS than they are. Of lengths below
+    that these are the log ratios of the lengths, which count once more."""
 
     def longer(length: int) -> float:
         return -(-length // GPU_ROWS) * GPU_ROWS / max(1, length)

@@ -109,6 +109,17 @@ def test_what_ptxas_keeps_in_memory_ends_the_build(setup):
     assert faults(f"{fine}\n{serial}") == [serial]
 
 
+def test_of_cutes_products_ours_are_left(setup):
+    kept = "struct MMA_64x80x16_F32BF16BF16_SS\n{\n  int a;\n};\n"
+    other = "template <GMMA::Major tnspA>\nstruct MMA_64x80x32_S32S8S8_SS_TN\n{\n  int a;\n};\n"
+    chosen = "".join(
+        f"        return SM90::GMMA::MMA_64x8x{end}<A>{{}};\n" for end in ("16_F32F16F16_SS", "8_F32TF32TF32_SS_TN")
+    )
+    text = f"#pragma once\n{other}{kept}{other}{chosen}struct Other\n{{\n}};\n"
+    left = setup["without_others_products"](text)
+    assert left == f"#pragma once\n{kept}{chosen.splitlines(keepends=True)[0]}struct Other\n{{\n}};\n"
+
+
 def test_neither_library_nor_object_stays_of_what_is_refused(setup, tmp_path):
     made = tmp_path / "build/native/cuda"
     made.mkdir(parents=True)

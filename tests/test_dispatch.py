@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,11 +276,34 @@ def test_choices_are_cached(monkeypatch):
 
 @pytest.mark.parametrize("names, asked", [(("cpu_flash",), ["cpu_flash"]), (("math",), ["vendor_math", "math"])])
 def test_only_kernels_that_a_setting_allows_are_considered(names, asked, monkeypatch):
-    """Whoever asks for one kernel does not wait for the modules of others, such as Triton."""
     own, considered = candidates.candidate_of, []
     monkeypatch.setattr(candidates, "candidate_of", lambda k, *rest: considered.append(k.name) or own(k, *rest))
     select.choose.__wrapped__(PLAIN, Setting(names).encode(), ALL_TOGGLES)
     assert considered == asked
+
+
+IMPORTED = """
+import sys
+from helpers import ON_GPU
+from sdpa.dispatch import cost, select, tuning
+from sdpa.dispatch.context import ALL_TOGGLES, Setting
+from sdpa.dispatch.device import Device
+card = Device("cuda", "a card", ("a_card",), 132, 1e15, 6e13, 3e13, 3e12, "nvidia", "sm90")
+tuning.device_of = cost.device_of = lambda name: card
+for setting in (Setting(("cuda_flash",), forced=True), Setting()):
+    try:
+        select.choose(ON_GPU, setting.encode(), ALL_TOGGLES)
+    except select.NoKernelError:
+        pass
+    print(any(name.startswith("sdpa.kernels.triton") for name in sys.modules))
+"""
+
+
+def test_whoever_asks_for_one_kernel_does_not_wait_for_triton():
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, check=False)
+    done = run([sys.executable, "-c", IMPORTED])
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_settings_travel_as_text():

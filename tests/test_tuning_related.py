@@ -158,6 +158,39 @@ def test_a_bucket_of_another_head_size_is_further_than_one_of_another_length(her
     assert "vendor_flash" in tuning.measured(ON_GPU._replace(D=72, Dv=72)).seconds
 
 
+@pytest.mark.parametrize("length, first", [(1100, "cuda_flash"), (2048, "vendor_flash")])
+def test_a_card_of_the_architecture_is_a_step_behind_a_table_of_its_own(length, first, here):
+    """Of the same problem on another card and one of `length` queries and keys on this card."""
+    shipped("nvidia_card", {"cuda_flash": 5.0}, M=length, N=length)
+    shipped("nvidia_near", {"vendor_flash": 5.0}, M=1024, N=1024)
+    assert tuning.measured(ON_GPU).source.startswith({"cuda_flash": "nvidia_card", "vendor_flash": "scaled"}[first])
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["with", "without"])
+def test_without_a_table_of_its_own_the_nearest_card_is_no_step_behind(own, here):
+    """A second bucket weighs more where that of the problem itself is behind."""
+    if own:
+        shipped("nvidia_card", {"cuda_flash": 5.0}, M=4096, N=4096)
+    both = entry({"cuda_flash": 1.0, "vendor_flash": 2.0}, **SIZES), entry({"vendor_flash": 1.0}, **SIZES, M=1200)
+    put(tables.SHIPPED, table(*both, device="nvidia_near") | {"card": CARD}, "nvidia_near")
+    distances = [one.distance for one in tuning.near(tables.related(HERE)[0], ON_GPU)]
+    assert min(distances) == 0.0
+    ratio = tuning.measured(ON_GPU).seconds["vendor_flash"] / tuning.measured(ON_GPU).seconds["cuda_flash"]
+    assert (ratio > 1.8) != own
+
+
+def test_a_block_that_is_empty_in_part_is_further_than_a_longer_full_one(here):
+    """256 rows fill two blocks of 128 as 128 fill one; of 129 rows the second block is nearly empty."""
+    both = table(
+        entry({"cuda_flash": 5.0}, **SIZES, M=256, N=1024),
+        entry({"vendor_flash": 5.0}, **SIZES, M=129, N=1024),
+        device="nvidia_card",
+    )
+    put(tables.SHIPPED, both | {"card": CARD}, "nvidia_card")
+    assert "M256" in tuning.measured(ON_GPU._replace(M=128)).source
+    assert "M129" in tuning.measured(ON_GPU._replace(M=130)).source
+
+
 def test_an_h100_takes_the_h200s_table(monkeypatch, tmp_path):
     """Where its own has nothing as near."""
     monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path))

@@ -73,8 +73,8 @@ def readable(inputs: AttentionInputs, problem: AttentionProblem | None = None) -
 
 def is_worth_a_copy(dense: Tensor, inputs: AttentionInputs, problem: AttentionProblem) -> bool:
     """Whether TMA could follow a dense mask if its rows began at multiples of 16 bytes, and batch entries or heads
-    share it. Without TMA each number is a load of its own, and moves between threads. One row that is expanded to all
-    queries is read where it lies."""
+    share it. Without TMA each number is a load of its own, and threads shuffle them. One row or column that is
+    expanded is read where it lies: it is smaller than its copy."""
     shared = problem.B * problem.H // max(1, dense.shape[0] * dense.shape[1])
     whole = dense.shape[2:] == (inputs.q.shape[2], inputs.k.shape[2]) and 0 not in dense.stride()[2:]
     return shared >= MIN_SHARED and whole and target_of(problem.device).has_tma and not is_full(dense, inputs)

@@ -48,13 +48,14 @@ BACKWARD = {
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
 # The tiles that spill least: products of bfloat16 parts take more registers than there are above a head size of 64.
-# Of few short problems the smallest is the fastest (`for_length`).
 BACKWARD_FLOAT32 = {
-    64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 2, 1)),
-    128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
+    128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
+# Before these of few short problems, whose programs run once: the shortest to load (docs/log/drawn-problems.md).
+FEW_FLOAT32 = {64: (Tile(16, 16, 2, 1),), 128: (Tile(16, 16, 4, 1),), 256: (), 512: ()}
 # Of the weights. Scores are twice in registers, as a product and as a sum, so 128 x 128 is the largest tile. It comes
 # first: smaller ones load so often that, by the count of bytes, the L2 cache takes longer than the exponentials.
 WEIGHTS = {
@@ -81,7 +82,9 @@ TABLES = {
     ("weights", False, 0): WEIGHTS,
     ("weights", True, 0): WEIGHTS_FLOAT32,
 }
-TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
+TILES = tuple(
+    dict.fromkeys(tile for table in (*TABLES.values(), FEW_FLOAT32) for tiles in table.values() for tile in tiles)
+)
 # Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold. float32
 # has none: its products spill.
 BLOCKS = (
@@ -96,13 +99,13 @@ SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
 STAGES = (3, 2, 1)
 SIZES = (64, 128, 256, 512)
 SHORT = 64  # queries and keys up to which most of a tile may be empty
-SMALL_SIDE = 32  # of a tile that is never too large
-FEW_HEADS = 4  # per core, of a short problem that a device is done with at once
+SMALL_SIDE = 32  # of a tile that is never too large, and queries and keys that are few for any number of heads
+FEW_HEADS = 4  # per core: 512 heads of 33 were faster by FEW_FLOAT32, and 4,496 of 64 slower; between is not measured
 
 
 RANDOM_BYTES = 1  # of dropout per score, as bits change their layout through shared memory
-ID_BYTES = 8  # the same of a document's id, which a tile compares along its rows and its columns
-BARRIER_BYTES = 2 << 10
+ID_BYTES = 8  # of documents' ids per row and per column of a tile, for the same reason
+BARRIER_BYTES = 2 << 10  # of barriers and what else is small: 1,048 at most in what was compiled
 # Bytes of dK and dV of a block of keys in float32 beyond which each has a launch: more than half a core's registers.
 ACCUMULATOR_BYTES = 128 << 10
 
@@ -137,7 +140,7 @@ def half(tile: Tile) -> Tile:
 
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The tiles that fit the problem and the device, at least the last (smallest) one."""
+    """The tiles that fit the problem and the device, at least the smallest one."""
     whole = one_block_tile(problem) if problem.direction == "backward" else None
     if whole is not None:
         return (whole,)
@@ -145,7 +148,7 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     listed = for_length(listed, problem)
     target = target_of(problem.device)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
-    return fitting or listed[-1:]
+    return fitting or (min(listed, key=lambda tile: tile.BLOCK_M * tile.BLOCK_N),)
 
 
 def one_block_tile(problem: AttentionProblem) -> Tile | None:
@@ -180,16 +183,16 @@ def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
 
 
 def for_length(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
-    """Of a short problem first the tiles whose sides are no longer than it is; of a backward in float32 that the device
-    is done with at once the smallest, whose program is also the shortest to load."""
+    """Of a short problem first the tiles whose sides are no longer than it is; before these FEW_FLOAT32."""
     longest = max(problem.M, problem.N)
     if longest > SHORT:
         return listed
-    few = longest <= SMALL_SIDE or problem.B * problem.H <= FEW_HEADS * target_of(problem.device).cores
-    if problem.direction == "backward" and problem.dtype == torch.float32 and few:
-        return tuple(sorted(listed, key=lambda tile: tile.BLOCK_M * tile.BLOCK_N))
     most = max(SMALL_SIDE, block_size(longest))
-    return tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
+    ordered = tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
+    if problem.direction != "backward" or problem.dtype != torch.float32 or problem.tf32:
+        return ordered
+    few = longest <= SMALL_SIDE or problem.B * problem.H <= FEW_HEADS * target_of(problem.device).cores
+    return (*FEW_FLOAT32[size_class(problem)], *ordered) if few else ordered
 
 
 def size_class(problem: AttentionProblem) -> int:

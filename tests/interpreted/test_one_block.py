@@ -12,7 +12,7 @@ from sdpa.kernels.triton import tiles
 from sdpa.kernels.triton.arguments import in_whole_rows, is_worth_a_copy
 from sdpa.kernels.triton.backward import backward_launches
 from sdpa.kernels.triton.target import assume
-from sdpa.problem import Results
+from sdpa.problem import Results, Tile
 from sdpa.testing import Case, make_inputs, problem_of
 
 SIZES = {"B": 3, "H": 2, "Hkv": 2, "dtype": torch.float16}
@@ -93,6 +93,27 @@ def test_which_masks_are_copied(mask, copied, targets):
         inputs = inputs._replace(bias=mask)  # half() would make it whole
     with assume(targets[0]):
         assert is_worth_a_copy(inputs.bias, inputs, problem_of(inputs, "backward")) == copied
+
+
+@pytest.mark.parametrize(
+    "sizes, smallest",
+    [
+        ({"M": 20, "N": 32, "B": 5000}, True),
+        ({"M": 20, "N": 33, "B": 264}, True),
+        ({"M": 20, "N": 33, "B": 265}, False),
+        ({"M": 20, "N": 65, "B": 1}, False),
+        ({"M": 20, "N": 32, "B": 5000, "tf32": True}, False),
+        ({"M": 20, "N": 32, "B": 5000, "direction": "forward"}, False),
+    ],
+    ids=str,
+)
+def test_few_short_float32_backwards_take_the_smallest_tile(sizes, smallest, targets):
+    """Others are not offered it, so that no table can name it for them. B has two heads: 528 are four per core."""
+    inputs = make_inputs(Case(**SIZES | {"dtype": torch.float32}, M=8, N=8, D=32, Dv=32))
+    problem = problem_of(inputs, "backward")._replace(**sizes)
+    with assume(targets[0]._replace(cores=132)):
+        offered = tiles.tiles(problem)
+    assert (offered[0] == Tile(16, 16, 2, 1)) == smallest == (Tile(16, 16, 2, 1) in offered)
 
 
 def test_rows_of_a_copied_bias():
