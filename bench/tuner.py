@@ -33,6 +33,7 @@ from sdpa.bench.timing import (
 from sdpa.bench.timing import device_race as race_on_device
 from sdpa.bench.workload import Workload, make_workload, precision
 from sdpa.dispatch import cost, select
+from sdpa.dispatch.catalog import DENSE
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
@@ -256,11 +257,12 @@ def worth_building(kernel: Kernel, problem: Problem, asked: AttentionProblem) ->
     families come second, and a figure at the most usual sizes is enough."""
     if not isinstance(problem, Cell) or problem.explore or len(select.tiles_of(kernel, asked)) < 2:
         return True
-    return kernel.family in PLAIN_FAMILIES or is_dense(asked)
+    return kernel.family in PLAIN_FAMILIES or is_left_to_others(asked)
 
 
-def is_dense(asked: AttentionProblem) -> bool:
-    return bool(asked.features & {"bias", "allowed"})
+def is_left_to_others(asked: AttentionProblem) -> bool:
+    """Whether PLAIN_FAMILIES leave the problem to other families of ours."""
+    return bool(asked.features & DENSE)
 
 
 def other_tiles(
@@ -270,7 +272,7 @@ def other_tiles(
     others = select.tiles_of(kernel, asked)[1:]
     if not isinstance(problem, Cell):
         return others
-    if problem.explore and (is_dense(asked) or kernel.family in PLAIN_FAMILIES):
+    if problem.explore and (is_left_to_others(asked) or kernel.family in PLAIN_FAMILIES):
         return others
     near = learnt_tiles(kernel.name, problem, entries)
     return tuple(tile for tile in others if tile in near)

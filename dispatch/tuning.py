@@ -40,6 +40,7 @@ UNHEARD_SCORES = 20.0
 # two waves the last, partly filled one no longer decides.
 GPU_ROWS = 128
 GPU_WAVES = 2
+LEAST_COLUMNS = 16  # the smallest side of a tensor core's product
 # A band under which this share of the pairs is visible counts as no mask.
 NEARLY_ALL = 0.9
 
@@ -149,7 +150,8 @@ def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None
         return math.exp(sum(logs) / weight)
 
     mean = {name: fastest[0] * slower(name) for name in dict.fromkeys(name for seconds in times for name in seconds)}
-    tiles = {name: tile for one in reversed(heard) for name, tile in one.bucket.tile.items()}
+    alike = [one for one in heard if columns(one.bucket.sizes) == columns((problem.D, problem.Dv))]
+    tiles = {name: tile for one in reversed(alike) for name, tile in one.bucket.tile.items()}
     others = f", and {len(heard) - 1} near it" if len(heard) > 1 else ""
     return Measurement(mean, f"{heard[0]}{others}", tiles)
 
@@ -208,6 +210,11 @@ def empty_rows(bucket: Bucket, problem: AttentionProblem) -> float:
     _, _, _, M, N, _, _ = bucket.sizes
     pairs = (M, problem.M), (N, problem.N)
     return sum(abs(math.log(max(1.0, longer(a)) / max(1.0, longer(b)))) for a, b in pairs)
+
+
+def columns(sizes: tuple[int, ...]) -> list[int]:
+    """The head sizes as a kernel has columns for them, as exponents of powers of two: a tile is one for so many."""
+    return [(max(LEAST_COLUMNS, size) - 1).bit_length() for size in sizes[-2:]]
 
 
 def fill(heads: int, M: int, device: Device) -> int:

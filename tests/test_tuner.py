@@ -186,6 +186,7 @@ def test_who_is_worth_a_compilation():
     cell, usual = Cell(1, 1, 8, 8, 8), Cell(1, 1, 8, 8, 8, explore=True)
     assert not tuner.worth_building(efficient, cell, plain)
     assert tuner.worth_building(efficient, usual, plain) and tuner.worth_building(efficient, cell, dense)
+    assert tuner.worth_building(efficient, cell, PROBLEM._replace(features=frozenset({"dropout"})))
     assert tuner.worth_building(flash, cell, plain) and tuner.worth_building(by_name()["vendor_efficient"], cell, plain)
 
 

@@ -247,6 +247,15 @@ def test_the_measured_tile_is_passed_as_the_kernel_offers_it(user, several_tiles
     assert select.choose(PROBLEM._replace(dtype=torch.float64), "flash", ALL_TOGGLES).tile is CPU_TILES[0]
 
 
+def test_a_tile_is_one_for_as_many_columns(user, several_tiles):
+    """Head sizes are rounded up to powers of two: 64 and 33 have as many columns, 65 has twice as many."""
+    put(user, table(entry({"cpu_flash": 0.001}, tile={"cpu_flash": list(CPU_TILES[2])})))
+    assert PROBLEM.D == PROBLEM.Dv == 64
+    for size, tile in ((33, CPU_TILES[2]), (65, CPU_TILES[0]), (32, CPU_TILES[0])):
+        assert select.choose(PROBLEM._replace(D=size, Dv=size), "", ALL_TOGGLES).tile is tile
+    assert select.choose(PROBLEM._replace(Dv=65), "", ALL_TOGGLES).tile is CPU_TILES[0]
+
+
 def test_a_tile_that_is_no_longer_offered_gives_way_to_the_first(user):
     put(user, table(entry({"cpu_flash": 0.001}, tile={"cpu_flash": [7, 7, 1, 1]})))
     assert select.choose(PROBLEM, "", ALL_TOGGLES).tile is CPU_TILES[0]

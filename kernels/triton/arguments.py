@@ -96,7 +96,7 @@ def kernel_args(
     target = target_of(problem.device)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     sizes = q.shape[2], k.shape[2], q.stride(), k.stride(), v.stride()
-    key = ("loops", problem, tile, side, target, inputs.softcap, *sizes)
+    key = ("loops", problem, tile, side, target, inputs.softcap, q.dtype, *sizes)
     if grad_out is not None:
         addresses |= grad_out.data_ptr()
         key = (*key, grad_out.stride())
@@ -233,7 +233,7 @@ def config_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, si
     lengths = any(t is not None for t in (inputs.k_lengths, inputs.q_lengths, inputs.cu_q))
     everywhere = asks_everywhere(inputs, side)
     structured = far is not None or lengths or block_ranges or inputs.prefix is not None or everywhere
-    parts = float16_parts_of(problem) if side is LoopOver.KEYS else 0
+    parts = 0 if side is LoopOver.SPLIT_KV else float16_parts_of(problem)
     return KernelConfig(
         tile.BLOCK_M,
         tile.BLOCK_N,
@@ -278,7 +278,7 @@ def float16_parts_of(problem: AttentionProblem) -> int:
 
     0 stands for no parts.
     """
-    if (problem.direction, problem.dtype) != ("forward", torch.float32) or target_of(problem.device).backend == "hip":
+    if problem.direction == "weights" or problem.dtype != torch.float32 or target_of(problem.device).backend == "hip":
         return 0
     return 1 if problem.tf32 else 2
 

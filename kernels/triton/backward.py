@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, kernel_args, readable, strides_of
+from sdpa.kernels.triton.arguments import block_size, float16_parts_of, readable, strides_of
 from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
 from sdpa.kernels.triton.block_ranges import range_tables
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
@@ -45,6 +45,17 @@ from sdpa.kernels.triton.primitives import (
     store_rows,
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
+from sdpa.kernels.triton.row_parts import (
+    Split,
+    add_weighted_rows,
+    backward_args,
+    load_key_rows,
+    load_query_rows,
+    load_upstream_rows,
+    load_value_rows,
+    products_of_rows,
+    split_launch,
+)
 from sdpa.kernels.triton.tiles import Part, one_block_tile, passes, queries_tile
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
@@ -121,7 +132,7 @@ def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.co
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = MASKED and (CONFIG.LENGTHS or not CONFIG.TMA)
     dk, dv = grads
-    mask, strides, dropout, column = given.mask, given.strides, given.dropout, keys.column
+    mask, dropout, column = given.mask, given.dropout, keys.column
     columns = column + tl.arange(0, BLOCK_N)[:, None]
     batch = memory_batch(mask, seqlen.batch)
     limit = seqlen.q_first + seqlen.q_length
@@ -131,35 +142,35 @@ def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.co
         offsets = start + tl.arange(0, BLOCK_M)
         coords = TileCoords(start, column, offsets[None, :], columns)
         at = RowRange(batch, seqlen.head, seqlen.q_first + start, limit)
-        q_tile = load_rows(given.q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+        q_tile = load_query_rows(given, at, BLOCK_M, CLIP, CONFIG)
         row_lse = load_lse(given.lse + origin, offsets, offsets < seqlen.q_length)
-        st = tl.dot(keys.k, q_tile.T, input_precision=CONFIG.PRECISION)  # [BLOCK_N, BLOCK_M]
+        st = products_of_rows(keys.k, q_tile, CONFIG)  # [BLOCK_N, BLOCK_M]
         pt, slope = weights_of(st, row_lse[None, :], given.bias, mask, seqlen, coords, scale, CONFIG)
         if MASKED:
             pt = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), pt, 0.0)
-        g_tile = load_rows(given.grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+        g_tile = load_upstream_rows(given, at, BLOCK_M, CLIP, CONFIG)
         wt = pt
         if dropout is not None:
             stream = seqlen.batch * given.sizes.H + seqlen.head
             keep = tl.trans(dropout_keep(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
             wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
         if CONFIG.VALUES:
-            dv = tl.dot(wt.to(g_tile.dtype), g_tile, dv, input_precision=CONFIG.PRECISION)
+            dv = add_weighted_rows(dv, wt, g_tile, CONFIG)
         if CONFIG.KEYS:
             row_delta = tl.load(given.delta + origin + offsets, mask=offsets < seqlen.q_length, other=0.0)
-            dpt = tl.dot(keys.v, g_tile.T, input_precision=CONFIG.PRECISION)
+            dpt = products_of_rows(keys.v, g_tile, CONFIG)
             if dropout is not None:
                 dpt = tl.where(keep, dpt * dropout.inverse_keep, 0.0)
             dst = pt * (dpt - row_delta[None, :])
             if MASKED:
                 dst = tl.where(pt == 0.0, 0.0, dst)
-            dk = tl.dot((dst * slope).to(q_tile.dtype), q_tile, dk, input_precision=CONFIG.PRECISION)
+            dk = add_weighted_rows(dk, dst * slope, q_tile, CONFIG)
     return dk, dv
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, dk_strides, dv_strides, sizes, mask,
-                dropout, scale, CONFIG: tl.constexpr):  # fmt: skip
+def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, strides, dk_strides, dv_strides, sizes,
+                mask, dropout, scale, CONFIG: tl.constexpr):  # fmt: skip
     """dK and dV, or one of them, of one block of keys, summed over the heads of its group. Grid: blocks * B * Hkv."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
@@ -185,12 +196,12 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, strides, d
     seen = seqlen.k_first + seqlen.k_length
     CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
     at = RowRange(memory, kv_head, seqlen.k_first + column, seen)
-    k_tile = load_rows(k, strides.k, at, CONFIG.D, BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta, units=units)
+    k_tile = load_key_rows(given, at, BLOCK_N, CLIP, CONFIG)
     v_tile = k_tile
     if CONFIG.KEYS:
-        v_tile = load_rows(v, strides.v, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+        v_tile = load_value_rows(given, at, BLOCK_N, CLIP, CONFIG)
     keys = KeyTile(k_tile, v_tile, column)
-    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     for g in range(sizes.G):
         own_seqlen = seqlen_info(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
@@ -216,7 +227,7 @@ def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.cons
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = MASKED and (CONFIG.LENGTHS or not CONFIG.TMA)
-    mask, strides, dropout = given.mask, given.strides, given.dropout
+    mask, dropout = given.mask, given.dropout
     rows = queries.row + tl.arange(0, BLOCK_M)[:, None]
     batch = memory_batch(mask, seqlen.batch)
     limit = seqlen.k_first + seqlen.k_length
@@ -224,10 +235,10 @@ def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.cons
         start = tl.multiple_of(start, BLOCK_N)
         coords = TileCoords(queries.row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
         at = RowRange(batch, seqlen.kv_head, seqlen.k_first + start, limit)
-        k_tile = load_rows(given.k, strides.k, at, CONFIG.D, BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
-        v_tile = load_rows(given.v, strides.v, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
-        s = tl.dot(queries.q, k_tile.T, input_precision=CONFIG.PRECISION)  # [BLOCK_M, BLOCK_N]
-        dp = tl.dot(queries.grad_out, v_tile.T, input_precision=CONFIG.PRECISION)
+        k_tile = load_key_rows(given, at, BLOCK_N, CLIP, CONFIG)
+        v_tile = load_value_rows(given, at, BLOCK_N, CLIP, CONFIG)
+        s = products_of_rows(queries.q, k_tile, CONFIG)  # [BLOCK_M, BLOCK_N]
+        dp = products_of_rows(queries.grad_out, v_tile, CONFIG)
         p, slope = weights_of(s, queries.lse[:, None], given.bias, mask, seqlen, coords, scale, CONFIG)
         if MASKED:
             p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
@@ -238,13 +249,12 @@ def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.cons
         ds = p * (dp - queries.delta[:, None])
         if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)
-        ds = ds * slope
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=CONFIG.PRECISION)
+        dq = add_weighted_rows(dq, ds * slope, k_tile, CONFIG)
     return dq
 
 
 @triton.jit
-def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq_strides, sizes, mask, dropout, scale,
+def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, units, strides, dq_strides, sizes, mask, dropout, scale,
                    CONFIG: tl.constexpr):  # fmt: skip
     """dQ of one block of queries of one head. Grid: blocks * B * H."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -265,15 +275,15 @@ def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, strides, dq_stri
     memory = memory_batch(mask, batch)
     CLIP: tl.constexpr = not CONFIG.TMA
     at = RowRange(memory, head, seqlen.q_first + row, seqlen.q_first + limit)
-    q_tile = load_rows(q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
-    g_tile = load_rows(grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta, units=units)
+    q_tile = load_query_rows(given, at, BLOCK_M, CLIP, CONFIG)
+    g_tile = load_upstream_rows(given, at, BLOCK_M, CLIP, CONFIG)
     offsets = row + tl.arange(0, BLOCK_M)
     origin = tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + seqlen.q_first
     row_lse = load_lse(lse + origin, offsets, offsets < limit)
     row_delta = tl.load(delta + origin + offsets, mask=offsets < limit, other=0.0)
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     visited = visited_keys(mask, seqlen, row, BLOCK_M, CONFIG)
-    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
     shared = (GradQueryTile(q_tile, g_tile, row_lse, row_delta, row), given, seqlen)
     if CONFIG.LEADING:
         dq_tile = accumulate_dq(dq_tile, *shared, visited.begin, visited.full_begin, scale, True, CONFIG)
@@ -289,7 +299,7 @@ class Backward(NamedTuple):
 
     grads: Gradients
     launches: list[Launch]
-    delta: Tensor | None  # (B, H, M); None where a single pass found it for itself
+    scratch: tuple[Tensor, ...]  # delta (B, H, M), where no single pass finds it for itself, and float16 parts
     bias_parts: Tensor | None  # (parts, *bias.shape), whose sum is the gradient of the bias
 
 
@@ -310,9 +320,8 @@ def backward_pass(
 ) -> Pass:
     given = with_memory(tensors_of(inputs, results, upstream))
     tensors = readable(inputs, problem), readable_rows(results), readable_rows(upstream)
-    grads, launches, delta, bias_parts = backward_launches(*tensors, problem, tile)
-    scratch = (delta, *range_tables(launches), bias_parts)
-    made = (*grads[:3], *(t for t in scratch if t is not None))
+    grads, launches, scratch, bias_parts = backward_launches(*tensors, problem, tile)
+    made = (*grads[:3], *scratch, *range_tables(launches), *(() if bias_parts is None else (bias_parts,)))
     finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)
     return Pass(launches, given, tensors_of(*tensors), made, finish, gradient_fills(inputs))
 
@@ -353,19 +362,21 @@ def backward_launches(
     whole = one_block_tile(problem)
     if whole is not None:
         bias_parts, launch = one_block_launch(inputs, problem, whole, results.lse, upstream, grads)
-        return Backward(grads, [launch], None, bias_parts)
+        return Backward(grads, [launch], (), bias_parts)
     delta, first = delta_launch(results.out, upstream.out, upstream.lse)
     row = BackwardRows(upstream.out, results.lse, delta)
-    launches = [
-        first,
-        *dkdv_launches(inputs, problem, tile, row, grads),
-        *dq_launches(inputs, problem, tile, row, grads),
-    ]
+    split, launches = None, [first]
+    if float16_parts_of(problem):
+        split, second = split_launch((*inputs[:3], upstream.out), float16_parts_of(problem))
+        launches.append(second)
+    launches += dkdv_launches(inputs, problem, tile, row, grads, split)
+    launches += dq_launches(inputs, problem, tile, row, grads, split)
     bias_parts = None
     if "bias_grad" in problem.features:
-        bias_parts, launch = bias_grad_launch(inputs, problem, tile, row)
+        bias_parts, launch = bias_grad_launch(inputs, problem, tile, row, split)
         launches.append(launch)
-    return Backward(grads, launches, delta, bias_parts)
+    scratch = () if split is None else (*split[:-1], *split.units)
+    return Backward(grads, launches, (delta, *scratch), bias_parts)
 
 
 def empty_gradients(inputs: AttentionInputs) -> Gradients:
@@ -415,14 +426,19 @@ def delta_arguments(
 
 
 def dkdv_launches(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows, grads: Gradients
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    tile: Tile,
+    row: BackwardRows,
+    grads: Gradients,
+    split: Split | None,
 ) -> list[Launch]:
     """The launches of dK and dV: one for both, or two where the registers do not hold both sums."""
     launches = []
     for part, parts_tile in passes(problem, tile):
-        given, before = kernel_args(inputs, problem, parts_tile, LoopOver.QUERIES, row.grad_out)
+        given, units, before = backward_args(inputs, problem, parts_tile, LoopOver.QUERIES, row, split)
         config = given.config._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS)
-        targets = (grads.k, grads.v, row.lse, row.delta, given.strides, strides_of(grads.k), strides_of(grads.v))
+        targets = (grads.k, grads.v, row.lse, row.delta, units, given.strides, strides_of(grads.k), strides_of(grads.v))
         args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, config)
         grid = (given.sizes.blocks * given.sizes.entries,)
         launches += [*before, Launch(dkdv_kernel, grid, args, parts_tile)]
@@ -430,11 +446,16 @@ def dkdv_launches(
 
 
 def dq_launches(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows, grads: Gradients
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    tile: Tile,
+    row: BackwardRows,
+    grads: Gradients,
+    split: Split | None,
 ) -> list[Launch]:
     tile = queries_tile(problem, tile)
-    given, before = kernel_args(inputs, problem, tile, LoopOver.KEYS, row.grad_out)
-    targets = (grads.q, row.lse, row.delta, given.strides, strides_of(grads.q))
+    given, units, before = backward_args(inputs, problem, tile, LoopOver.KEYS, row, split)
+    targets = (grads.q, row.lse, row.delta, units, given.strides, strides_of(grads.q))
     args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.config)
     grid = (given.sizes.blocks * given.sizes.entries,)
     return [*before, Launch(dq_kernel, grid, args, tile)]

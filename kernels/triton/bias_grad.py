@@ -14,11 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, kernel_args
+from sdpa.kernels.triton.arguments import block_size, float16_parts_of
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import TileCoords, cap_slope, capped, load_dense, score_mod, seqlen_info, visible
-from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, load_rows, probabilities
+from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, probabilities
+from sdpa.kernels.triton.row_parts import (
+    Split,
+    backward_args,
+    load_key_rows,
+    load_query_rows,
+    load_upstream_rows,
+    load_value_rows,
+    products_of_rows,
+)
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import staged
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
@@ -61,9 +70,8 @@ def load_key_block(given, seqlen, column, CONFIG: tl.constexpr):
     """(keys [BLOCK_N, BLOCK_D], values [BLOCK_N, BLOCK_DV]) from `column` on."""
     CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
     at = RowRange(seqlen.batch, seqlen.kv_head, column, seqlen.k_length)
-    strides = given.strides
-    keys = load_rows(given.k, strides.k, at, CONFIG.D, CONFIG.BLOCK_N, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
-    values = load_rows(given.v, strides.v, at, CONFIG.DV, CONFIG.BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    keys = load_key_rows(given, at, CONFIG.BLOCK_N, CLIP, CONFIG)
+    values = load_value_rows(given, at, CONFIG.BLOCK_N, CLIP, CONFIG)
     return keys, values
 
 
@@ -75,14 +83,14 @@ def differentiate(given, block, held, seqlen, row, column, scale, CONFIG: tl.con
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = CONFIG.LENGTHS or not CONFIG.TMA
     MASKED: tl.constexpr = CONFIG.LEADING or CONFIG.TRAILING or not CONFIG.FULL
-    strides, sizes, mask, dropout = given.strides, given.sizes, given.mask, given.dropout
+    sizes, mask, dropout = given.sizes, given.mask, given.dropout
     batch, head = seqlen.batch, seqlen.head
     at = RowRange(batch, head, row, seqlen.q_length)
-    q_tile = load_rows(given.q, strides.q, at, CONFIG.D, BLOCK_M, CONFIG.BLOCK_D, CONFIG.TMA, CLIP)
-    g_tile = load_rows(given.grad_out, strides.other, at, CONFIG.DV, BLOCK_M, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
+    q_tile = load_query_rows(given, at, BLOCK_M, CLIP, CONFIG)
+    g_tile = load_upstream_rows(given, at, BLOCK_M, CLIP, CONFIG)
     k_tile, v_tile = block
-    s = tl.dot(q_tile, k_tile.T, input_precision=CONFIG.PRECISION)
-    dp = tl.dot(g_tile, v_tile.T, input_precision=CONFIG.PRECISION)
+    s = products_of_rows(q_tile, k_tile, CONFIG)
+    dp = products_of_rows(g_tile, v_tile, CONFIG)
     offsets = row + tl.arange(0, BLOCK_M)
     coords = TileCoords(row, column, offsets[:, None], column + tl.arange(0, BLOCK_N)[None, :])
     origin = tl.cast(batch * sizes.H + head, tl.int64) * sizes.rows
@@ -107,6 +115,10 @@ def differentiate(given, block, held, seqlen, row, column, scale, CONFIG: tl.con
         if MASKED:
             shares = tl.where(p == 0.0, 0.0, shares)
         row_delta = tl.sum(shares, 1)
+        if CONFIG.FLOAT16_PARTS > 0:
+            # lse is of the forward's products, whose last bits are others: what p is off by cancels in the quotient.
+            total = tl.sum(p, 1)
+            row_delta = row_delta / tl.where(total == 0.0, 1.0, total)
         if given.grad_lse is not None:
             row_delta -= tl.load(given.grad_lse + origin + offsets, mask=offsets < sizes.M, other=0.0)
     ds = p * (dp - row_delta[:, None])
@@ -116,12 +128,12 @@ def differentiate(given, block, held, seqlen, row, column, scale, CONFIG: tl.con
 
 
 @triton.jit
-def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, strides, sizes, mask, dropout, bias_shape,
-                     reduction, scale, CONFIG: tl.constexpr):  # fmt: skip
+def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, units, strides, sizes, mask, dropout,
+                     bias_shape, reduction, scale, CONFIG: tl.constexpr):  # fmt: skip
     """One tile of parts [parts, bias.batch, bias.heads, rows, columns]. Grid: parts * tiles of the bias."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta, units=units)
     r = reduction
     tiles = r.batch * r.heads * r.row_blocks * r.column_blocks
     part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -185,16 +197,16 @@ def store_part(parts, total, at, reduction, bias_shape):
 
 
 def bias_grad_launch(
-    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows
+    inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, row: BackwardRows, split: Split | None
 ) -> tuple[Tensor, Launch]:
     """(the parts of the gradient, (parts, *bias.shape), the launch that fills them)."""
     bias, tile = inputs.bias, tile_of(problem, tile)
-    given, _ = kernel_args(inputs, problem, tile, LoopOver.KEYS, row.grad_out)
+    given, units, _ = backward_args(inputs, problem, tile, LoopOver.KEYS, row, split)
     reduction = reduction_of(bias.shape, problem, tile)
     dtype = bias.dtype if reduction.parts == 1 else torch.float32
     parts = torch.empty((reduction.parts, *bias.shape), dtype=dtype, device=bias.device)
     mask = given.mask._replace(key_ranges=None)  # no block ranges are found for this kernel, which skips no tile
-    args = (*given.tensors, parts, row.lse, row.delta, given.strides, given.sizes, mask)
+    args = (*given.tensors, parts, row.lse, row.delta, units, given.strides, given.sizes, mask)
     args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.config)
     return parts, Launch(bias_grad_kernel, (reduction.parts * reduction.tiles,), args, tile)
 
@@ -205,10 +217,12 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
-    """The tile of this kernel in a backward with `tile`: its own one where it fits and the bias repeats nowhere."""
+    """The tile of this kernel in a backward with `tile`: its own one where it fits and the bias repeats nowhere. Of
+    float16 parts also where `tile` has too few rows for Hopper's products."""
     width = block_size(problem.D) + block_size(problem.Dv)
-    small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE
-    return staged(SMALL, problem) or tile if problem.full_bias and small else tile
+    small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE and problem.full_bias
+    few_rows = float16_parts_of(problem) > 0 and tile.BLOCK_M < SMALL.BLOCK_M
+    return staged(SMALL, problem) or tile if small or few_rows else tile
 
 
 def reduction_of(

@@ -28,6 +28,7 @@ from sdpa.kernels.triton.kernel_arguments import LoopOver
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import seqlen_info
 from sdpa.kernels.triton.primitives import Operands, RowRange, store_rows
+from sdpa.kernels.triton.row_parts import RowUnits, add_weighted_rows, weighted_rows, weights_for
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
 # Programs per core, and where they sum a gradient of the bias, of which each has a part of its own.
@@ -46,7 +47,8 @@ def one_block_kernel(q, k, v, grad_out, bias, allowed, dq, dk, dv, parts, lse, g
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
-    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, None, grad_lse)
+    given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, None, grad_lse,
+                     RowUnits(None, None, None, None))  # fmt: skip
     r = reduction
     tiles = r.batch * r.heads
     part, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -63,9 +65,9 @@ def one_block_kernel(q, k, v, grad_out, bias, allowed, dq, dk, dv, parts, lse, g
         if ONCE:
             found = differentiate(given, block, held, seqlen, 0, 0, scale, CONFIG)
             ds = store_dq(dq, dq_strides, found, block[0], RowRange(batch, kv_head, 0, sizes.M), scale, CONFIG)
-            dk_tile = tl.dot(ds.T, found.q, input_precision=CONFIG.PRECISION)
-            weights = found.weights.to(found.q.dtype)
-            dv_tile = tl.dot(weights.T, found.grad_out, input_precision=CONFIG.PRECISION)
+            dk_tile = weighted_rows(ds.T, found.q, CONFIG)
+            weights = weights_for(found.weights, found.grad_out, CONFIG)
+            dv_tile = weighted_rows(weights.T, found.grad_out, CONFIG)
             if parts is not None:
                 total += found.ds
         else:
@@ -76,9 +78,9 @@ def one_block_kernel(q, k, v, grad_out, bias, allowed, dq, dk, dv, parts, lse, g
                 own = seqlen_info(mask, sizes, batch, head, kv_head)
                 found = differentiate(given, block, held, own, row, 0, scale, CONFIG)
                 ds = store_dq(dq, dq_strides, found, block[0], RowRange(batch, head, row, sizes.M), scale, CONFIG)
-                dk_tile = tl.dot(ds.T, found.q, dk_tile, input_precision=CONFIG.PRECISION)
-                weights = found.weights.to(found.q.dtype)
-                dv_tile = tl.dot(weights.T, found.grad_out, dv_tile, input_precision=CONFIG.PRECISION)
+                dk_tile = add_weighted_rows(dk_tile, ds.T, found.q, CONFIG)
+                weights = weights_for(found.weights, found.grad_out, CONFIG)
+                dv_tile = add_weighted_rows(dv_tile, weights.T, found.grad_out, CONFIG)
         keys = RowRange(batch, kv_head, 0, sizes.N)
         store_rows(dk, dk_strides, keys, dk_tile * scale, CONFIG.D)
         store_rows(dv, dv_strides, keys, dv_tile, CONFIG.DV)
@@ -89,8 +91,8 @@ def one_block_kernel(q, k, v, grad_out, bias, allowed, dq, dk, dv, parts, lse, g
 @triton.jit
 def store_dq(dq, dq_strides, found, keys, at, scale, CONFIG: tl.constexpr):
     """Write dQ of the RowRange `at` of a Differentiated tile. Returns the gradient of the scores before softcap."""
-    ds = (found.ds * found.slope).to(found.q.dtype)
-    store_rows(dq, dq_strides, at, tl.dot(ds, keys, input_precision=CONFIG.PRECISION) * scale, CONFIG.D)
+    ds = weights_for(found.ds * found.slope, found.q, CONFIG)
+    store_rows(dq, dq_strides, at, weighted_rows(ds, keys, CONFIG) * scale, CONFIG.D)
     return ds
 
 

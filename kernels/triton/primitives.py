@@ -45,6 +45,7 @@ class Operands(NamedTuple):
     lse: tl.tensor | None = None
     delta: tl.tensor | None = None  # None: of a tile with all keys, out of its weights and dP
     grad_lse: tl.tensor | None = None  # where delta is None and a gradient arrives there
+    units: tl.tuple | None = None  # RowUnits of a backward (row_parts.py)
 
 
 class RowRange(NamedTuple):

@@ -47,15 +47,20 @@ BACKWARD = {
     256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
-# The tiles that spill least: products of bfloat16 parts take more registers than there are above a head size of 64.
+# For float32 operands without float16 parts, whose products take more registers than there are: AMD's.
 BACKWARD_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
     128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
     256: (Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
     512: (Tile(16, 16, 8, 1),),
 }
-# Before these of few short problems, whose programs run once: the shortest to load (docs/log/drawn-problems.md).
-FEW_FLOAT32 = {64: (Tile(16, 16, 2, 1),), 128: (Tile(16, 16, 4, 1),), 256: (), 512: ()}
+# For float32 operands whose float16 parts are in memory (row_parts.py).
+BACKWARD_PARTS = {
+    64: (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 32, 4, 1)),
+    128: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
+    256: (Tile(64, 64, 8, 1), Tile(32, 64, 8, 1), Tile(16, 16, 4, 1)),
+    512: (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+}
 # Of the weights. Scores are twice in registers, as a product and as a sum, so 128 x 128 is the largest tile. It comes
 # first: smaller ones load so often that, by the count of bytes, the L2 cache takes longer than the exponentials.
 WEIGHTS = {
@@ -79,18 +84,23 @@ TABLES = {
     ("forward", True, 2): FORWARD_TWO_PARTS,
     ("backward", False, 0): BACKWARD,
     ("backward", True, 0): BACKWARD_FLOAT32,
+    ("backward", True, 1): BACKWARD_PARTS,
+    ("backward", True, 2): BACKWARD_PARTS,
     ("weights", False, 0): WEIGHTS,
     ("weights", True, 0): WEIGHTS_FLOAT32,
 }
-TILES = tuple(
-    dict.fromkeys(tile for table in (*TABLES.values(), FEW_FLOAT32) for tiles in table.values() for tile in tiles)
-)
-# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold. float32
-# has none: its products spill.
+TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
+# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold.
 BLOCKS = (
     (64, (Tile(64, 64, 4, 1), Tile(128, 128, 8, 1))),
     (128, (Tile(64, 64, 8, 2), Tile(32, 128, 8, 1))),
     (256, (Tile(64, 64, 8, 1),)),
+)
+# Of float32, which is cut into float16 parts on chip: beyond these sizes parts take more registers than there are.
+BLOCKS_FLOAT32 = (
+    (32, (Tile(32, 32, 2, 1), Tile(64, 64, 4, 1))),
+    (64, (Tile(64, 64, 4, 1),)),
+    (128, (Tile(32, 32, 4, 1), Tile(32, 64, 8, 1))),
 )
 # Tiles that a program may take one after the other where programs do not fill the device.
 LONGEST = 8
@@ -99,15 +109,15 @@ SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
 STAGES = (3, 2, 1)
 SIZES = (64, 128, 256, 512)
 SHORT = 64  # queries and keys up to which most of a tile may be empty
-SMALL_SIDE = 32  # of a tile that is never too large, and queries and keys that are few for any number of heads
-FEW_HEADS = 4  # per core: 512 heads of 33 were faster by FEW_FLOAT32, and 4,496 of 64 slower; between is not measured
-
+SMALL_SIDE = 32  # of a tile that is never too large
 
 RANDOM_BYTES = 1  # of dropout per score, as bits change their layout through shared memory
 ID_BYTES = 8  # of documents' ids per row and per column of a tile, for the same reason
 BARRIER_BYTES = 2 << 10  # of barriers and what else is small: 1,048 at most in what was compiled
 # Bytes of dK and dV of a block of keys in float32 beyond which each has a launch: more than half a core's registers.
 ACCUMULATOR_BYTES = 128 << 10
+# The same for each warp where products of float16 parts are summed in registers of their own: 64 registers of a thread.
+WARP_BYTES = 8 << 10
 
 
 class Part(Enum):
@@ -132,7 +142,8 @@ def queries_tile(problem: AttentionProblem, tile: Tile) -> Tile:
 
 
 def is_split(problem: AttentionProblem, tile: Tile) -> bool:
-    return tile.BLOCK_N * (block_size(problem.D) + block_size(problem.Dv)) * 4 > ACCUMULATOR_BYTES
+    most = tile.num_warps * WARP_BYTES if float16_parts_of(problem) else ACCUMULATOR_BYTES
+    return tile.BLOCK_N * (block_size(problem.D) + block_size(problem.Dv)) * 4 > most
 
 
 def half(tile: Tile) -> Tile:
@@ -153,9 +164,11 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
 
 def one_block_tile(problem: AttentionProblem) -> Tile | None:
     """The tile of a backward in one pass; None where it is not one."""
-    if problem.features & {"packed", "sinks"} or problem.dtype.itemsize != 2:  # the gradient of sinks wants delta
+    parts, half = float16_parts_of(problem), problem.dtype.itemsize == 2
+    if problem.features & {"packed", "sinks"} or not (half or parts):  # the gradient of sinks wants delta
         return None
-    offered = next((tiles for largest, tiles in BLOCKS if max(problem.D, problem.Dv) <= largest), ())
+    blocks = BLOCKS if half else BLOCKS_FLOAT32
+    offered = next((tiles for largest, tiles in blocks if max(problem.D, problem.Dv) <= largest), ())
     tile = next((tile for tile in offered if problem.N <= tile.BLOCK_N), None)
     if tile is None:
         return None
@@ -169,7 +182,8 @@ def one_block_tile(problem: AttentionProblem) -> Tile | None:
 
 def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
     """The tile with as many stages of loads, of those in STAGES, as fit into shared memory beside the gradient of the
-    scores, dropout's random numbers, documents' ids and barriers."""
+    scores, dropout's random numbers, documents' ids and barriers. float32 takes one, beside one block being cut into
+    parts, which take as much as it does."""
     size, width = problem.dtype.itemsize, block_size(problem.D) + block_size(problem.Dv)
     scores = tile.BLOCK_M * tile.BLOCK_N
     dense = 0 if problem.row_mask else scores * dense_bytes(problem)
@@ -177,22 +191,21 @@ def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
     beside = scores * (size + RANDOM_BYTES * ("dropout" in problem.features)) + BARRIER_BYTES
     if "segments" in problem.features:
         beside += (tile.BLOCK_M + tile.BLOCK_N) * ID_BYTES
+    if size == torch.float32.itemsize:
+        beside += max(tile.BLOCK_M, tile.BLOCK_N) * width // 2 * size
     room = target_of(problem.device).shared_memory - beside
-    stages = next((stages for stages in STAGES if stages * streams <= room), None)
+    offered = STAGES if size < torch.float32.itemsize else STAGES[-1:]
+    stages = next((stages for stages in offered if stages * streams <= room), None)
     return None if stages is None else tile._replace(num_stages=stages)
 
 
 def for_length(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Tile, ...]:
-    """Of a short problem first the tiles whose sides are no longer than it is; before these FEW_FLOAT32."""
+    """Of a short problem first the tiles whose sides are no longer than it is."""
     longest = max(problem.M, problem.N)
     if longest > SHORT:
         return listed
     most = max(SMALL_SIDE, block_size(longest))
-    ordered = tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
-    if problem.direction != "backward" or problem.dtype != torch.float32 or problem.tf32:
-        return ordered
-    few = longest <= SMALL_SIDE or problem.B * problem.H <= FEW_HEADS * target_of(problem.device).cores
-    return (*FEW_FLOAT32[size_class(problem)], *ordered) if few else ordered
+    return tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
 
 
 def size_class(problem: AttentionProblem) -> int:
@@ -212,11 +225,12 @@ def shared_memory(problem: AttentionProblem, tile: Tile, target: Target, parts: 
     `parts` are the float16 parts of a forward's operands, by default those that the problem's have.
     """
     width = block_size(problem.D) + block_size(problem.Dv)
-    size = problem.dtype.itemsize
+    own = float16_parts_of(problem)
+    size = own * torch.float16.itemsize if own and problem.direction == "backward" else problem.dtype.itemsize
     scores = tile.BLOCK_M * tile.BLOCK_N
     dense = 0 if problem.row_mask else scores * dense_bytes(problem)  # of a mask that streams with the keys
     if problem.direction == "forward":
-        parts = float16_parts_of(problem) if parts is None else parts
+        parts = own if parts is None else parts
         if parts:
             return float16_parts_memory(problem, tile, parts) + max(1, tile.num_stages) * dense
         stays = tile.BLOCK_M * block_size(problem.D) if holds_operands(target) else 0

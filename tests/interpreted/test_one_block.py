@@ -12,7 +12,7 @@ from sdpa.kernels.triton import tiles
 from sdpa.kernels.triton.arguments import in_whole_rows, is_worth_a_copy
 from sdpa.kernels.triton.backward import backward_launches
 from sdpa.kernels.triton.target import assume
-from sdpa.problem import Results, Tile
+from sdpa.problem import Results
 from sdpa.testing import Case, make_inputs, problem_of
 
 SIZES = {"B": 3, "H": 2, "Hkv": 2, "dtype": torch.float16}
@@ -58,8 +58,9 @@ def test_what_lies_behind_lengths_is_not_seen(softcap, run_family, target):
 
 
 def test_which_backwards_are_one_pass(targets):
-    whole = {}, {"N": 128}, {"D": 72, "Dv": 72}, {"Hkv": 1}, {"M": 512}
-    parted = {"N": 129}, {"D": 136, "Dv": 136, "N": 65}, {"M": 513}, {"dtype": torch.float32}
+    float32 = {"dtype": torch.float32}
+    whole = {}, {"N": 128}, {"D": 72, "Dv": 72}, {"Hkv": 1}, {"M": 512}, float32, {**float32, "D": 128, "N": 64}
+    parted = {"N": 129}, {"D": 136, "Dv": 136, "N": 65}, {"M": 513}, {**float32, "N": 65}, {**float32, "D": 136}
     for sizes, one in (*((s, True) for s in whole), *((s, False) for s in parted)):
         case = Case(**{**SIZES, "M": 49, "N": 49, "D": 32, "Dv": 32, **sizes})
         inputs = make_inputs(case)
@@ -96,24 +97,12 @@ def test_which_masks_are_copied(mask, copied, targets):
 
 
 @pytest.mark.parametrize(
-    "sizes, smallest",
-    [
-        ({"M": 20, "N": 32, "B": 5000}, True),
-        ({"M": 20, "N": 33, "B": 264}, True),
-        ({"M": 20, "N": 33, "B": 265}, False),
-        ({"M": 20, "N": 65, "B": 1}, False),
-        ({"M": 20, "N": 32, "B": 5000, "tf32": True}, False),
-        ({"M": 20, "N": 32, "B": 5000, "direction": "forward"}, False),
-    ],
-    ids=str,
+    "mask, M, N, D, heads", [("bias", 49, 49, 24, 2), ("causal", 70, 40, 72, 1), ("lengths", 17, 22, 32, 2)]
 )
-def test_few_short_float32_backwards_take_the_smallest_tile(sizes, smallest, targets):
-    """Others are not offered it, so that no table can name it for them. B has two heads: 528 are four per core."""
-    inputs = make_inputs(Case(**SIZES | {"dtype": torch.float32}, M=8, N=8, D=32, Dv=32))
-    problem = problem_of(inputs, "backward")._replace(**sizes)
-    with assume(targets[0]._replace(cores=132)):
-        offered = tiles.tiles(problem)
-    assert (offered[0] == Tile(16, 16, 2, 1)) == smallest == (Tile(16, 16, 2, 1) in offered)
+def test_one_block_in_float32(mask, M, N, D, heads, judge, target):
+    """Cut into float16 parts on chip: of one head, of a group's heads, and in several blocks of queries."""
+    case = Case(**SIZES | {"dtype": torch.float32, "Hkv": heads}, M=M, N=N, D=D, Dv=D, mask=mask)
+    judge(make_inputs(case), target=target, bias_grad=mask == "bias")
 
 
 def test_rows_of_a_copied_bias():
