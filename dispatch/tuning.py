@@ -213,7 +213,7 @@ def empty_rows(bucket: Bucket, problem: AttentionProblem) -> float:
 
 
 def columns(sizes: tuple[int, ...]) -> list[int]:
-    """The head sizes as a kernel has columns for them, as exponents of powers of two: a tile is one for so many."""
+    """The head sizes as a kernel has columns for them, as exponents of powers of two. A tile is measured for these."""
     return [(max(LEAST_COLUMNS, size) - 1).bit_length() for size in sizes[-2:]]
 
 

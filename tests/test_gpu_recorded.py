@@ -71,6 +71,14 @@ def test_every_kind_of_backward_again(kind, lse_grad, modules):
     run_again(modules["flash"], make, "backward", {"bias_grad"} if make(0)[0].bias is not None else ())
 
 
+@pytest.mark.parametrize("lse_grad", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "bias", "everything"])
+def test_float32_backwards_again(kind, lse_grad, modules):
+    """One launch more, of float16 parts, and the memory that these and their units take."""
+    make = backward_tensors(kind, lse_grad, dtype=torch.float32)
+    run_again(modules["flash"], make, "backward", {"bias_grad"} if make(0)[0].bias is not None else ())
+
+
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "causal", "dropout", "bias", "padding", "unaligned"])
 def test_weights_again(kind, averaged, modules):

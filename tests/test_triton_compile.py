@@ -265,6 +265,17 @@ def test_offered_tiles_fit(arch, listed, pretend):
                 checked(launch, target)
 
 
+@pytest.mark.parametrize("arch,D", [("90", 128), ("90", 256), ("80", 256), ("86", 128)])
+def test_gradients_of_a_bias_in_float16_parts_fit(arch, D, pretend):
+    """Whatever tile the backward has, that of the bias' gradient is its own: four blocks stream in it."""
+    target, inputs = pretend(LIMITS[arch]), make_inputs(sized(D, dtype=torch.float32, mask="bias"))
+    with assume(target):
+        problem = problem_of(inputs, "backward", True)
+        every = [launches_for(inputs, problem, tile)[-1] for tile in tiles.tiles(problem)]
+        assert {name_of(launch) for launch in every} == {"bias_grad_kernel"} and len({one.tile for one in every}) == 1
+        checked(every[0], target)
+
+
 def test_smaller_devices_are_offered_fewer_tiles(pretend):
     """A tile for 227 KiB is not offered where there are 99, and the smallest is offered to everybody."""
     problem = problem_of(make_inputs(sized(128)), "forward")

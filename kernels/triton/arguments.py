@@ -274,9 +274,9 @@ def precision(problem: AttentionProblem) -> str:
 
 
 def float16_parts_of(problem: AttentionProblem) -> int:
-    """Into how many float16 parts a forward cuts float32 operands (float16_parts.py): two hold float32, one holds TF32.
+    """Into how many float16 parts float32 operands are cut: two hold float32, one holds TF32. 0 stands for no parts.
 
-    0 stands for no parts.
+    A forward cuts them for each product (float16_parts.py), a backward once (row_parts.py).
     """
     if problem.direction == "weights" or problem.dtype != torch.float32 or target_of(problem.device).backend == "hip":
         return 0

@@ -29,12 +29,16 @@ from sdpa.kernels.triton.row_parts import (
     products_of_rows,
 )
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.tiles import staged
+from sdpa.kernels.triton.tiles import holds_operands, parts_memory, staged
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 PROGRAMS_PER_CORE = 2
 # The tile of small heads, and how small (docs/log/dropout-and-windows.md).
 SMALL, SMALL_SIZE = Tile(64, 64, 4, 2), 64
+# The tiles of float16 parts: with rows enough for Hopper's products, and from FEW_ROWS on with fewer. With one stage,
+# pointers' loads go through registers, and thousands of bytes of a thread's are spilled.
+PARTED = (SMALL, Tile(64, 64, 4, 1), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1))
+FEW_ROWS = 2
 
 
 class Reduction(NamedTuple):
@@ -218,11 +222,14 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
     """The tile of this kernel in a backward with `tile`: its own one where it fits and the bias repeats nowhere. Of
-    float16 parts also where `tile` has too few rows for Hopper's products."""
+    float16 parts, whose four blocks all stream, the first that fits."""
+    if float16_parts_of(problem):
+        target = target_of(problem.device)
+        offered = PARTED[0 if holds_operands(target) else FEW_ROWS :]
+        return next((t for t in offered if parts_memory(problem, t, target) <= target.shared_memory), offered[-1])
     width = block_size(problem.D) + block_size(problem.Dv)
-    small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE and problem.full_bias
-    few_rows = float16_parts_of(problem) > 0 and tile.BLOCK_M < SMALL.BLOCK_M
-    return staged(SMALL, problem) or tile if small or few_rows else tile
+    small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE
+    return staged(SMALL, problem) or tile if problem.full_bias and small else tile
 
 
 def reduction_of(

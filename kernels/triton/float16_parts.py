@@ -53,6 +53,18 @@ def split_float32(x, PARTS: tl.constexpr):
 
 
 @triton.jit
+def exponent_of(x):
+    """The exponent of a float32 that is not negative: -127 of 0 and of subnormal numbers, 128 of what is not finite."""
+    return (x.to(tl.int32, bitcast=True) >> FRACTION_BITS) - BIAS_OF_EXPONENT
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^exponent as float32, of an int32 from -126 to 127."""
+    return ((exponent + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scaled_queries(q_tile, scale, PARTS: tl.constexpr):
     """(parts of q_tile [BLOCK_M, BLOCK_D] times a power of two, scale over that power, the largest |q| * |scale|).
 
@@ -60,10 +72,9 @@ def scaled_queries(q_tile, scale, PARTS: tl.constexpr):
     """
     tops = tl.max(tl.abs(q_tile), 1)
     top = tl.max(tops, 0)
-    exponent = (top.to(tl.int32, bitcast=True) >> FRACTION_BITS) - BIAS_OF_EXPONENT
+    exponent = exponent_of(top)
     raised = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT) + TOP
-    up = ((raised + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
-    down = ((-raised + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
+    up, down = power_of_two(raised), power_of_two(-raised)
     even = tl.min(((tops * SPREAD >= top) | (tops == 0.0)).to(tl.int32), 0) == 1
     return split_float32(q_tile * up, PARTS), scale * down, tl.where(even, tl.abs(top * scale), float("inf"))
 

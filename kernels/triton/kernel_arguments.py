@@ -142,8 +142,8 @@ class KernelConfig(NamedTuple):
     ALLOWED: DenseConfig | None
     KEYS: bool = True  # of a backward over blocks of keys: dK is wanted
     VALUES: bool = True  # dV is wanted
-    FLOAT16_PARTS: int = 0  # float16 parts that a forward cuts float32 operands into
-    P_EXPONENT: int = 0  # probabilities are then multiplied by 2 to this power
+    FLOAT16_PARTS: int = 0  # float16 parts that float32 operands are cut into
+    P_EXPONENT: int = 0  # a forward's probabilities are then multiplied by 2 to this power
 
 
 class KernelArgs(NamedTuple):

@@ -1,12 +1,14 @@
-"""float32 rows as float16 parts in memory, made once and read by the loops of a backward.
+"""A backward's rows, and products of them: float32 as float16 parts in memory or on chip, other dtypes as they are.
 
 A backward reads each block of queries, keys, values and gradients of the output many times, and as either side of a
-product. Cut into parts on chip, as a forward does it (float16_parts.py), they would take more registers than there are;
-parts in memory go from there to shared memory, where tensor cores read them.
+product. Parts made in registers for each product, as a forward makes them (float16_parts.py), are more than there are.
+Parts in memory are made once, and go to shared memory, from where tensor cores read both sides. Where keys are one
+block, a program cuts each tile once and needs no memory.
 
 Each row is divided by its unit, the power of two that brings its largest number to [2^14, 2^15), just below the largest
 float16. Two parts leave out at most 2^-22 of a number, or 2^-39 of its row's largest where that is more: less than
-float32's sums round off. One part holds what TF32 holds. No range of float32 is lost, so nothing is computed again.
+float32's sums round off. One part holds what TF32 holds. Nothing is computed again, because units follow the rows. They
+multiply a product one after the other, which is right while numbers are between 2^-100 and 2^100 in size.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sdpa.kernels.triton.arguments import block_size, kernel_args
-from sdpa.kernels.triton.float16_parts import BIAS_OF_EXPONENT, FRACTION_BITS, TOP
+from sdpa.kernels.triton.float16_parts import TOP, exponent_of, power_of_two
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, KernelArgs, LoopOver, Strides
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.primitives import RowRange, load_rows, store_rows
@@ -82,9 +84,8 @@ class Split(NamedTuple):
 def units_of(x):
     """(unit, 1 / unit) of the rows of a tile, [rows] each. That of a row of zeros, or of smaller numbers, is 2^-126."""
     top = tl.max(tl.abs(x), 1)
-    exponent = tl.maximum((top.to(tl.int32, bitcast=True) >> FRACTION_BITS) - BIAS_OF_EXPONENT, LEAST_EXPONENT) - TOP
-    unit = ((exponent + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
-    return unit, ((-exponent + BIAS_OF_EXPONENT) << FRACTION_BITS).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(exponent_of(top), LEAST_EXPONENT) - TOP
+    return power_of_two(exponent), power_of_two(-exponent)
 
 
 @triton.jit
@@ -108,7 +109,8 @@ def split_block(program, job, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZ
     at = RowRange(batch, head, start, job.rows)
     strides = Strides(job.batch, job.head, job.row)
     tile = split_tile(load_rows(job.source, strides, at, SIZE, BLOCK, BLOCK_SIZE, False, True), PARTS)
-    dense = Strides(tl.cast(job.heads * job.rows, tl.int64) * WHOLE, tl.cast(job.rows, tl.int64) * WHOLE, WHOLE)
+    of_head = tl.cast(job.rows, tl.int64) * WHOLE
+    dense = Strides(job.heads * of_head, of_head, WHOLE)
     store_rows(job.target, dense, part_of(at, 0, PARTS), tile.high, WHOLE)
     if PARTS == 2:
         store_rows(job.target, dense, part_of(at, 1, PARTS), tile.low, WHOLE)
@@ -162,7 +164,7 @@ def load_parts(source, units, first, strides, at, SIZE: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def load_query_rows(given, at, BLOCK: tl.constexpr, CLIP: tl.constexpr, CONFIG: tl.constexpr):
-    """The queries `at`, [BLOCK, BLOCK_D], of the Operands `given`. This and the next three are load_parts."""
+    """The queries `at`, [BLOCK, BLOCK_D], of the Operands `given`, as load_parts has them."""
     first = tl.cast(at.batch * given.sizes.H + at.head, tl.int64) * given.sizes.rows
     return load_parts(given.q, given.units.q, first, given.strides.q, at, CONFIG.D, BLOCK, CONFIG.BLOCK_D, CLIP, CONFIG)
 

@@ -47,7 +47,7 @@ BACKWARD = {
     256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
-# For float32 operands without float16 parts, whose products take more registers than there are: AMD's.
+# For float32 operands without float16 parts: AMD's, whose matrix units multiply float32.
 BACKWARD_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
     128: (Tile(32, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
@@ -245,6 +245,18 @@ def shared_memory(problem: AttentionProblem, tile: Tile, target: Target, parts: 
         return max(one, tile.BLOCK_N * width * size + streams // 2) + scores * size // 2
     turned = 0 if holds_operands(target) else tile.BLOCK_M * block_size(problem.D) * size  # queries, transposed
     return (tile.BLOCK_N * width + scores) * size + streams + turned
+
+
+def parts_memory(problem: AttentionProblem, tile: Tile, target: Target) -> int:
+    """Bytes of shared memory of a tile of scores whose four blocks stream as float16 parts. What has no descriptors
+    holds one of the stages in registers."""
+    scores = tile.BLOCK_M * tile.BLOCK_N
+    width = block_size(problem.D) + block_size(problem.Dv)
+    parts = (tile.BLOCK_M + tile.BLOCK_N) * width * float16_parts_of(problem) * torch.float16.itemsize
+    dense = 0 if problem.row_mask else scores * dense_bytes(problem)
+    random = scores * RANDOM_BYTES if "dropout" in problem.features else 0
+    stages = tile.num_stages if target.has_tma else max(1, tile.num_stages - 1)
+    return stages * (parts + dense) + scores * torch.float32.itemsize + random + BARRIER_BYTES
 
 
 def float16_parts_memory(problem: AttentionProblem, tile: Tile, parts: int) -> int:

@@ -6,7 +6,9 @@ The interpreter computes products of bfloat16 on its raw bits, so everything her
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,16 @@ from sdpa.testing import backward_bands, compare, differentiate, forward_band, l
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise pytest.UsageError("tests/interpreted wants a process of its own: TRITON_INTERPRET=1 pytest tests/interpreted")
 
-from sdpa.kernels.triton import decode, efficient, flash  # they import Triton, which reads the variable above
+from sdpa.kernels.triton import (  # they import Triton, which reads the variable above
+    arguments,
+    backward,
+    bias_grad,
+    decode,
+    efficient,
+    flash,
+    tiles,
+)
+from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.target import UNLIMITED_MEMORY, Target, assume
 
 # A device that has a few cores, so that sums are cut into parts, and whose L2 cache holds the keys and values of three
@@ -56,15 +67,36 @@ def drawn_like(values, seed):
     return torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values.dtype)
 
 
-def run_family(inputs, upstream=None, *, tile=SMALL, target=DESCRIPTORS, bias_grad=False, results=None):
-    """Forward, unless its results are given, and backward of the kernel that the features ask for."""
+def run_family(
+    inputs, upstream=None, *, tile=SMALL, target=DESCRIPTORS, bias_grad=False, results=None, float32="itself"
+):
+    """Forward, unless its results are given, and backward of the kernel that the features ask for.
+
+    A backward of float32 multiplies it "itself", as AMD's do, in a third of the interpreter's time; or it reads float16
+    "parts" in passes over keys and over queries; or it is "whole", as its sizes ask for.
+    """
     module = module_of(inputs)
     with assume(target):
         if results is None:
             results = module.forward(inputs, problem_of(inputs, "forward"), tile)
         upstream = upstream or Results(drawn_like(results.out, 1), None)
-        grads = module.backward(inputs, results, upstream, problem_of(inputs, "backward", bias_grad), tile)
+        with backwards_of_float32(float32 if inputs.q.dtype == torch.float32 else "whole"):
+            grads = module.backward(inputs, results, upstream, problem_of(inputs, "backward", bias_grad), tile)
     return Judged(results, grads)
+
+
+@contextmanager
+def backwards_of_float32(how):
+    """See run_family. What was prepared for another way is forgotten."""
+    with ExitStack() as stack:
+        if how != "whole":
+            stack.enter_context(patch.object(backward, "one_block_tile", lambda problem: None))
+        if how == "itself":
+            for module in (arguments, backward, bias_grad, tiles):
+                stack.enter_context(patch.object(module, "float16_parts_of", lambda problem: 0))
+        PREPARED.clear()
+        yield
+        PREPARED.clear()
 
 
 def differentiate_lse(inputs, upstream, dtype):
@@ -77,10 +109,10 @@ def differentiate_lse(inputs, upstream, dtype):
     return Results(*(t.detach() for t in results)), Gradients(*(None if t is None else next(found) for t in learned))
 
 
-def judge(inputs, *, tile=SMALL, target=DESCRIPTORS, bias_grad=False, lse_grad=False):
+def judge(inputs, *, tile=SMALL, target=DESCRIPTORS, bias_grad=False, lse_grad=False, float32="itself"):
     """Run forward and backward, assert that every result is within its budget, and return them."""
-    got = run_family(inputs, upstream_of(inputs, lse_grad), tile=tile, target=target, bias_grad=bias_grad)
     upstream = upstream_of(inputs, lse_grad)
+    got = run_family(inputs, upstream, tile=tile, target=target, bias_grad=bias_grad, float32=float32)
     if lse_grad:
         wanted, plain = (differentiate_lse(inputs, upstream, dtype) for dtype in (torch.float64, inputs.q.dtype))
     else:

@@ -102,7 +102,13 @@ def test_which_masks_are_copied(mask, copied, targets):
 def test_one_block_in_float32(mask, M, N, D, heads, judge, target):
     """Cut into float16 parts on chip: of one head, of a group's heads, and in several blocks of queries."""
     case = Case(**SIZES | {"dtype": torch.float32, "Hkv": heads}, M=M, N=N, D=D, Dv=D, mask=mask)
-    judge(make_inputs(case), target=target, bias_grad=mask == "bias")
+    judge(make_inputs(case), target=target, bias_grad=mask == "bias", float32="whole")
+
+
+@pytest.mark.parametrize("more", [{"dropout_p": 0.3}, {"softcap": 5.0}, {"mask": "allowed"}], ids=str)
+def test_one_block_in_float32_beside_the_mask(more, judge, target):
+    inputs = make_inputs(Case(**SIZES | {"dtype": torch.float32}, **{"M": 33, "N": 49, "D": 32, "Dv": 32, **more}))
+    judge(inputs, target=target, float32="whole")
 
 
 def test_rows_of_a_copied_bias():
