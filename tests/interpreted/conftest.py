@@ -95,8 +95,8 @@ def backwards_of_float32(how):
             for module in (arguments, backward, bias_grad, tiles):
                 stack.enter_context(patch.object(module, "float16_parts_of", lambda problem: 0))
         PREPARED.clear()
+        stack.callback(PREPARED.clear)
         yield
-        PREPARED.clear()
 
 
 def differentiate_lse(inputs, upstream, dtype):
