@@ -69,7 +69,7 @@ class Facts(NamedTuple):
     """What guards do not see of a call's tensors. None is what need not be asked again where guards take them."""
 
     autocast: torch.dtype | None = None  # guards see whether it is on, by the dispatch keys
-    alignment: int | None = None  # `form_of`: of forwards on a GPU, and of every backward (0 on a CPU)
+    alignment: int | None = None  # `form_of`: of forwards and backwards on a GPU
     precision: str | None = None  # of float32 products: of forwards on a GPU, and of every backward
 
 
@@ -91,11 +91,11 @@ def switches() -> tuple[Any, ...]:
     )
 
 
-def form_of(tensors: Sequence[Tensor]) -> int:
+def form_of(tensors: Sequence[Tensor]) -> int | None:
     """The bits of the addresses below multiples of 16 bytes, on a GPU; guards and keys do not hold them. 0 where a
     tensor has no address, as gradients in batches have none: `find` takes no such tensor."""
     if not tensors[0].is_cuda:
-        return 0
+        return None
     address = 0
     try:
         for tensor in tensors:

@@ -34,6 +34,7 @@ from sdpa.operators import (
     of_weights,
 )
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, fields_of
+from sdpa.repeated import recognise_backward
 from sdpa.sinks import moves_rows, row_bias_grad
 from sdpa.torch_private import (
     SingleLevelFunction,
@@ -79,29 +80,27 @@ class Attention(SingleLevelFunction):
         call = ctx.call
         if grad_out is None and grad_lse is None:
             return (None,) * (1 + len(call.form.places))
-        *tensors, out, lse = ctx.saved_tensors  # checkpointing lets them be read only once
+        learned = {name: place for name, place in call.form.learned if ctx.needs_input_grad[1 + place]}
+        saved = ctx.saved_tensors  # checkpointing lets them be read only once
+        bias_grad = "bias" in learned
+        # What depends on saved results is no function of the inputs, so further derivatives need the sum over keys.
+        of_rows = bias_grad and moves_rows(saved[learned["bias"]]) and not torch.is_grad_enabled()
+        if grad_out is not None and not of_rows and "sinks" not in learned:
+            found = recognise_backward(call, saved, grad_out, grad_lse, learned.get("bias"))
+            if found is not None:
+                return found
+        *tensors, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         gradients = call.differentiable if torch.is_grad_enabled() or dispatch_modes() > 0 else call.gradients
         results, upstream = (out, lse), (grad_out, grad_lse)
-        if not call.form.learned:
-            return (None, *gradients(tensors, results, upstream, False)[:3], *(None,) * (len(tensors) - 3))
-        given = {name: tensors[place] for name, place in call.form.learned}
-        bias_grad = any(name == "bias" and ctx.needs_input_grad[1 + place] for name, place in call.form.learned)
-        # What depends on saved results is no function of the inputs, so further derivatives need the sum over keys.
-        of_rows = bias_grad and moves_rows(given["bias"]) and not torch.is_grad_enabled()
         found = list(gradients(tensors, results, upstream, bias_grad and not of_rows))
         if of_rows:
+            given = {name: tensors[place] for name, place in call.form.learned}
             found[3] = row_bias_grad(given["bias"], given.get("sinks"), Results(*results), Results(*upstream))
-        return (None, *found[:3], *beside(ctx, call, found))
-
-
-def beside(ctx: Any, call: Any, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the tensors after q, k and v, of which the bias and the sinks may have one."""
-    placed: list[Tensor | None] = [None] * (len(call.form.places) - 3)
-    for name, place in call.form.learned:
-        if ctx.needs_input_grad[1 + place]:
-            placed[place - 3] = found[3 if name == "bias" else 4]
-    return placed
+        placed: list[Tensor | None] = [*found[:3], *(None,) * (len(tensors) - 3)]
+        for name, place in learned.items():
+            placed[place] = found[3 if name == "bias" else 4]
+        return (None, *placed)
 
 
 class OperatorCall:

@@ -75,9 +75,7 @@ def test_more_than_there_is_room_for_is_refused(changes):
 
 
 @built
-@pytest.mark.parametrize(
-    "changes", [{"given": 48}, {"given": -1}, {"forms": ()}, {"strides": ((1,),)}, {"finish": (0,) * 49}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"given": 48}, {"given": -1}, {"forms": ()}, {"finish": (0,) * 49}], ids=str)
 def test_numbers_that_do_not_fit_are_refused(changes):
     with pytest.raises(ValueError, match="too many tensors"):
         repeated.Launches(recording(**changes))
@@ -119,15 +117,13 @@ def test_launches_return_what_is_asked_for():
 
 @built
 def test_launches_take_the_ordinary_way():
-    """Where somebody watches, strides differ, memory is gone, or an address is another than the kernel's."""
+    """Where somebody watches, memory is gone, or an address is another than the kernel's."""
     q, k, watching = torch.zeros(3), torch.zeros(4), []
     launches = repeated.Launches(recording(unseen=(watching,)))
     assert launches(q, k) is not None
     watching.append(print)
     assert launches(q, k) is None
     assert repeated.Launches(recording(watched=lambda: True))(q, k) is None
-    strided = repeated.Launches(recording(strides=((1,), (1,))))
-    assert strided(q, k) is not None and strided(q, torch.zeros(8)[::2]) is None
     checked = []
     low = repeated.Launches(recording(low=1 << 62, check_memory=checked.append))
     assert low(q, k) is None and checked[0][:2] == (q, k)
@@ -159,16 +155,38 @@ def test_tensors_are_copied_and_filled():
 def test_a_librarys_function_gets_all_addresses():
     q, k, seen = torch.zeros(3), torch.zeros(4), []
 
-    def run(handle, addresses):
-        seen.append((handle, list(addresses[:3])))
+    def run(handle, addresses, stream):
+        seen.append((handle, list(addresses[:3]), stream))
         return len(seen) - 1
 
-    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t))(run)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p)(run)
     address = ctypes.cast(function, ctypes.c_void_p).value
+    launches = repeated.Launches(recording(steps=((None, (address, 77)),), device=0, stream_of=lambda device: 5))
+    assert launches(q, k) is None  # its tensors are on another device
     launches = repeated.Launches(recording(steps=((None, (address, 77)),)))
     assert launches(q, k) == (KEPT, None)
-    assert seen == [(77, [q.data_ptr(), k.data_ptr(), KEPT.data_ptr()])]
+    assert seen == [(77, [q.data_ptr(), k.data_ptr(), KEPT.data_ptr()], None)]
     assert launches(q, k) is None  # it failed
+
+
+@built
+def test_parts_of_the_last_tensor_have_addresses_of_their_own():
+    q, k, seen = torch.zeros(3), torch.zeros(4), []
+
+    def run(handle, addresses, stream):
+        seen.append(list(addresses[:5]))
+        return 0
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p)(run)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    launches = repeated.Launches(recording(steps=((None, (address, 0)),), parts=(0, 16)))
+    assert launches(q, k) == (KEPT, None)
+    base = KEPT.data_ptr()
+    assert seen == [[q.data_ptr(), k.data_ptr(), base, base, base + 16]]
+    with pytest.raises(ValueError, match="too many tensors"):
+        repeated.Launches(recording(parts=(0,) * 46))
+    with pytest.raises(TypeError):
+        repeated.Launches(recording(parts=("end",)))
 
 
 @built

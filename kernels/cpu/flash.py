@@ -12,7 +12,7 @@ from torch import Tensor
 from sdpa.alignment import LOW_ADDRESS, has_memory
 from sdpa.kernels.cpu.library import functions, load_error
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
-from sdpa.repeated import BUILT, Launches, Recording
+from sdpa.repeated import BUILT, Kept, Recording
 from sdpa.torch_private import empty_strided_cpu, profiler_enabled
 
 # The library's own choice, which depends on the instruction set, the direction and the threads; others gained at most
@@ -65,25 +65,11 @@ def record(
     return results, _refilling(tensors, problem, tile)
 
 
-class _Recorded(Launches):
-    """A call of tensors of the same form, by their addresses: torch's way to an operator takes 2 us longer. The
-    operator itself is called under a profiler, for tensors without memory, and for its errors."""
-
-    __slots__ = ("address", "forget")
-
-    def __init__(self, recording: Recording, address: int, forget: Callable[[int], None]) -> None:
-        self.address = address  # of what the library keeps of the call, until this object is gone
-        self.forget = forget
-        super().__init__(recording)
-
-    def __del__(self) -> None:
-        self.forget(self.address)
-
-
 def _by_addresses(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None, results: Results | Gradients
 ) -> Callable[..., Any]:
-    """A forward, or a backward that gives the gradients of q, k and v alone."""
+    """A forward, or a backward that gives the gradients of q, k and v alone, past torch's dispatcher, which takes 2 us
+    longer."""
     inputs, *learning = tensors
     given, options = inputs[:FIRST_OPTION], _options(inputs, tile)
     made: Sequence[Any]
@@ -116,7 +102,7 @@ def _by_addresses(
         check_memory=lambda tensors: all(map(has_memory, tensors)),
         unaligned=False,
     )
-    recorded = _Recorded(recording, address, forget)
+    recorded = Kept(recording, address, forget)
     if len(places) == expected:
         return recorded
     return lambda *given: recorded(*[given[place] for place in places]) if len(given) == expected else None

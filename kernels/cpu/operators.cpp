@@ -552,8 +552,9 @@ STABLE_TORCH_LIBRARY_IMPL(sdpa_cpu, CompositeExplicitAutograd, library) {
 
 }  // namespace sdpa_cpu
 
-// Called past torch's dispatcher. A result other than 0: the operator says what is wrong.
-extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run(const void* recorded, char* const* addresses) {
+// Called past torch's dispatcher, without a stream. A result other than 0: the operator says what is wrong.
+extern "C" __attribute__((visibility("default"))) int sdpa_cpu_run(const void* recorded, char* const* addresses,
+                                                                   void*) {
   try {
     static_cast<const sdpa_cpu::Recorded*>(recorded)->run(addresses);
     return 0;

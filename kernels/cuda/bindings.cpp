@@ -1,25 +1,15 @@
 // The operators that torch sees: they check tensors, choose an instance and launch it. No arithmetic of attention is
 // here.
-#include <cuda_runtime_api.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <optional>
 #include <tuple>
 #include <type_traits>
-#include <vector>
 
-#include "counters.h"
-#include "params.h"
-
-// A torch that lacks them has tensors for the backward's workspace.
-#pragma weak aoti_torch_cuda_caching_allocator_raw_alloc
-#pragma weak aoti_torch_cuda_caching_allocator_raw_delete
+#include "recorded.h"
+#include "workspace.h"
 
 namespace sdpa_cuda {
 namespace {
@@ -63,72 +53,6 @@ const Device& device_of(int index) {
   }
   return device;
 }
-
-// Makes the device's context current. The driver makes TMA descriptors, and has none in a thread that called nothing of
-// the runtime: as autograd's thread, when all memory comes from the allocator's cache. A DeviceGuard calls nothing
-// where it finds its device set.
-void make_context_current(int device) {
-  const cudaError_t status = cudaSetDevice(device);
-  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " on device ", device);
-}
-
-void check_status(cudaError_t status, const char* what) {
-  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " in ", what);
-}
-
-// What a call allocates, which an error tells of.
-struct Need {
-  int device;
-  int64_t bytes;
-};
-
-// The dispatcher knows an error that says "out of memory", and lets another kernel answer. An allocation fails, too,
-// where a kernel in front had an error that leaves the device unusable.
-void check_allocated(AOTITorchError status, const Need& need) {
-  if (status == AOTI_TORCH_SUCCESS) return;
-  size_t free = 0, all = 0;
-  check_status(cudaMemGetInfo(&free, &all), "a kernel in front, found by an allocation");
-  STD_TORCH_CHECK(false, "cuda_flash: out of memory: needs ", (need.bytes + (1 << 20) - 1) >> 20, " MiB of device ",
-                  need.device, " for results and for what it adds up");
-}
-
-Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype,
-                  const Need& need) {
-  AtenTensorHandle handle;
-  check_allocated(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
-                                           aoti_torch_device_type_cuda(), need.device, &handle),
-                  need);
-  return Tensor(handle);
-}
-
-// Memory of the caching allocator until the call returns. It is no tensor, because torch fills new tensors under
-// torch.use_deterministic_algorithms.
-class Workspace {
- public:
-  Workspace(int64_t bytes, const Need& need) {
-    // compute-sanitizer sees the ends of allocations where torch does not cache them, which is so for tensors alone.
-    static const bool cached = !std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
-    if (cached && aoti_torch_cuda_caching_allocator_raw_alloc && aoti_torch_cuda_caching_allocator_raw_delete) {
-      check_allocated(aoti_torch_cuda_caching_allocator_raw_alloc(bytes, &data_), need);
-    } else {
-      tensor_ = new_tensor({(bytes + 3) / 4}, {1}, aoti_torch_dtype_int32(), need);
-      data_ = tensor_->data_ptr();
-    }
-  }
-  Workspace(const Workspace&) = delete;
-  Workspace& operator=(const Workspace&) = delete;
-  ~Workspace() {
-    if (!tensor_) aoti_torch_cuda_caching_allocator_raw_delete(data_);
-  }
-  template <class T>
-  T* at(int64_t offset) const {
-    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset);
-  }
-
- private:
-  void* data_ = nullptr;
-  std::optional<Tensor> tensor_;
-};
 
 // (B, H, M, D), in the memory order (B, M, H, D) when `like` has it.
 Tensor new_like(const Tensor& like, int64_t D, int32_t dtype, const Need& need) {
@@ -188,14 +112,22 @@ void set_sizes(FlashParams& p, const Tensor& q, const Tensor& k, const Tensor& v
   p.device = q.get_device();
 }
 
-// The bytes of what find_spans finds out about the ids of segments: spans, ranges of ids, and padded ids of keys. The
-// parts come in the order of their alignment, the strictest first.
-std::array<int64_t, 3> segment_bytes(SegmentParams& p, const Instance& instance) {
+// What find_spans finds out about the ids of segments: spans, ranges of ids, and padded ids of keys. The parts come in
+// the order of their alignment, the strictest first.
+void plan_segments(ForwardPlan& plan) {
+  SegmentParams& p = plan.p;
+  const Instance& instance = *plan.instance;
   p.groups = blocks_of(p, instance.BLOCK_M) * (instance.BLOCK_M / kWarpgroupRows);
   p.blocks = (p.N + instance.BLOCK_N - 1) / instance.BLOCK_N;
   const int64_t B = p.B;
-  return {B * p.groups * int64_t{sizeof(Span)}, B * p.blocks * int64_t{sizeof(IdRange)},
-          B * p.blocks * instance.BLOCK_N * int64_t{sizeof(int32_t)}};
+  plan.spans = B * p.groups * int64_t{sizeof(Span)};
+  plan.id_ranges = B * p.blocks * int64_t{sizeof(IdRange)};
+  plan.ids = B * p.blocks * instance.BLOCK_N * int64_t{sizeof(int32_t)};
+}
+
+void check_status(cudaError_t status, const char* what, const FlashParams& p) {
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " in ", what, " B = ", p.B,
+                  ", H = ", p.H, ", M = ", p.M, ", N = ", p.N, ", D = ", p.D, ", Dv = ", p.Dv);
 }
 
 // The part that the operators share: `p` brings the options in which they differ.
@@ -207,7 +139,6 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   const int64_t H = q.size(1), D = q.size(3), Dv = v.size(3), Hkv = k.size(1);
   set_sizes(p, q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  make_context_current(q.get_device());
   const Device& device = device_of(q.get_device());
   p.sm_count = device.sm_count;
   STD_TORCH_CHECK((int64_t{p.M} / kWarpgroupRows + 1) * p.B * H < INT32_MAX - p.sm_count, "cuda_flash: ", p.B,
@@ -217,29 +148,20 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   p.section = static_cast<int>(std::clamp<int64_t>(static_cast<int64_t>(resident_heads) * (H / Hkv), 1, p.B * H));
   const Instance* instance = find_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance for head sizes ", D, " and ", Dv);
-  const bool segments = mask == MaskKind::kSegments;
-  const auto [spans, id_ranges, ids] = segments ? segment_bytes(p, *instance) : std::array<int64_t, 3>{};
-  const int64_t rows = q.size(0) * H * q.size(2);
-  const Need need{p.device, rows * (2 * Dv + 4) + spans + id_ranges + ids};
+  ForwardPlan plan{p, instance};
+  if (mask == MaskKind::kSegments) plan_segments(plan);
+  plan.need = {p.device, q.size(0) * H * q.size(2) * (2 * Dv + 4) + plan.bytes()};
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  const Tensor out = new_like(q, Dv, dtype, need);
-  const Tensor lse = new_rows(q, true, need);
-  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out);
-  p.lse = static_cast<float*>(lse.data_ptr());
-  std::optional<Workspace> workspace;
-  if (segments) {
-    workspace.emplace(spans + id_ranges + ids, need);
-    p.spans = workspace->at<Span>(0);
-    p.id_ranges = workspace->at<IdRange>(spans);
-    p.padded_k_ids = workspace->at<int32_t>(spans + id_ranges);
-  }
+  const Tensor out = new_like(q, Dv, dtype, plan.need);
+  const Tensor lse = new_rows(q, true, plan.need);
+  plan.p.q = view_of(q), plan.p.k = view_of(k), plan.p.v = view_of(v), plan.p.out = view_of(out);
+  plan.p.lse = static_cast<float*>(lse.data_ptr());
+  plan.draws = int64_t{blocks_of(p, instance->BLOCK_M)} * p.B * p.H > p.sm_count;
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
-  if (int64_t{blocks_of(p, instance->BLOCK_M)} * p.B * p.H > p.sm_count) p.counter = take_counter(p.device, stream);
-  const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
-  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " for B = ", p.B, ", H = ", H,
-                  ", M = ", p.M, ", N = ", p.N, ", D = ", D, ", Dv = ", Dv);
+  check_status(launched(plan, stream), "the forward for", p);
+  keep(plan);
   return {out, lse};
 }
 
@@ -402,14 +324,6 @@ void check_counts(const BackwardParams& p) {
                   " in the backward, counting the longest of B = ", p.B, " sequences B times, but got ", blocks);
 }
 
-// What the backward kernels keep: base2 and delta of every row, the sums of grad_q, and those of grad_k and grad_v;
-// ids of segments and what is found out about them; semaphores. In numbers of four bytes, but for spans.
-struct Kept {
-  int64_t rows = 0, grad_q = 0, grad_k = 0, grad_v = 0, row_ids = 0, key_ids = 0, spans = 0, semaphores = 0;
-  int64_t sums() const { return 2 * rows + grad_q + grad_k + grad_v; }  // a multiple of 16 bytes
-  int64_t all() const { return sums() + row_ids + key_ids + 2 * spans + semaphores; }
-};
-
 Kept kept_of(BackwardParams& p, const BackwardInstance& instance, bool deterministic) {
   const int64_t block = instance.BLOCK_M;
   const int64_t blocks = p.cu_q ? p.query_rows / block + p.B : (p.M + block - 1) / block;
@@ -430,26 +344,6 @@ Kept kept_of(BackwardParams& p, const BackwardInstance& instance, bool determini
   kept.spans = entries * key_blocks;
   kept.semaphores = deterministic ? heads * blocks + 1 : 0;  // and the counter of work tiles
   return kept;
-}
-
-void place(BackwardParams& p, const Kept& kept, const Workspace& workspace, cudaStream_t stream) {
-  static_assert(sizeof(int32_t) == sizeof(float) && sizeof(RowSpan) == 2 * sizeof(float));
-  p.base2 = workspace.at<float>(0);
-  p.delta = p.base2 + kept.rows;
-  p.grad_q_acc = p.delta + kept.rows;
-  if (kept.grad_k > 0) {
-    p.grad_k_acc = p.grad_q_acc + kept.grad_q;
-    p.grad_v_acc = p.grad_k_acc + kept.grad_k;
-    check_status(cudaMemsetAsync(p.grad_k_acc, 0, (kept.grad_k + kept.grad_v) * sizeof(float), stream),
-                 "clearing sums of the backward");
-  }
-  p.row_ids = workspace.at<int32_t>(kept.sums() * sizeof(float));
-  p.key_ids = p.row_ids + kept.row_ids;
-  p.row_spans = reinterpret_cast<RowSpan*>(p.key_ids + kept.key_ids);
-  if (kept.semaphores > 0) {
-    p.semaphores = reinterpret_cast<int32_t*>(p.row_spans + kept.spans);
-    p.counter = p.semaphores + kept.semaphores - 1;
-  }
 }
 
 // Which instances of the backward take `p`, whose ids of segments are set.
@@ -528,7 +422,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
-  make_context_current(p.device);
   p.sm_count = device_of(p.device).sm_count, p.group = p.H / p.Hkv;
   p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
   const int at_once = std::max(p.D, p.Dv) > kLargestInOrder ? p.sm_count / 2 : p.sm_count;  // pairs, or thread blocks
@@ -541,26 +434,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   const Tensor grad_q = new_like(q, p.D, dtype, need), grad_k = new_like(k, p.D, dtype, need),
                grad_v = new_like(v, p.Dv, dtype, need);
   const Tensor delta = new_rows(q, delta_wanted, need);
-  void* stream;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
-  const Workspace workspace(kept.all() * sizeof(float), need);
-  place(p, kept, workspace, static_cast<cudaStream_t>(stream));
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v), p.out = view_of(out), p.grad_out = view_of(grad_out);
   p.grad_q = view_of(grad_q), p.grad_k = view_of(grad_k), p.grad_v = view_of(grad_v);
   p.scale_log2 = std::max(p.scale, kLeastScale) * 1.44269504f;
   p.section = section_of(p, *instance, mask, deterministic);
+  if (delta_wanted) p.delta_rows = static_cast<float*>(delta.data_ptr());
   const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.parts * p.B * (p.H / p.tile_heads);
   STD_TORCH_CHECK(tiles < INT32_MAX - p.sm_count, "cuda_flash: ", tiles, " blocks of keys are more than it counts");
-  if (tiles > at_once && !deterministic) p.counter = take_counter(p.device, stream);
-  if (delta_wanted) {
-    p.delta_rows = static_cast<float*>(delta.data_ptr());
-    if (p.cu_q)
-      check_status(cudaMemsetAsync(p.delta_rows, 0, delta.numel() * sizeof(float), static_cast<cudaStream_t>(stream)),
-                   "clearing delta of the backward");
-  }
-  const auto status = static_cast<cudaError_t>(instance->launch(p, stream));
-  STD_TORCH_CHECK(status == cudaSuccess, "cuda_flash: ", cudaGetErrorString(status), " in the backward for B = ", p.B,
-                  ", H = ", p.H, ", M = ", p.M, ", N = ", p.N, ", D = ", p.D, ", Dv = ", p.Dv);
+  const BackwardPlan plan{p, instance, kept, need, lse.numel(), tiles > at_once && !deterministic};
+  void* stream;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
+  check_status(launched(plan, stream), "the backward for", p);
+  keep(plan);
   return {grad_q, grad_k, grad_v, delta};
 }
 

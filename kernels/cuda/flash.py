@@ -3,15 +3,16 @@ flash_backward_pair.cuh)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import c_uint64
 from functools import cache
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from sdpa import philox
-from sdpa.kernels.cuda.library import load_error
+from sdpa.alignment import ADDRESS_BITS, LOW_ADDRESS, has_memory
+from sdpa.kernels.cuda.library import functions, load_error
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.packing import unseen_lse
 from sdpa.problem import (
@@ -21,15 +22,15 @@ from sdpa.problem import (
     Gradients,
     Results,
     Tile,
-    as_batch,
     read_of,
     refill_of,
 )
+from sdpa.repeated import BUILT, Kept, Recording
 from sdpa.sinks import sinks_grad
+from sdpa.torch_private import current_stream, empty_strided_cuda, profiler_enabled
 
 # What instances for bands know beside windows.
 BAND = frozenset({"k_lengths", "q_lengths", "sinks", "softcap", "packed", "segments"})
-BAND_FIELDS = ("q", "k", "v", "k_lengths", "q_lengths", "sinks", "cu_q", "cu_k")
 GROUP_ROWS = 64  # of queries that four warps multiply
 TILES: tuple[Tile, ...] = ()  # each head size has one, in the library
 
@@ -84,76 +85,74 @@ def empty_gradients(inputs: AttentionInputs, results: Results, upstream: Results
 
 def record(
     tensors: tuple, problem: AttentionProblem, tile: Tile | None
-) -> tuple[Results | Gradients, Callable[..., Results | Gradients | None] | None]:
+) -> tuple[Results | Gradients, Callable[..., Results | Gradients | tuple | None] | None]:
     """Like `forward` or `backward`, and what does it again for tensors of the same form (`read_of`, and what follows it
-    in a backward): plain calls past all questions, others by the function itself."""
+    in a backward): by their addresses, or by the function itself where the library was given copies."""
     inputs, *learning = tensors
-    if learning:
-        before, upstream = learning
-        gradients = backward(inputs, before, upstream, problem, tile)
-        return gradients, backward_again(inputs, before, upstream, problem)
-    results = forward(inputs, problem, tile)
     if is_empty(inputs, problem):
+        return (backward if learning else forward)(*tensors, problem, tile), None
+    if learning:
+        out, lse, grad_out, grad_lse = *learning[0], *learning[1]
+        given = [*read_of(inputs), out, lse, grad_out, *(() if grad_lse is None else (grad_lse,))]
+    else:
+        given = read_of(inputs)
+    results, kept = kept_call(tensors, given, problem, tile)
+    return results, kept if kept is not None else refilled(inputs, len(given), problem, tile)
+
+
+def kept_call(
+    tensors: tuple, given: Sequence[Tensor], problem: AttentionProblem, tile: Tile | None
+) -> tuple[Results | Gradients, Kept | None]:
+    """The results, and the call as the library keeps it; None where it reads others than those given, or two of these
+    begin at one address."""
+    inputs, *learning = tensors
+    run = backward if learning else forward
+    if not BUILT or current_stream is None or (learning and inputs.sinks is not None):
+        return run(*tensors, problem, tile), None
+    library = functions()
+    library.record()
+    try:
+        results = run(*tensors, problem, tile)
+    except Exception:
+        library.recorded(None, 0)
+        raise
+    made = results[: 3 if learning else 2]
+    addresses = [tensor.data_ptr() for tensor in (*given, *made)]
+    address = library.recorded((c_uint64 * len(addresses))(*addresses), len(addresses))
+    if not address:
         return results, None
-    others = inputs.q_segments is not None or inputs.rng is not None or len(read_of(inputs)) < 3
-    if others or heads_are_rows(inputs.q, problem):
-        refill, count = refill_of(inputs), len(read_of(inputs))
-        return results, lambda *given: forward(refill(given), problem, tile) if len(given) == count else None
-    if is_banded(problem):
-        return results, banded_again(inputs)
-    plain, scale = operators()[0], inputs.scale
-    causal, bottom_right = problem.causal, problem.bottom_right
-    return results, lambda q, k, v: Results(*plain(q, k, v, scale, causal, bottom_right))
+    recording = Recording(
+        given=len(given),
+        device=inputs.q.get_device(),
+        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made),
+        empty=empty_strided_cuda,
+        steps=((None, (library.run, address)),),
+        finish=(0, 1, 2, -1, -1) if learning else (0, 1),
+        watched=profiler_enabled,
+        low=LOW_ADDRESS,
+        check_memory=lambda tensors: all(map(has_memory, tensors)),
+        unaligned=tuple(address & ADDRESS_BITS != 0 for address in addresses),
+        stream_of=current_stream,
+    )
+    kept = Kept(recording, address, library.forget)
+    return results, kept if len(set(addresses)) == len(addresses) else None
 
 
-def banded_again(inputs: AttentionInputs) -> Callable[..., Results]:
-    """What runs a call again whose operator is that for bands without segments."""
-    run, band, softcap, sizes = operators()[1], inputs[3:7], inputs.softcap, (inputs.max_q, inputs.max_k)
-    places = {id(tensor): place for place, tensor in enumerate(read_of(inputs))}
-    # A tensor that is not there has the last place, which holds None.
-    pick = itemgetter(*(places.get(id(getattr(inputs, name)), -1) for name in BAND_FIELDS))
+def refilled(
+    inputs: AttentionInputs, count: int, problem: AttentionProblem, tile: Tile | None
+) -> Callable[..., Results | Gradients | None]:
+    refill, read = refill_of(inputs), len(read_of(inputs))
 
-    def again(*given: Tensor) -> Results:
-        q, k, v, k_lengths, q_lengths, sinks, cu_q, cu_k = pick((*given, None))
-        sinks = None if sinks is None else sinks.float().contiguous()
-        q, k, v = as_batch(q), as_batch(k), as_batch(v)
-        return Results(*run(q, k, v, *band, k_lengths, q_lengths, sinks, softcap, cu_q, cu_k, *sizes))
+    def again(*given: Tensor) -> Results | Gradients | None:
+        if len(given) != count:
+            return None
+        if count == read:
+            return forward(refill(given), problem, tile)
+        out, lse, grad_out, *grad_lse = given[read:]
+        upstream = Results(grad_out, grad_lse[0] if grad_lse else None)
+        return backward(refill(given[:read]), Results(out, lse), upstream, problem, tile)
 
     return again
-
-
-def backward_again(
-    inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem
-) -> Callable[..., Gradients] | None:
-    """What runs a backward again, given what it reads and then out, lse and the gradients of these, each in the order
-    of memory that it has here."""
-    if is_empty(inputs, problem):
-        return None
-    refill, count = refill_of(inputs), len(read_of(inputs))
-    if count == 3 and is_plain(inputs, results, upstream):
-        options = (*inputs[3:7], None, None, 0.0, None, None, 0, 0, False, problem.deterministic)
-        run = operators()[3]
-
-        def again(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *upstream: Tensor) -> Gradients:
-            grad_out, grad_lse = (*upstream, None)[:2]
-            dq, dk, dv, _ = run(grad_out, q, k, v, out, lse, grad_lse, *options)
-            return Gradients(dq, dk, dv, None, None)
-
-        return again
-
-    def banded(*given: Tensor) -> Gradients:
-        out, lse, grad_out, *grad_lse = given[count:]
-        upstream = Results(grad_out, grad_lse[0] if grad_lse else None)
-        return backward(refill(given[:count]), Results(out, lse), upstream, problem)
-
-    return banded
-
-
-def is_plain(inputs: AttentionInputs, results: Results, upstream: Results) -> bool:
-    """Whether a backward reads no more of its inputs than q, k, v and the numbers of a band, and all as it is."""
-    rows = (results.lse, *(() if upstream.lse is None else (upstream.lse,)))
-    dense = results.out.stride(3) == upstream.out.stride(3) == 1 and all(t.is_contiguous() for t in rows)
-    return dense and inputs.softcap == 0.0 and inputs.cu_q is None
 
 
 def heads_are_rows(q: Tensor, problem: AttentionProblem) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,3 +28,23 @@ def load_error() -> str | None:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return f"the CUDA library {LIBRARY} did not load: {first_line}"
     return None
+
+
+class Functions(NamedTuple):
+    """Of the library, past torch's dispatcher (recorded.cpp)."""
+
+    record: Callable[[], None]  # this thread keeps its last call
+    recorded: Callable[..., int | None]  # (addresses, count) -> the address of the call that was kept
+    run: int  # the address of a function of (call, addresses, stream)
+    forget: Callable[[int], None]
+
+
+@cache
+def functions() -> Functions:
+    library = ctypes.CDLL(str(LIBRARY))
+    recorded, forget = library.sdpa_cuda_recorded, library.sdpa_cuda_forget
+    recorded.argtypes, recorded.restype = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_int], ctypes.c_void_p
+    forget.argtypes, forget.restype = [ctypes.c_void_p], None
+    library.sdpa_cuda_record.restype = None
+    run = ctypes.cast(library.sdpa_cuda_run, ctypes.c_void_p).value or 0
+    return Functions(library.sdpa_cuda_record, recorded, run, forget)

@@ -319,7 +319,8 @@ def backward_pass(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Pass:
     given = with_memory(tensors_of(inputs, results, upstream))
-    tensors = readable(inputs, problem), readable_rows(results), readable_rows(upstream)
+    looping = problem if one_block_tile(problem) is None else None  # one block is read number by number
+    tensors = readable(inputs, looping), readable_rows(results), readable_rows(upstream)
     grads, launches, scratch, bias_parts = backward_launches(*tensors, problem, tile)
     made = (*grads[:3], *scratch, *range_tables(launches), *(() if bias_parts is None else (bias_parts,)))
     finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ from sdpa.kernels.triton.triton_private import (
 )
 from sdpa.repeated import BUILT, MAX_TENSORS, Launches, Recording
 from sdpa.torch_private import empty_strided_cuda
+
+PART_BYTES = 512  # torch's allocator begins tensors at multiples of so many bytes
 
 
 class Slot(NamedTuple):
@@ -116,32 +119,75 @@ def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None
     addresses = [tensor.data_ptr() for tensor in tensors]
     if len(work.read) != len(work.given) or 0 in addresses or len(set(addresses)) < len(tensors):
         return None
-    steps = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
-    if None in steps or len(tensors) > MAX_TENSORS:
+    plan = planned(work, compiled, is_pooled=True) or planned(work, compiled, is_pooled=False)
+    if plan is None:
         return None
     pairs = enumerate(zip(work.given, work.read, strict=True))
     copied = [(number, read.stride()) for number, (given, read) in pairs if given is not read]
+    unaligned = alignments([tensor.data_ptr() for tensor in (*work.read, *plan.made)])
     recording = Recording(
         given=len(work.given),
         device=index,
-        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in work.made),
+        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in plan.made),
         empty=empty_strided_cuda,
-        steps=tuple((step.by_triton, step.native) for step in steps),
-        finish=work.finish,
+        steps=tuple((step.by_triton, step.native) for step in plan.steps),
+        finish=plan.finish,
         watched=hooked,
         low=LOW_ADDRESS,
         check_memory=with_memory,
         unseen=tuple(hooks),
         copy=partial(with_copies, copied=copied) if copied else None,
         fills=work.fills,
-        unaligned=tuple(alignments(addresses)) if any(alignments(addresses)) else None,
-        # A forward is asked for by strides; a backward comes with what its forward, others and saving made of them.
-        strides=() if problem.direction == "forward" else tuple(tensor.stride() for tensor in work.given),
+        unaligned=tuple(unaligned) if any(unaligned) else None,
         stream_of=driver.active.get_current_stream,
+        parts=plan.parts,
     )
     found = RecordedCall(recording)
-    found.kernels, found.steps = compiled, steps
+    found.kernels, found.steps = compiled, plan.steps
     return found
+
+
+class Plan(NamedTuple):
+    """What a recorded call makes and launches."""
+
+    made: tuple[Tensor, ...]
+    finish: tuple[int, ...] | Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    steps: list[Step]
+    parts: tuple[int, ...] = ()  # where in the last tensor made the others begin, in bytes
+
+
+def planned(work: Pass, compiled: list, is_pooled: bool) -> Plan | None:
+    """The plan of a pass that has run. With `is_pooled` one tensor holds all that its caller does not get: the host
+    takes 2 us for each tensor. None where a launch is of a kind that is not recorded, or not so."""
+    made, finish = work.made, work.finish
+    if not is_pooled:
+        steps = steps_of(work, compiled, (*work.read, *made))
+        return None if steps is None else Plan(made, finish, steps)
+    if not isinstance(finish, tuple) or any(number not in finish for number, _ in work.fills or ()):
+        return None
+    # What the caller gets comes first among the tensors made.
+    results = [made[number] for number in range(len(made)) if number in finish]
+    scratch = [made[number] for number in range(len(made)) if number not in finish]
+    if len(scratch) < 2 or results != list(made[: len(results)]):
+        return None
+    *parts, end = accumulate((part_size(tensor) for tensor in scratch), initial=0)
+    pool = torch.empty(end, dtype=torch.uint8, device=made[0].device)
+    steps = steps_of(work, compiled, (*work.read, *results, pool, *scratch))
+    if steps is None or any(step.native is None for step in steps):
+        return None
+    return Plan((*results, pool), finish, steps, tuple(parts))
+
+
+def part_size(tensor: Tensor) -> int:
+    """The bytes of a dense tensor, such that what follows it begins as tensors do."""
+    return -(-tensor.numel() * tensor.element_size() // PART_BYTES) * PART_BYTES
+
+
+def steps_of(work: Pass, compiled: list, tensors: Sequence[Tensor]) -> list[Step] | None:
+    if len(tensors) > MAX_TENSORS:
+        return None
+    found = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
+    return None if None in found else [step for step in found if step is not None]
 
 
 def with_copies(given: Sequence[Tensor], copied: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
@@ -150,7 +196,7 @@ def with_copies(given: Sequence[Tensor], copied: Sequence[tuple[int, tuple[int, 
     with_memory([read[number] for number, _ in copied])
     for number, strides in copied:
         given_so = read[number]
-        own = torch.empty_strided(given_so.shape, strides, dtype=given_so.dtype, device=given_so.device)
+        own = empty_strided_cuda(tuple(given_so.shape), strides, given_so.dtype)
         read[number] = own.copy_(given_so)
     return read
 

@@ -1,8 +1,9 @@
 """What runs a repeated call, in C++: from its arguments to the driver, or to the CPU's library.
 
-    recognise   finds what was prepared for a call like one before    entry.py, calls.py
+    recognise   finds what was prepared for a call like one before    entry.py, calls.py, derivatives.py
     Repeated    one direction of a prepared call                      calls.py
-    Launches    its recorded launches, by addresses                   kernels/triton/recorded.py, kernels/cpu/flash.py
+    Launches    its recorded launches, by addresses                   kernels/triton/recorded.py
+    Kept        the same of what a library of ours kept               kernels/cpu/flash.py, kernels/cuda/flash.py
     Operator    torch's own operator, where the kernel is one         calls.py
 
 Everything that they do is done in Python, too, where a call is not recognised. Without `_native` (`BUILT` is false)
@@ -25,8 +26,8 @@ class Recording(NamedTuple):
     forms: tuple[tuple[Any, ...], ...]  # of the tensors made, as `empty` takes them
     empty: Callable[..., Tensor]
     # For each launch: another way of (tensors, addresses, stream), or None; and the launch itself, or None. That is
-    # (function, handle), both addresses, for a library's function of (handle, addresses of all tensors); or what
-    # `driver_launch` makes for the driver.
+    # (function, handle), both addresses, for a library's function of (handle, addresses of all tensors, stream); or
+    # what `driver_launch` makes for the driver.
     steps: tuple[tuple[Callable[..., object] | None, tuple[Any, ...] | None], ...]
     # (read, made) -> what the call returns; or the numbers of tensors made, -1 for None.
     finish: tuple[int, ...] | Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
@@ -37,8 +38,9 @@ class Recording(NamedTuple):
     copy: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None  # those given, as kernels read them
     fills: tuple[tuple[int, float], ...] = ()  # numbers of tensors made, and what they hold before the first launch
     unaligned: tuple[bool, ...] | bool | None = None  # of all tensors; None: all aligned; False: wherever they lie
-    strides: tuple[tuple[int, ...], ...] = ()  # of the tensors given, where they are asked for
     stream_of: Callable[[int], int] | None = None  # the current stream of a device
+    # Where parts of the last tensor made begin, in bytes: each is one tensor more. Launches then have no other way.
+    parts: tuple[int, ...] = ()
 
 
 if TYPE_CHECKING:
@@ -88,6 +90,13 @@ if TYPE_CHECKING:
         """The results of a call like one before, else NotImplemented. `call` is (kind, (query, key, value), options,
         returns_lse, kernel, places)."""
 
+    def recognise_backward(
+        call: Any, saved: Sequence[Tensor], grad_out: Tensor, grad_lse: Tensor | None, bias: int | None
+    ) -> Any:
+        """The gradients of what `derivatives.Attention` was given, where the backward is like one before, else None.
+        `call` is a `prepared.Prepared`; `saved` are the tensors of its form, out and lse. Those of q, k and v alone are
+        returned, and that of the tensor in place `bias`."""
+
     def configure(**parts: Any) -> None:
         """Hand over what the four are made of, by name."""
 
@@ -102,6 +111,7 @@ else:
             Repeated,
             configure,
             recognise,
+            recognise_backward,
         )
 
         BUILT = True
@@ -115,8 +125,24 @@ else:
             Repeated,
             configure,
             recognise,
+            recognise_backward,
         )
 
         BUILT = False
 
-configure(data_ptr=Tensor.data_ptr, get_device=Tensor.get_device, stride=Tensor.stride)
+
+class Kept(Launches):
+    """A call that a library of ours keeps until this object is gone, to run it again for other addresses. The operator
+    itself is called where a profiler watches, for tensors without memory, and for its errors."""
+
+    __slots__ = ("address", "forget")
+
+    def __init__(self, recording: Recording, address: int, forget: Callable[[int], object]) -> None:
+        self.address, self.forget = address, forget
+        super().__init__(recording)
+
+    def __del__(self) -> None:
+        self.forget(self.address)
+
+
+configure(data_ptr=Tensor.data_ptr, get_device=Tensor.get_device)

@@ -18,6 +18,10 @@ def recognise(*_: object) -> Any:
     return NotImplemented
 
 
+def recognise_backward(*_: object) -> Any:
+    return None
+
+
 class Launches:
     """Never made: `repeated.BUILT` is asked before."""
 

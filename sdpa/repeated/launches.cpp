@@ -1,5 +1,5 @@
-// Recorded launches, run again with the addresses of other tensors: by the driver, or by a function of the CPU's
-// library.
+// Recorded launches, run again with the addresses of other tensors: by the driver, or by a function of a library of
+// ours.
 
 #include "steps.h"
 
@@ -9,7 +9,7 @@ PyTypeObject* launches_type = nullptr;
 
 namespace {
 
-constexpr int kMembers = 10;
+constexpr int kMembers = 9;
 
 struct Launches {
   PyObject_HEAD union {
@@ -17,7 +17,6 @@ struct Launches {
     struct {
       PyObject* forms;         // of the tensors made: (size, stride, dtype)
       PyObject* empty;         // makes one of them
-      PyObject* strides;       // of the tensors given, where they are asked for
       PyObject* copy;          // given -> the tensors as kernels read them; None where they read those given
       PyObject* fills;         // (number of a tensor made, its value) for what is filled before the first launch
       PyObject* watched;       // whether somebody wants to see launches
@@ -27,39 +26,42 @@ struct Launches {
       PyObject* finish;        // (read, made): what the call returns; or numbers of tensors made, -1 for None
     };
   };
-  int count, made, device, steps;
+  int count, made, parts, device, steps;
   bool ready;     // all that follows was read without an error
   bool anywhere;  // addresses may be multiples of any number
   uint64_t unaligned, low;
+  uint64_t offset[kMaxTensors];  // of the parts of the last tensor made, in bytes
   Step* step;
 };
 
 // Takes a `Recording`, a tuple of what the members say, in their order.
 int launches_init(PyObject* object, PyObject* args, PyObject* keywords) {
   auto* self = reinterpret_cast<Launches*>(object);
-  PyObject *given, *forms, *empty, *steps, *strides, *copy, *fills, *watched, *unseen, *check, *unaligned, *stream_of,
-      *finish;
+  PyObject *given, *forms, *empty, *steps, *copy, *fills, *watched, *unseen, *check, *unaligned, *stream_of, *finish,
+      *offsets;
   unsigned long long low;
   if (!without_keywords(keywords) || !PyArg_ParseTuple(args, "O!", &PyTuple_Type, &given)) return -1;
-  if (!PyArg_ParseTuple(given, "iiO!OO!OOKOO!OO!OO!O", &self->count, &self->device, &PyTuple_Type, &forms, &empty,
+  if (!PyArg_ParseTuple(given, "iiO!OO!OOKOO!OO!OOO!", &self->count, &self->device, &PyTuple_Type, &forms, &empty,
                         &PyTuple_Type, &steps, &finish, &watched, &low, &check, &PyTuple_Type, &unseen, &copy,
-                        &PyTuple_Type, &fills, &unaligned, &PyTuple_Type, &strides, &stream_of))
+                        &PyTuple_Type, &fills, &unaligned, &stream_of, &PyTuple_Type, &offsets))
     return -1;
   if (self->step != nullptr) return PyErr_SetString(PyExc_ValueError, "recorded launches are made once"), -1;
   self->made = static_cast<int>(PyTuple_Size(forms));
-  const int tensors = self->count + self->made, number = static_cast<int>(PyTuple_Size(steps));
+  self->parts = static_cast<int>(PyTuple_Size(offsets));
+  const int tensors = self->count + self->made + self->parts, number = static_cast<int>(PyTuple_Size(steps));
   const bool fits = self->count >= 0 && self->made > 0 && tensors <= kMaxTensors &&
-                    (!PyTuple_Check(finish) || PyTuple_Size(finish) <= kMaxTensors) &&
-                    (PyTuple_Size(strides) == 0 || PyTuple_Size(strides) == self->count);
+                    (!PyTuple_Check(finish) || PyTuple_Size(finish) <= kMaxTensors);
   if (!fits) return PyErr_SetString(PyExc_ValueError, "too many tensors for recorded launches, or too few"), -1;
   for (Py_ssize_t i = 0; i < PyTuple_Size(unseen); i++)
     if (!PyList_Check(PyTuple_GetItem(unseen, i))) return PyErr_SetString(PyExc_TypeError, "unseen holds lists"), -1;
+  for (int i = 0; i < self->parts; i++) self->offset[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(offsets, i));
+  if (PyErr_Occurred()) return -1;
   self->anywhere = unaligned == Py_False;
   if (PyTuple_Check(unaligned))
     for (int i = 0; i < tensors && i < PyTuple_Size(unaligned); i++)
       self->unaligned |= static_cast<uint64_t>(PyTuple_GetItem(unaligned, i) == Py_True) << i;
   self->low = low;
-  PyObject* values[] = {forms, empty, strides, copy, fills, watched, unseen, check, stream_of, finish};
+  PyObject* values[] = {forms, empty, copy, fills, watched, unseen, check, stream_of, finish};
   for (int i = 0; i < kMembers; i++) self->members[i] = Ref::borrowed(values[i]);
   self->step = static_cast<Step*>(PyMem_Calloc(number ? number : 1, sizeof(Step)));
   if (self->step == nullptr) return PyErr_NoMemory(), -1;
@@ -78,17 +80,8 @@ int is_unwatched(const Launches* self) {
   return watched < 0 ? -1 : !watched;
 }
 
-int has_strides(const Launches* self, PyObject* const* given) {
-  for (Py_ssize_t i = 0, n = PyTuple_Size(self->strides); i < n; i++) {
-    Ref stride(PyObject_CallFunctionObjArgs(parts.stride, given[i], nullptr));
-    if (!stride) return -1;
-    int same = PyObject_RichCompareBool(stride.get(), PyTuple_GetItem(self->strides, i), Py_EQ);
-    if (same <= 0) return same;
-  }
-  return 1;
-}
-
-// The tensors of one run: those read, and those made, which are given back at its end.
+// The tensors of one run: those read, and those made, which are given back at its end. The addresses of parts of the
+// last one follow theirs.
 struct Tensors {
   PyObject* all[kMaxTensors];
   uint64_t addresses[kMaxTensors];
@@ -148,6 +141,7 @@ int find_addresses(const Launches* self, Tensors& tensors) {
     int sound = all ? is_true(PyObject_CallFunctionObjArgs(self->check_memory, all.get(), nullptr)) : -1;
     if (sound <= 0) return sound;
   }
+  for (int i = 0; i < self->parts; i++) tensors.addresses[count + i] = tensors.addresses[count - 1] + self->offset[i];
   return self->anywhere || unaligned == self->unaligned;
 }
 
@@ -173,7 +167,7 @@ int run_steps(const Launches* self, Tensors& tensors) {
   }
   void* addresses[kMaxTensors];
   int count = tensors.read + tensors.made;
-  for (int i = 0; i < count; i++) addresses[i] = reinterpret_cast<void*>(tensors.addresses[i]);
+  for (int i = 0; i < count + self->parts; i++) addresses[i] = reinterpret_cast<void*>(tensors.addresses[i]);
   for (int i = 0; i < self->steps; i++) {
     const Step& step = self->step[i];
     int answer = -1;
@@ -182,7 +176,7 @@ int run_steps(const Launches* self, Tensors& tensors) {
       Py_END_ALLOW_THREADS
     }
     if (answer == 0) continue;
-    if (step.otherwise == Py_None) return 0;
+    if (step.otherwise == Py_None || self->parts) return 0;
     Ref all(tuple_of(tensors.all, count)), numbers(numbers_of(tensors.addresses, count));
     Ref current(PyLong_FromUnsignedLongLong(stream));
     if (!all || !numbers || !current) return -1;
@@ -258,7 +252,6 @@ PyObject* run_launches(PyObject* launches, PyObject* const* given, Py_ssize_t co
   auto* self = reinterpret_cast<Launches*>(launches);
   if (count != self->count || !self->ready) return not_this_way();
   int well = is_unwatched(self);
-  if (well > 0) well = has_strides(self, given);
   if (well <= 0) return well < 0 ? nullptr : not_this_way();
   Tensors tensors;
   tensors.read = self->count;

@@ -30,6 +30,8 @@ PyObject* configure(PyObject*, PyObject* args, PyObject* keywords) {
 PyMethodDef methods[] = {
     {"recognise", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recognise)), METH_FASTCALL,
      "The results of a call like one before, else NotImplemented."},
+    {"recognise_backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(recognise_backward)),
+     METH_FASTCALL, "The gradients of a call whose backward is like one before, else None."},
     {"configure", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(configure)), METH_VARARGS | METH_KEYWORDS,
      "Hand over the functions and objects that calls are recognised by."},
     {nullptr, nullptr, 0, nullptr},

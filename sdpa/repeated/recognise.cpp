@@ -117,7 +117,24 @@ PyObject* state_of(const Call& call, PyObject* form) {
   return tuple_of(parts_of_state, place);
 }
 
+// The same of a backward, as `prepared.Prepared.gradients` makes it.
+PyObject* backward_state_of(PyObject* call, bool without_lse, bool bias_grad) {
+  PyObject* toggles[] = {parts.flash_enabled, parts.efficient_enabled, parts.math_enabled, parts.cudnn_enabled};
+  long bits = 0, bit = 1;
+  for (PyObject* asked : toggles) {
+    int on = is_true(PyObject_CallNoArgs(asked));
+    if (on < 0) return nullptr;
+    bits |= on ? bit : 0, bit <<= 1;
+  }
+  Ref families(PyLong_FromLong(bits)), deterministic(PyObject_CallNoArgs(parts.deterministic));
+  if (!families || !deterministic) return nullptr;
+  PyObject* state[] = {call, families.get(), deterministic.get(), without_lse ? Py_True : Py_False,
+                       bias_grad ? Py_True : Py_False};
+  return tuple_of(state, sizeof(state) / sizeof(*state));
+}
+
 PyObject* unknown() { return Ref::borrowed(Py_NotImplemented); }
+PyObject* none() { return Ref::borrowed(Py_None); }
 
 // The ordinary way raises for what no state can be made of, or serves it.
 PyObject* unknown_or_raised() {
@@ -208,6 +225,40 @@ PyObject* recognise(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyErr_Occurred() ? unknown_or_raised() : unknown();
   Ref nothing(given == nullptr ? PyTuple_New(0) : nullptr);
   return results_of(run.get(), call, all.item, given == nullptr ? nothing.get() : given);
+}
+
+PyObject* recognise_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (parts.recent == nullptr || count != 5 || !PyTuple_Check(args[1])) return none();
+  PyObject *call = args[0], *grad_out = args[2], *grad_lse = args[3];
+  Items given(args[1]);
+  if (given.count < 5 || given.count > kMaxTensors - 2) return none();
+  const Py_ssize_t inputs = given.count - 2;  // out and lse follow them
+  const long bias = args[4] == Py_None ? -1 : PyLong_AsLong(args[4]);
+  if (bias == -1 && PyErr_Occurred()) return nullptr;
+  given.item[given.count++] = grad_out;
+  if (grad_lse != Py_None) given.item[given.count++] = grad_lse;
+  int differentiable = is_true(PyObject_CallNoArgs(parts.grad_enabled));
+  if (!differentiable) differentiable = is_true(PyObject_CallNoArgs(parts.dispatch_modes));
+  if (differentiable) return differentiable < 0 ? nullptr : none();
+  Ref state(backward_state_of(call, grad_lse == Py_None, bias >= 0)), arguments(tuple_of(given.item, given.count));
+  if (!state || !arguments) return nullptr;
+  PyObject* latest = PyDict_GetItemWithError(parts.recent, state.get());
+  if (latest == nullptr) return PyErr_Occurred() ? nullptr : none();
+  Ref held(Ref::borrowed(latest)), run;
+  if (look_up(held.get(), arguments.get(), given, run) == nullptr) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_RuntimeError)) return nullptr;
+    return PyErr_Clear(), none();  // a gradient without memory
+  }
+  Ref found(PyObject_TypeCheck(run.get(), repeated_type) ? run_repeated(run.get(), given.item, given.count) : none());
+  if (!found || found.get() == Py_None) return found.release();
+  Ref placed(PyTuple_New(1 + inputs));
+  for (Py_ssize_t i = 0; placed && i < 1 + inputs; i++) {
+    const Py_ssize_t place = 1 <= i && i <= 3 ? i - 1 : i == 1 + bias ? 3 : -1;
+    PyObject* gradient = place < 0 ? none() : PySequence_GetItem(found.get(), place);
+    if (gradient == nullptr) return nullptr;
+    PyTuple_SetItem(placed.get(), i, gradient);
+  }
+  return placed.release();
 }
 
 }  // namespace sdpa

@@ -52,7 +52,7 @@ class Ref {
 #define SDPA_TOGGLES(X) X(flash_enabled) X(efficient_enabled) X(math_enabled) X(cudnn_enabled) X(deterministic)
 #define SDPA_OTHERS(X) X(autocast_dtype) X(float32_precision) X(current) X(current_text)
 #define SDPA_CALLS(X) X(parts_of) X(recent) X(last) X(tensor_type) X(parameter_type)
-#define SDPA_TENSORS(X) X(data_ptr) X(get_device) X(stride)
+#define SDPA_TENSORS(X) X(data_ptr) X(get_device)
 #define SDPA_PARTS(X) SDPA_STATE(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_CALLS(X) SDPA_TENSORS(X)
 // Names that attributes and methods are asked by.
 #define SDPA_NAMES(X) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered)
@@ -128,7 +128,9 @@ PyObject* run_repeated(PyObject* repeated, PyObject* const* given, Py_ssize_t co
 PyTypeObject* make_repeated_type();
 
 // recognise.cpp: (kind, (query, key, value), options, returns_lse, kernel, places) -> the results of a call like one
-// before, else NotImplemented.
+// before, else NotImplemented; and (call, saved tensors, gradient of out, that of lse, place of a bias that has one) ->
+// the gradients of what the call's node was given, else None.
 PyObject* recognise(PyObject* module, PyObject* const* args, Py_ssize_t count);
+PyObject* recognise_backward(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace sdpa

@@ -1,4 +1,4 @@
-// One recorded launch: a kernel of the driver's, or a function of the CPU's library.
+// One recorded launch: a kernel of the driver's, or a function of a library of ours.
 
 #pragma once
 
@@ -24,7 +24,7 @@ struct Config {
 constexpr unsigned kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 using LaunchKernel = int (*)(const Config*, void* function, void** arguments, void** extra);
 using ReplaceAddress = int (*)(void* map, void* address);
-using Run = int (*)(const void* handle, void* const* addresses);
+using Run = int (*)(const void* handle, void* const* addresses, void* stream);
 
 struct Slot {
   int32_t at, number;  // a word or the offset of a map, and which of the tensors' addresses stands there
@@ -113,7 +113,7 @@ inline bool read_step(PyObject* given, Step& step, int tensors) {
 // The launch itself, without the interpreter's lock: a driver whose queue is full waits, perhaps for a thread of this
 // process. What the driver or the library answers: 0 where it went well.
 inline int run_step(const Step& step, void* const* addresses, uint64_t stream) {
-  if (step.run != nullptr) return step.run(step.handle, addresses);
+  if (step.run != nullptr) return step.run(step.handle, addresses, reinterpret_cast<void*>(stream));
   uint64_t words[kMaxWords];
   alignas(kMapBytes) unsigned char maps[kMaxMaps * kMapBytes];
   void* arguments[kMaxWords + kMaxMaps];
