@@ -167,6 +167,20 @@ def gpu_overhead() -> tuple[Problem, ...]:
     return tuple(replace(cell, device="cuda", host=True) for cell in cells)
 
 
+def gpu_small_training() -> tuple[Problem, ...]:
+    """Training steps, forward and backward, that the host takes longer for than the device: few heads of short rows, as
+    in small images, windows, short texts and tabular data."""
+    kinds = [(4, 3, 197, 16, "none"), (1, 8, 128, 64, "none"), (2, 12, 64, 64, "none"), (4, 16, 256, 64, "none")]
+    kinds += [(1, 16, 100, 80, "none"), (4, 8, 90, 96, "none"), (2, 8, 256, 160, "none"), (2, 8, 77, 40, "none")]
+    kinds += [(2, 8, 200, 64, "causal"), (2, 4, 256, 128, "causal"), (3, 6, 33, 24, "causal")]
+    kinds += [(8, 8, 49, 32, "bias"), (8, 8, 49, 32, "bias_grad"), (4, 12, 128, 64, "padding")]
+    kinds += [(4, 8, 130, 64, "lengths"), (2, 8, 256, 32, "allowed")]
+    float32 = [(1, 4, 16, 64, "none"), (1, 1, 32, 32, "none"), (2, 8, 64, 64, "causal"), (2, 8, 256, 64, "none")]
+    cells = [(*kind, "bfloat16") for kind in kinds] + [(*kind, "float32") for kind in float32]
+    step: dict[str, Any] = {"call": "parameter", "device": "cuda", "host": True}
+    return tuple(Problem(B, H, N, N, D, dtype=dtype, mask=mask, **step) for B, H, N, D, mask, dtype in cells)
+
+
 def mps() -> tuple[Problem, ...]:
     """Apple's GPUs, of which the smallest computes 2.6 TFLOP/s: forward, backward, decode, windows, grouped heads."""
     half: dict[str, Any] = {"dtype": "float16", "device": "mps"}
@@ -200,6 +214,7 @@ GPU_SUITES = {
     "gpu-cross": gpu_cross(),
     "gpu-fp32": gpu_fp32(),
     "gpu-overhead": gpu_overhead(),
+    "gpu-small-training": gpu_small_training(),
 }
 SUITES = {
     "cpu-forward": cpu_forward(),

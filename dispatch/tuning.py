@@ -46,17 +46,20 @@ NEARLY_ALL = 0.9
 
 
 class Reach(NamedTuple):
-    """How many buckets speak for a problem, and the weights in a distance of head sizes and of empty rows."""
+    """How many buckets speak for a problem, and the weights in a distance of head sizes, of empty rows and of what
+    makes a backward another program."""
 
     buckets: int
     head_weight: float
     empty_weight: float
+    program_weight: float
 
 
-CPU_REACH = Reach(1, 1.0, 0.0)
+CPU_REACH = Reach(1, 1.0, 0.0, 0.0)
 # A GPU kernel has instances for head sizes, and blocks of queries and keys, the last of them filled in part. A bucket
-# of another head size or another share of empty rows is further away (docs/log/choice.md).
-GPU_REACH = Reach(5, 3.0, 3.0)
+# of another head size or another share of empty rows is further away. So is one of a backward that is another program
+# (docs/log/choice.md).
+GPU_REACH = Reach(5, 3.0, 3.0, 1.0)
 
 
 class Near(NamedTuple):
@@ -171,6 +174,7 @@ def near(table: Table, problem: AttentionProblem, card: Device | None = None) ->
             kind = DTYPE_STEP * dtypes.index(bucket.dtype) + KIND_STEP * kinds.index(bucket.mask)
             kind += KIND_STEP * len(beside - bucket.beside)
             distance = kind + weighed(steps, reach.head_weight) + reach.empty_weight * empty_rows(bucket, problem)
+            distance += reach.program_weight * other_programs(bucket, problem)
             found.append(Near(distance, bucket, table, card))
     return found
 
@@ -210,6 +214,15 @@ def empty_rows(bucket: Bucket, problem: AttentionProblem) -> float:
     _, _, _, M, N, _, _ = bucket.sizes
     pairs = (M, problem.M), (N, problem.N)
     return sum(abs(math.log(max(1.0, longer(a)) / max(1.0, longer(b)))) for a, b in pairs)
+
+
+def other_programs(bucket: Bucket, problem: AttentionProblem) -> int:
+    """In how many respects a GPU's backward is another program: keys are one block, for which a single pass is enough;
+    and heads share keys, whose gradients are then sums."""
+    if problem.direction != "backward":
+        return 0
+    _, H, Hkv, _, N, _, _ = bucket.sizes
+    return ((N <= GPU_ROWS) != (problem.N <= GPU_ROWS)) + ((H == Hkv) != (problem.H == problem.Hkv))
 
 
 def columns(sizes: tuple[int, ...]) -> list[int]:

@@ -52,6 +52,21 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize(("direction", "wanted"), [("forward", 1), ("backward", 0)])
+def test_a_backward_of_one_block_of_keys_is_another_program(direction, wanted, gpu):
+    found = buckets(*({"M": N, "N": N, "direction": direction, "mask": "none"} for N in (80, 200)))
+    problem = features(direction=direction, **{**SIZES, "M": 100, "N": 100})
+    assert nearest(found, problem) is found[wanted]
+
+
+@pytest.mark.parametrize(("direction", "wanted"), [("forward", 0), ("backward", 1)])
+def test_a_backward_of_heads_that_share_keys_is_another_program(direction, wanted, gpu):
+    lengths = ({"M": 150, "N": 150}, {"M": 140, "N": 140, "Hkv": 4})
+    found = buckets(*({**change, "direction": direction, "mask": "none"} for change in lengths))
+    problem = features(direction=direction, **{**SIZES, "M": 150, "N": 150, "Hkv": 8})
+    assert nearest(found, problem) is found[wanted]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_masks_and_what_stands_in_for_them(name, gpu):
     problem, kinds = KINDS[name]
