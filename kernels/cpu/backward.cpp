@@ -82,7 +82,7 @@ class Backward {
     T* inverse;                                        // [M], see normalise_again
     T *row_max, *alpha;                                // of a block of queries
     Operand *key_columns, *key_steps, *value_columns;  // of a block of keys
-    T *s, *dp, *extra;                                 // of a pair of blocks
+    T *s, *dp, *slope, *factors;                       // of a pair of blocks
     Operand* transposed;                               // s or dp, where it cannot stay in its place
   };
 
@@ -110,7 +110,8 @@ class Backward {
     b.s = carver.take<T>(block_m_ * block_n_);
     b.dp = carver.take<T>(block_m_ * block_n_);
     b.transposed = carver.take<Operand>(kInterleave<Operand> == 1 ? 0 : block_m_ * left_ld());
-    b.extra = carver.take<T>(p_.softcap != 0.0 || p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
+    b.slope = carver.take<T>(p_.softcap != 0.0 ? block_m_ * block_n_ : 0);
+    b.factors = carver.take<T>(p_.dropout_p > 0.0 ? block_m_ * block_n_ : 0);
     return b;
   }
 
@@ -339,19 +340,23 @@ class Backward {
     void visit_block(const Block& block) const {
       const RowGroup& rows = block.rows;
       const int64_t ld = f_.block_n_, first = rows.query, count = block.count;
-      T* slope = p_.softcap != 0.0 ? b_.extra : nullptr;
+      T* slope = p_.softcap != 0.0 ? b_.slope : nullptr;
       score(block, slope);
       prim_.probabilities(rows.count, count, b_.s, ld, b_.lse + first);
       if (coarse_) scale_rows(b_.s, b_.inverse + first, rows.count, count);
       prim_.scores(rows.count, count, p_.Dv, b_.grad_out + first * f_.v_ld_ / kPack, f_.v_ld_ / kPack, b_.value_columns,
                    ld, T(1), b_.dp, ld);
-      if (p_.dropout_p > 0.0) apply_dropout<T>(p_, prim_, batch_, rows, block.begin, count, b_.dp, ld);
+      if (p_.dropout_p > 0.0) {
+        for (int64_t r = 0; r < rows.count; ++r) std::fill_n(b_.factors + r * ld, count, T(1));
+        apply_dropout<T>(p_, prim_, batch_, rows, block.begin, count, b_.factors, ld);
+        multiply(b_.dp, b_.factors, rows.count, count);
+      }
       prim_.score_gradient(rows.count, count, b_.s, b_.dp, ld, b_.delta + first);
       if (block.exact) hide(block);
       if (has_empty_) hide_empty_rows(block);
       if (f_.t_.dbias) add_bias_gradient(block);
       if (slope) multiply(b_.dp, slope, rows.count, count);
-      if (p_.dropout_p > 0.0) apply_dropout<T>(p_, prim_, batch_, rows, block.begin, count, b_.s, ld);
+      if (p_.dropout_p > 0.0) multiply(b_.s, b_.factors, rows.count, count);
       add(block);
     }
 

@@ -24,19 +24,20 @@ struct Groups {
   }
 };
 
-// The two words of Philox4x32-7 that belong to the row, of groups from `group` on. Upper halves hold anything.
-inline void random_words(const Dropout& row, uint64_t group, Wide (&near)[kChains], Wide (&far)[kChains]) {
+// The words of Philox4x32-7 of groups from `group` on: first those of the lower row, then those of the upper one. Upper
+// halves hold anything.
+inline void random_words(const Dropout& rows, uint64_t group, Wide (&words)[4][kChains]) {
   constexpr int kRounds = 7;
   static constexpr Groups kFirst;
   const Wide multipliers[2] = {Wide{} + 0xD2511F53, Wide{} + 0xCD9E8D57};
-  Wide c0[kChains], c1[kChains], c2[kChains], c3[kChains];
+  Wide(&c0)[kChains] = words[0], (&c1)[kChains] = words[1], (&c2)[kChains] = words[2], (&c3)[kChains] = words[3];
   for (int v = 0; v < kChains; ++v) {
     c0[v] = load(kFirst.index + v * kWide) + group;
-    c1[v] = Wide{} + row.row_group;
-    c2[v] = Wide{} + row.stream;
-    c3[v] = Wide{} + row.offset;
+    c1[v] = Wide{} + rows.row_group;
+    c2[v] = Wide{} + rows.stream;
+    c3[v] = Wide{} + rows.offset;
   }
-  uint64_t low = row.key, high = row.key >> 32;
+  uint64_t low = rows.key, high = rows.key >> 32;
   for (int round = 0; round < kRounds; ++round) {
 #pragma GCC unroll 4
     for (int v = 0; v < kChains; ++v) {
@@ -49,17 +50,10 @@ inline void random_words(const Dropout& row, uint64_t group, Wide (&near)[kChain
     low += 0x9E3779B9;
     high += 0xBB67AE85;
   }
-#pragma GCC unroll 4
-  for (int v = 0; v < kChains; ++v) {
-    near[v] = row.upper ? c2[v] : c0[v];
-    far[v] = row.upper ? c3[v] : c1[v];
-  }
 }
 
 // The numbers of a strip's keys in order: those of eight keys are four near words in memory, of the next the far ones.
-inline void random_numbers(const Dropout& row, int64_t strip, uint16_t (&numbers)[kStrip]) {
-  Wide near[kChains], far[kChains];
-  random_words(row, static_cast<uint64_t>(strip / 4), near, far);
+inline void in_order(const Wide (&near)[kChains], const Wide (&far)[kChains], uint16_t (&numbers)[kStrip]) {
   uint32_t words[2][kGroups];
   for (int v = 0; v < kChains; ++v) {
     const Narrowed parts[2] = {__builtin_convertvector(near[v], Narrowed), __builtin_convertvector(far[v], Narrowed)};
@@ -86,18 +80,28 @@ inline auto load_numbers(const uint16_t* p, double) {
   return __builtin_convertvector(x, Numbers);
 }
 
+// line *= kept, or 0 where its number is below the threshold.
 template <typename T>
-void drop(const Dropout& row, int64_t begin, int64_t columns, T kept, T* line) {
+void drop_below(const uint16_t* numbers, int32_t threshold, int64_t count, T kept, T* line) {
+  int64_t c = 0;
+  for (; c + kLanes<T> <= count; c += kLanes<T>)
+    store(line + c, load(line + c) * (load_numbers(numbers + c, T()) >= threshold ? fill(kept) : Vec<T>{}));
+  for (; c < count; ++c) line[c] *= numbers[c] >= threshold ? kept : T(0);
+}
+
+template <typename T>
+void drop(const Dropout& rows, int64_t begin, int64_t columns, T kept, T* lower, T* upper) {
   const int64_t end = begin + columns;
+  T* const lines[2] = {lower, upper};
+  Wide words[4][kChains];
   uint16_t numbers[kStrip];
   for (int64_t strip = begin / kPeriod * kPeriod; strip < end; strip += kStrip) {
-    random_numbers(row, strip, numbers);
+    random_words(rows, static_cast<uint64_t>(strip / 4), words);
     const int64_t from = strip > begin ? strip : begin, to = strip + kStrip < end ? strip + kStrip : end;
-    T* part = line + (from - begin);
-    const uint16_t* own = numbers + (from - strip);
-    int64_t c = 0;
-    for (; c + kLanes<T> <= to - from; c += kLanes<T>)
-      store(part + c, load(part + c) * (load_numbers(own + c, T()) >= row.threshold ? fill(kept) : Vec<T>{}));
-    for (; c < to - from; ++c) part[c] *= own[c] >= row.threshold ? kept : T(0);
+    for (int half = 0; half < 2; ++half) {
+      if (lines[half] == nullptr) continue;
+      in_order(words[2 * half], words[2 * half + 1], numbers);
+      drop_below(numbers + (from - strip), rows.threshold, to - from, kept, lines[half] + (from - begin));
+    }
   }
 }

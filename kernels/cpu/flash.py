@@ -12,7 +12,7 @@ from torch import Tensor
 from sdpa.alignment import LOW_ADDRESS, has_memory
 from sdpa.kernels.cpu.library import functions, load_error
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of, refill_of
-from sdpa.repeated import BUILT, Kept, Recording
+from sdpa.repeated import BUILT, LibraryCall, Recording
 from sdpa.torch_private import empty_strided_cpu, profiler_enabled
 
 # The library's own choice, which depends on the instruction set, the direction and the threads; others gained at most
@@ -102,7 +102,7 @@ def _by_addresses(
         check_memory=lambda tensors: all(map(has_memory, tensors)),
         unaligned=False,
     )
-    recorded = Kept(recording, address, forget)
+    recorded = LibraryCall(recording, address, forget)
     if len(places) == expected:
         return recorded
     return lambda *given: recorded(*[given[place] for place in places]) if len(given) == expected else None

@@ -86,11 +86,11 @@ struct Setup {
   void (*end)(const void* saved);
 };
 
-// Dropout of a row of weights: what its random numbers are made of beside the keys, and below what a pair is dropped.
+// Dropout of two rows of weights that are eight apart, of 16: what their random numbers are made of beside the keys,
+// and below what a pair is dropped.
 struct Dropout {
   uint64_t key;
   uint32_t row_group, stream, offset;  // counter words of Philox
-  bool upper;                          // whether the row is among the last eight of 16, whose words are others
   int32_t threshold;
 };
 
@@ -116,8 +116,8 @@ struct ScorePrimitives {
   // s = -inf where a byte of allowed is zero; strides may be 0.
   void (*hide)(const uint8_t* allowed, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns, T* s,
                int64_t ld);
-  // line[column] *= kept, or 0 where the row drops key begin + column.
-  void (*drop)(const Dropout& row, int64_t begin, int64_t columns, T kept, T* line);
+  // lower[column] and upper[column] *= kept, or 0 where the row drops key begin + column. Either may be null.
+  void (*drop)(const Dropout& rows, int64_t begin, int64_t columns, T kept, T* lower, T* upper);
   // sums[row] = the sum of x[row] * y[row].                                                    x, y [rows, width]
   void (*row_products)(Source x, Source y, int64_t rows, int64_t width, T* sums);
   // Whether all of x [rows, width] is finite.

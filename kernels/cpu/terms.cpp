@@ -56,15 +56,17 @@ void apply_dropout(const AttentionParams& params, const ScorePrimitives<T>& prim
   constexpr int32_t kNumbers = 1 << 16;  // that a pair may get
   const int32_t threshold = std::min(kNumbers - 1, static_cast<int32_t>(params.dropout_p * kNumbers + 0.5));
   const T kept = static_cast<T>(static_cast<double>(kNumbers) / (kNumbers - threshold));
+  constexpr int64_t kApart = 8;  // of two rows that share their random words
   for (int64_t r = 0; r < rows.count; ++r) {
     const uint32_t query = static_cast<uint32_t>(rows.query_of(r));
-    const Dropout row{params.philox_key,
-                      query / 16 * 8 + query % 8,
-                      static_cast<uint32_t>(batch * params.H + rows.head_of(r)),
-                      static_cast<uint32_t>(params.philox_offset),
-                      query / 8 % 2 == 1,
-                      threshold};
-    prim.drop(row, begin, count, kept, p + r * ld);
+    const bool upper = query / kApart % 2 == 1, alone = rows.across_heads;
+    if (upper && !alone && r >= kApart) continue;  // done with the row before
+    const Dropout words{params.philox_key, static_cast<uint32_t>(query / 16 * 8 + query % 8),
+                        static_cast<uint32_t>(batch * params.H + rows.head_of(r)),
+                        static_cast<uint32_t>(params.philox_offset), threshold};
+    T* const line = p + r * ld;
+    T* const partner = !alone && r + kApart < rows.count ? line + kApart * ld : nullptr;
+    prim.drop(words, begin, count, kept, upper ? nullptr : line, upper ? line : partner);
   }
 }
 

@@ -161,7 +161,7 @@ std::tuple<Tensor, Tensor> launch_flash(const Tensor& q, const Tensor& k, const 
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   check_status(launched(plan, stream), "the forward for", p);
-  keep(plan);
+  record(plan);
   return {out, lse};
 }
 
@@ -445,7 +445,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   void* stream;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(q.get_device(), &stream));
   check_status(launched(plan, stream), "the backward for", p);
-  keep(plan);
+  record(plan);
   return {grad_q, grad_k, grad_v, delta};
 }
 

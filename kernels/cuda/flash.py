@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import c_uint64
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from sdpa.problem import (
     read_of,
     refill_of,
 )
-from sdpa.repeated import BUILT, Kept, Recording
+from sdpa.repeated import BUILT, LibraryCall, Recording
 from sdpa.sinks import sinks_grad
 from sdpa.torch_private import current_stream, empty_strided_cuda, profiler_enabled
 
@@ -89,24 +90,22 @@ def record(
     """Like `forward` or `backward`, and what does it again for tensors of the same form (`read_of`, and what follows it
     in a backward): by their addresses, or by the function itself where the library was given copies."""
     inputs, *learning = tensors
+    run: Callable[..., Any] = backward if learning else forward
     if is_empty(inputs, problem):
-        return (backward if learning else forward)(*tensors, problem, tile), None
-    if learning:
-        out, lse, grad_out, grad_lse = *learning[0], *learning[1]
-        given = [*read_of(inputs), out, lse, grad_out, *(() if grad_lse is None else (grad_lse,))]
-    else:
-        given = read_of(inputs)
-    results, kept = kept_call(tensors, given, problem, tile)
-    return results, kept if kept is not None else refilled(inputs, len(given), problem, tile)
+        return run(*tensors, problem, tile), None
+    beside = [tensor for pair in learning for tensor in pair if tensor is not None]
+    given = [*read_of(inputs), *beside]
+    results, again = by_addresses(tensors, given, problem, tile)
+    return results, again if again is not None else refilled(inputs, len(given), problem, tile)
 
 
-def kept_call(
+def by_addresses(
     tensors: tuple, given: Sequence[Tensor], problem: AttentionProblem, tile: Tile | None
-) -> tuple[Results | Gradients, Kept | None]:
-    """The results, and the call as the library keeps it; None where it reads others than those given, or two of these
-    begin at one address."""
+) -> tuple[Results | Gradients, LibraryCall | None]:
+    """The results, and the call as the library recorded it; None where that reads others than those given, or two of
+    these begin at one address."""
     inputs, *learning = tensors
-    run = backward if learning else forward
+    run: Callable[..., Any] = backward if learning else forward
     if not BUILT or current_stream is None or (learning and inputs.sinks is not None):
         return run(*tensors, problem, tile), None
     library = functions()
@@ -134,8 +133,8 @@ def kept_call(
         unaligned=tuple(address & ADDRESS_BITS != 0 for address in addresses),
         stream_of=current_stream,
     )
-    kept = Kept(recording, address, library.forget)
-    return results, kept if len(set(addresses)) == len(addresses) else None
+    again = LibraryCall(recording, address, library.forget)
+    return results, again if len(set(addresses)) == len(addresses) else None
 
 
 def refilled(

@@ -33,8 +33,8 @@ def load_error() -> str | None:
 class Functions(NamedTuple):
     """Of the library, past torch's dispatcher (recorded.cpp)."""
 
-    record: Callable[[], None]  # this thread keeps its last call
-    recorded: Callable[..., int | None]  # (addresses, count) -> the address of the call that was kept
+    record: Callable[[], None]  # this thread records its last call
+    recorded: Callable[..., int | None]  # (addresses, count) -> the address of that call
     run: int  # the address of a function of (call, addresses, stream)
     forget: Callable[[int], None]
 

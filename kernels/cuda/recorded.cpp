@@ -1,4 +1,4 @@
-// Launches of planned calls, and of those that were kept again.
+// Launches of planned calls, and of recorded ones again.
 #include "recorded.h"
 
 #include <algorithm>
@@ -97,12 +97,12 @@ struct RecordedPlan final : Recorded {
   }
 };
 
-thread_local bool keeps = false;
-thread_local std::unique_ptr<Recorded> kept_call;
+thread_local bool recording = false;
+thread_local std::unique_ptr<Recorded> last_call;
 
 template <class Plan>
-void keep_plan(const Plan& plan) {
-  if (keeps) kept_call = std::make_unique<RecordedPlan<Plan>>(plan);
+void record_plan(const Plan& plan) {
+  if (recording) last_call = std::make_unique<RecordedPlan<Plan>>(plan);
 }
 
 }  // namespace
@@ -131,23 +131,23 @@ cudaError_t launched(BackwardPlan plan, void* stream) {
   return static_cast<cudaError_t>(plan.instance->launch(plan.p, stream));
 }
 
-void keep(const ForwardPlan& plan) { keep_plan(plan); }
-void keep(const BackwardPlan& plan) { keep_plan(plan); }
+void record(const ForwardPlan& plan) { record_plan(plan); }
+void record(const BackwardPlan& plan) { record_plan(plan); }
 
 }  // namespace sdpa_cuda
 
 // What follows is called past torch's dispatcher.
 #define SDPA_EXPORT extern "C" __attribute__((visibility("default")))
 
-// From now on this thread keeps its last call.
-SDPA_EXPORT void sdpa_cuda_record() { sdpa_cuda::keeps = true; }
+// From now on this thread records its last call.
+SDPA_EXPORT void sdpa_cuda_record() { sdpa_cuda::recording = true; }
 
-// The call that was kept, which reads and writes the tensors at these addresses; null where it has others, too, or
-// where there was none. This thread keeps no further calls.
+// The call that was recorded, which reads and writes the tensors at these addresses; null where it has others, too, or
+// where there was none. This thread records no further calls.
 SDPA_EXPORT const void* sdpa_cuda_recorded(const uint64_t* addresses, int count) {
-  sdpa_cuda::keeps = false;
-  std::unique_ptr<sdpa_cuda::Recorded> kept = std::move(sdpa_cuda::kept_call);
-  return kept && kept->find(addresses, count) ? kept.release() : nullptr;
+  sdpa_cuda::recording = false;
+  std::unique_ptr<sdpa_cuda::Recorded> call = std::move(sdpa_cuda::last_call);
+  return call && call->find(addresses, count) ? call.release() : nullptr;
 }
 
 // A result other than 0: the operator says what is wrong.

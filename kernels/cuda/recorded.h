@@ -1,4 +1,4 @@
-// Calls as they were planned: all that their launches need but a workspace, a counter and a stream. A thread may keep
+// Calls as they were planned: all that their launches need but a workspace, a counter and a stream. A thread may record
 // its last one, to launch it again for tensors at other addresses (sdpa/repeated/launches.cpp).
 #pragma once
 #include <cuda_runtime_api.h>
@@ -38,8 +38,8 @@ struct BackwardPlan {
 cudaError_t launched(ForwardPlan plan, void* stream);
 cudaError_t launched(BackwardPlan plan, void* stream);
 
-// Keeps a plan where this thread asked for it by sdpa_cuda_record.
-void keep(const ForwardPlan& plan);
-void keep(const BackwardPlan& plan);
+// Records a plan where this thread asked for it by sdpa_cuda_record.
+void record(const ForwardPlan& plan);
+void record(const BackwardPlan& plan);
 
 }  // namespace sdpa_cuda

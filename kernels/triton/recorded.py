@@ -166,9 +166,9 @@ def planned(work: Pass, compiled: list, is_pooled: bool) -> Plan | None:
     if not isinstance(finish, tuple) or any(number not in finish for number, _ in work.fills or ()):
         return None
     # What the caller gets comes first among the tensors made.
-    results = [made[number] for number in range(len(made)) if number in finish]
-    scratch = [made[number] for number in range(len(made)) if number not in finish]
-    if len(scratch) < 2 or results != list(made[: len(results)]):
+    count = len([number for number in range(len(made)) if number in finish])
+    results, scratch = made[:count], made[count:]
+    if len(scratch) < 2 or any(number not in finish for number in range(count)):
         return None
     *parts, end = accumulate((part_size(tensor) for tensor in scratch), initial=0)
     pool = torch.empty(end, dtype=torch.uint8, device=made[0].device)

@@ -3,7 +3,7 @@
     recognise   finds what was prepared for a call like one before    entry.py, calls.py, derivatives.py
     Repeated    one direction of a prepared call                      calls.py
     Launches    its recorded launches, by addresses                   kernels/triton/recorded.py
-    Kept        the same of what a library of ours kept               kernels/cpu/flash.py, kernels/cuda/flash.py
+    LibraryCall the same, recorded by a library of ours               kernels/cpu/flash.py, kernels/cuda/flash.py
     Operator    torch's own operator, where the kernel is one         calls.py
 
 Everything that they do is done in Python, too, where a call is not recognised. Without `_native` (`BUILT` is false)
@@ -131,9 +131,9 @@ else:
         BUILT = False
 
 
-class Kept(Launches):
-    """A call that a library of ours keeps until this object is gone, to run it again for other addresses. The operator
-    itself is called where a profiler watches, for tensors without memory, and for its errors."""
+class LibraryCall(Launches):
+    """A call that a library of ours recorded, and keeps until this object is gone: it is run again by addresses. The
+    operator itself is called where a profiler watches, for tensors without memory, and for its errors."""
 
     __slots__ = ("address", "forget")
 
