@@ -62,7 +62,7 @@ class Choice:
     @property
     def record(self) -> Callable[..., Any] | None:
         """(tensors, problem, tile) -> (results, again), where the kernel's module has one and reads tensors where they
-        lie. `again` repeats the call for tensors of the same form; on a CPU it returns a plain tuple."""
+        lie. `again` repeats the call for tensors of the same form; of a library of ours it returns a plain tuple."""
         if self.copies:
             return None
         return getattr(self.kernel.load(), "record", None)

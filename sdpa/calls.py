@@ -93,7 +93,7 @@ def switches() -> tuple[Any, ...]:
 
 def form_of(tensors: Sequence[Tensor]) -> int | None:
     """The bits of the addresses below multiples of 16 bytes, on a GPU; guards and keys do not hold them. 0 where a
-    tensor has no address, as gradients in batches have none: `find` takes no such tensor."""
+    tensor has no address, as gradients in batches have none: `find` takes no such tensor. None elsewhere."""
     if not tensors[0].is_cuda:
         return None
     address = 0

@@ -1,4 +1,5 @@
-"""What cuda_flash's `record` gives to do a call again: the same operator, told the same of other tensors. No GPU."""
+"""What cuda_flash's `record` gives to do a call again where the library did not record it: the same operator, told the
+same of other tensors. No GPU."""
 
 from __future__ import annotations
 

@@ -100,6 +100,33 @@ def test_hopper_again(kind, direction, modules):
         run_again(hopper, backward_tensors(kind, dtype=torch.bfloat16), "backward", ())
 
 
+BY_ADDRESSES = ("plain", "causal", "softcap", "dropout", "key lengths", "both lengths", "segments", "packed")
+
+
+@pytest.mark.parametrize(
+    "direction,kind", [("forward", "sinks"), *((d, kind) for d in ("forward", "backward") for kind in BY_ADDRESSES)]
+)
+def test_cuda_flash_again_by_addresses(kind, direction):
+    """Its library runs the call again for other tensors. Sums of grad_q are in the order in which blocks arrive."""
+    from sdpa.kernels.cuda import flash
+    from sdpa.repeated import LibraryCall
+
+    if flash.unavailable():
+        pytest.skip(flash.unavailable())
+    make = inputs(kind) if direction == "forward" else backward_tensors(kind)
+    problem = problem_of(make(0), direction, {"lse"} if direction == "forward" else ())
+    _, again = flash.record(make(0), problem, None)
+    assert isinstance(again, LibraryCall)
+    for seed in range(AGAIN):
+        tensors = make(seed)
+        wanted = tensors_in(getattr(flash, direction)(*tensors, problem))
+        found = again(*given_of(tensors))
+        assert found is not None
+        for got, want in zip(tensors_in(found), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+            assert got.stride() == want.stride()
+
+
 @pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("given", [torch.float32, torch.float16], ids=str)
 def test_casts_of_autocast(given, autocast):

@@ -102,17 +102,18 @@ def record(
 def by_addresses(
     tensors: tuple, given: Sequence[Tensor], problem: AttentionProblem, tile: Tile | None
 ) -> tuple[Results | Gradients, LibraryCall | None]:
-    """The results, and the call as the library recorded it; None where that reads others than those given, or two of
-    these begin at one address."""
+    """The results, and the call as the library recorded it; None where that reads others than those given, two of these
+    begin at one address, or another device is the current one."""
     inputs, *learning = tensors
     run: Callable[..., Any] = backward if learning else forward
-    if not BUILT or current_stream is None or (learning and inputs.sinks is not None):
+    able = BUILT and current_stream is not None and load_error() is None and not (learning and inputs.sinks is not None)
+    if not able or torch.cuda.current_device() != inputs.q.get_device():
         return run(*tensors, problem, tile), None
     library = functions()
     library.record()
     try:
         results = run(*tensors, problem, tile)
-    except Exception:
+    except BaseException:  # an interruption, too, ends the recording
         library.recorded(None, 0)
         raise
     made = results[: 3 if learning else 2]

@@ -140,7 +140,10 @@ void record(const BackwardPlan& plan) { record_plan(plan); }
 #define SDPA_EXPORT extern "C" __attribute__((visibility("default")))
 
 // From now on this thread records its last call.
-SDPA_EXPORT void sdpa_cuda_record() { sdpa_cuda::recording = true; }
+SDPA_EXPORT void sdpa_cuda_record() {
+  sdpa_cuda::last_call.reset();
+  sdpa_cuda::recording = true;
+}
 
 // The call that was recorded, which reads and writes the tensors at these addresses; null where it has others, too, or
 // where there was none. This thread records no further calls.

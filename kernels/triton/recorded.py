@@ -124,14 +124,15 @@ def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None
         return None
     pairs = enumerate(zip(work.given, work.read, strict=True))
     copied = [(number, read.stride()) for number, (given, read) in pairs if given is not read]
-    unaligned = alignments([tensor.data_ptr() for tensor in (*work.read, *plan.made)])
+    results = work.made[: len(plan.forms) - bool(plan.parts)]
+    unaligned = [*alignments([tensor.data_ptr() for tensor in (*work.read, *results)]), *[False] * bool(plan.parts)]
     recording = Recording(
         given=len(work.given),
         device=index,
-        forms=tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in plan.made),
+        forms=plan.forms,
         empty=empty_strided_cuda,
         steps=tuple((step.by_triton, step.native) for step in plan.steps),
-        finish=plan.finish,
+        finish=work.finish,
         watched=hooked,
         low=LOW_ADDRESS,
         check_memory=with_memory,
@@ -150,32 +151,31 @@ def recorded(work: Pass, compiled: list, problem: Placed) -> RecordedCall | None
 class Plan(NamedTuple):
     """What a recorded call makes and launches."""
 
-    made: tuple[Tensor, ...]
-    finish: tuple[int, ...] | Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    forms: tuple[tuple[Any, ...], ...]  # of the tensors made
     steps: list[Step]
-    parts: tuple[int, ...] = ()  # where in the last tensor made the others begin, in bytes
+    parts: tuple[int, ...] = ()  # where in the last one the others begin, in bytes
 
 
 def planned(work: Pass, compiled: list, is_pooled: bool) -> Plan | None:
     """The plan of a pass that has run. With `is_pooled` one tensor holds all that its caller does not get: the host
     takes 2 us for each tensor. None where a launch is of a kind that is not recorded, or not so."""
     made, finish = work.made, work.finish
+    forms = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made]
     if not is_pooled:
         steps = steps_of(work, compiled, (*work.read, *made))
-        return None if steps is None else Plan(made, finish, steps)
+        return None if steps is None else Plan(tuple(forms), steps)
     if not isinstance(finish, tuple) or any(number not in finish for number, _ in work.fills or ()):
         return None
     # What the caller gets comes first among the tensors made.
     count = len([number for number in range(len(made)) if number in finish])
-    results, scratch = made[:count], made[count:]
+    scratch = made[count:]
     if len(scratch) < 2 or any(number not in finish for number in range(count)):
         return None
     *parts, end = accumulate((part_size(tensor) for tensor in scratch), initial=0)
-    pool = torch.empty(end, dtype=torch.uint8, device=made[0].device)
-    steps = steps_of(work, compiled, (*work.read, *results, pool, *scratch))
+    steps = steps_of(work, compiled, (*work.read, *made[:count], None, *scratch))
     if steps is None or any(step.native is None for step in steps):
         return None
-    return Plan((*results, pool), finish, steps, tuple(parts))
+    return Plan((*forms[:count], ((end,), (1,), torch.uint8)), steps, tuple(parts))
 
 
 def part_size(tensor: Tensor) -> int:
@@ -183,7 +183,8 @@ def part_size(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // PART_BYTES) * PART_BYTES
 
 
-def steps_of(work: Pass, compiled: list, tensors: Sequence[Tensor]) -> list[Step] | None:
+def steps_of(work: Pass, compiled: list, tensors: Sequence[Tensor | None]) -> list[Step] | None:
+    """`step_of` each launch; None where one has none."""
     if len(tensors) > MAX_TENSORS:
         return None
     found = [step_of(launch, kernel, tensors) for launch, kernel in zip(work.launches, compiled, strict=True)]
@@ -206,9 +207,10 @@ def alignments(addresses: Sequence[int]) -> list[bool]:
     return [address % ALIGNMENT != 0 for address in addresses]
 
 
-def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor]) -> Step | None:
-    """The launch with places for `tensors`; None where it knows another tensor, or has no launcher that is known."""
-    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+def step_of(launch: Launch, compiled: CompiledKernel, tensors: Sequence[Tensor | None]) -> Step | None:
+    """The launch with places for `tensors`, of which it reads none that is None; None where it knows another tensor, or
+    has no launcher that is known."""
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors) if tensor is not None}
     grid = (*launch.grid, 1, 1)[:3]
     try:
         slotted = [with_slots(arg, numbers) for arg in launch.args]
