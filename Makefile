@@ -22,8 +22,8 @@ CALLS ?= 100000
 JOBS ?= 2
 # What `make test-torch VERSION=...` runs: by default what lies between a call and its kernel, where most of torch's private parts
 # are. TESTS=tests is all that needs no GPU.
-ENTRY := calls compile decorators derivatives eager errors graph_derivatives native_calls neighbours operators patch repeated semantics \
-  toggles varlen
+ENTRY := calls compile decorators derivatives eager errors graph_derivatives native_calls neighbours operators patch repeated \
+  repeated_backward semantics toggles varlen
 TESTS ?= $(ENTRY:%=tests/test_%.py)
 VERSION ?= $(TORCH)
 OTHER := .venv-torch-$(VERSION)

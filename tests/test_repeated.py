@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from torch.nn.attention import sdpa_kernel as torch_kernel
 
 import sdpa
 import sdpa.nn
-from sdpa import autocast, derivatives, entry, repeated
+from sdpa import autocast, entry, repeated
 from sdpa.alignment import ADDRESS_BITS
 from sdpa.dispatch.caches import LAST, clear_caches
 from sdpa.repeated import in_python
@@ -295,57 +294,6 @@ def test_a_direction_that_holds_itself_is_collected():
 
 
 # -- recognition ------------------------------------------------------------------------------------------------------
-
-
-def row_bias(H, M, N):
-    return torch.randn(1, H, M, 1)
-
-
-def bias(H, M, N):
-    return torch.randn(1, H, M, N)
-
-
-@built
-@pytest.mark.parametrize(
-    ("mask", "learns", "known"),
-    [(None, False, True), (bias, False, True), (bias, True, True), (row_bias, True, False)],
-    ids=["plain", "a bias", "a bias that learns", "a row that learns, by its sum over queries"],
-)
-def test_a_backward_like_one_before_is_recognised(mask, learns, known, monkeypatch):
-    """Its gradients are those of the first time, and None beside them."""
-    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
-    given = None if mask is None else mask(3, 5, 5).requires_grad_(learns)
-    leaves, up, found = (q, k, v, *([given] if learns else [])), torch.randn(2, 3, 5, 8), []
-    recognised = derivatives.recognise_backward
-    monkeypatch.setattr(derivatives, "recognise_backward", lambda *args: found.append(recognised(*args)) or found[-1])
-    gradients = [torch.autograd.grad(sdpa.scaled_dot_product_attention(q, k, v, given), leaves, up) for _ in range(4)]
-    assert (known and found[-1] is not None) or not any(found)
-    assert not known or [g is None for g in found[-1]] == [True, *(False,) * 3, *([not learns] if mask else [])]
-    for later in gradients[1:]:
-        torch.testing.assert_close(later, gradients[0], rtol=0, atol=0)
-    again = torch.autograd.grad(sdpa.scaled_dot_product_attention(q, k, v, given), leaves, up, create_graph=True)
-    torch.testing.assert_close(tuple(g.detach() for g in again), gradients[0])
-    assert found[-1] is None, "a gradient that is differentiated takes another way"
-
-
-@built
-def test_another_kernel_is_no_backward_like_one_before(monkeypatch):
-    """What a backward's kernel depends on beside its tensors: torch's switches, and its deterministic mode."""
-    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
-    found = []
-    recognised = derivatives.recognise_backward
-    monkeypatch.setattr(derivatives, "recognise_backward", lambda *args: found.append(recognised(*args)) or found[-1])
-
-    def learn(switches=None):
-        for _ in range(3):
-            out = sdpa.scaled_dot_product_attention(q, k, v)
-            with torch_kernel(switches) if switches else nullcontext():
-                torch.autograd.grad(out.sum(), (q, k, v))
-
-    learn()
-    learn(SDPBackend.MATH)
-    deterministic(learn)
-    assert [one is not None for one in found] == [False, True, True] * 3
 
 
 def case(name, qkv):

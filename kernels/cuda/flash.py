@@ -141,6 +141,7 @@ def by_addresses(
 def refilled(
     inputs: AttentionInputs, count: int, problem: AttentionProblem, tile: Tile | None
 ) -> Callable[..., Results | Gradients | None]:
+    """What runs a call of so many tensors again by the function itself, in the form that these inputs have."""
     refill, read = refill_of(inputs), len(read_of(inputs))
 
     def again(*given: Tensor) -> Results | Gradients | None:
