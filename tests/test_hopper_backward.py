@@ -59,7 +59,7 @@ def test_every_tile_compiles_to_hoppers_instructions(D, band, at_hopper, tmp_pat
         made = launches_of(*arguments, problem, tile)
         assert len(made) == (2 if D < 256 else 3)
         for launch in made:
-            build, compiled = launch.args[-1], launch.compile()
+            build, compiled = launch.args[-2], launch.compile()
             assert compiled.metadata.shared <= H200.shared_memory, (build, compiled.metadata.shared)
             code = dump(compiled, tmp_path)
             (stack,) = re.findall(r"STACK:(\d+)", code)
@@ -110,7 +110,7 @@ def test_calls_alike_share_what_is_prepared(at_hopper):
     *arguments, problem = given(128, "causal")
     (tile,) = hopper.tiles(problem)
     first, second = (launches_of(*arguments, problem, tile) for _ in range(2))
-    assert len(PREPARED) == 1 and first[0].args[-1] is second[0].args[-1]
+    assert len(PREPARED) == 1 and first[0].args[-2] is second[0].args[-2]
     inputs = arguments[0]
     moved = inputs._replace(k=inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
     other = launches_of(moved, *arguments[1:], problem, tile)[0]

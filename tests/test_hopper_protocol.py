@@ -159,7 +159,7 @@ def check_backward(play, config, sizes, band):
 def test_the_backward_neither_locks_nor_overwrites(name):
     D, M, N, left, right = BACKWARDS[name]
     for launch in backward_launches(D, M, N, left, right):
-        config = launch.args[-1]
+        config = launch.args[-2]
         rows, heads = (N, 2) if config.OVER_KEYS else (M, 4)
         for seed in range(3):
             found = set()

@@ -135,8 +135,12 @@ def test_every_kernel_compiles_for_every_target(arch, name, pretend):
     with assume(target):
         for direction in ("forward", "backward"):
             problem = problem_of(inputs, direction, inputs.bias is not None and direction == "backward")
-            for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
-                checked(launch, target)
+            launches = launches_for(inputs, problem, tiles.tiles(problem)[0])
+            overlap = target.has_pdl and len(launches) > 1
+            assert [launch.pdl for launch in launches] == [overlap and launch is not launches[0] for launch in launches]
+            for launch in launches:
+                ptx = checked(launch, target).asm.get("ptx", "")
+                assert all((f"griddepcontrol.{part}" in ptx) == overlap for part in ("wait", "launch_dependents"))
                 seen.add(name_of(launch))
     assert seen == (kernels - {"split_kernel"} if target.backend == "hip" else kernels)
 

@@ -41,6 +41,7 @@ MIN_BLOCK = 16  # the smallest side of a tensor core's product
 L2_SHARE = 0.4
 # Batch entries and heads that share a dense mask, from which on a copy took less than reading it number by number.
 MIN_SHARED = 2
+MIN_SCORES = 1 << 20
 
 # Loops over blocks, for which block ranges pay.
 RANGED = (LoopOver.KEYS, LoopOver.QUERIES)
@@ -73,11 +74,13 @@ def readable(inputs: AttentionInputs, problem: AttentionProblem | None = None) -
 
 def is_worth_a_copy(dense: Tensor, inputs: AttentionInputs, problem: AttentionProblem) -> bool:
     """Whether TMA could follow a dense mask if its rows began at multiples of 16 bytes, and batch entries or heads
-    share it. Without TMA each number is a load of its own, and threads shuffle them. One row or column that is
-    expanded is read where it lies: it is smaller than its copy."""
+    share it. Without TMA each number is a load of its own, and threads shuffle them, which takes less time than a copy
+    where scores are few. One row or column that is expanded is read where it lies: it is smaller than its copy."""
     shared = problem.B * problem.H // max(1, dense.shape[0] * dense.shape[1])
     whole = dense.shape[2:] == (inputs.q.shape[2], inputs.k.shape[2]) and 0 not in dense.stride()[2:]
-    return shared >= MIN_SHARED and whole and target_of(problem.device).has_tma and not is_full(dense, inputs)
+    scores = problem.B * problem.H * problem.M * problem.N
+    enough = shared >= MIN_SHARED and scores >= MIN_SCORES
+    return enough and whole and target_of(problem.device).has_tma and not is_full(dense, inputs)
 
 
 def in_whole_rows(dense: Tensor) -> Tensor:

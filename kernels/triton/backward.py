@@ -32,6 +32,7 @@ from sdpa.kernels.triton.mask import (
     visited_queries,
 )
 from sdpa.kernels.triton.one_block import one_block_launch
+from sdpa.kernels.triton.order import ALONE, begin_in_order, end_in_order, in_order
 from sdpa.kernels.triton.primitives import (
     LOG2E,
     Operands,
@@ -56,6 +57,7 @@ from sdpa.kernels.triton.row_parts import (
     products_of_rows,
     split_launch,
 )
+from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import Part, one_block_tile, passes, queries_tile
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
@@ -87,12 +89,13 @@ class GradQueryTile(NamedTuple):
 
 @triton.jit
 def delta_kernel(out, grad_out, lse, grad_lse, delta, base2, out_strides, grad_strides, H, rows, width,
-                 DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+                 DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DV: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """delta [B, H, width] = rowsum(out * grad_out) - grad_lse, and 0 behind the first `rows`. Grid: blocks * B * H.
 
     base2 [B, H, width], where wanted, is lse in base 2. It is infinite where there is no row or the row sees no key, so
     that the row's probabilities are 0.
     """
+    begin_in_order(ORDER)
     blocks = tl.cdiv(width, BLOCK)
     entry = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK
@@ -111,6 +114,7 @@ def delta_kernel(out, grad_out, lse, grad_lse, delta, base2, out_strides, grad_s
         total = tl.where(dead, 0.0, total)  # whatever gradient arrived, its product with 0 must be 0
         tl.store(base2 + target, tl.where(dead, float("inf"), row_lse * LOG2E), mask=offsets < width)
     tl.store(delta + target, total, mask=offsets < width)
+    end_in_order(ORDER)
 
 
 @triton.jit
@@ -170,8 +174,11 @@ def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.co
 
 @triton.jit
 def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, strides, dk_strides, dv_strides, sizes,
-                mask, dropout, scale, CONFIG: tl.constexpr):  # fmt: skip
+                mask, dropout, scale, CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """dK and dV, or one of them, of one block of keys, summed over the heads of its group. Grid: blocks * B * Hkv."""
+    EARLY: tl.constexpr = CONFIG.PACKED or CONFIG.FLOAT16_PARTS > 0  # keys and values in parts were written before
+    if EARLY:
+        begin_in_order(ORDER)
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
@@ -191,6 +198,7 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
                     clear_behind(dv, dv_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_DV, CONFIG.DV)
         limit = seqlen.k_length
         if column >= limit:
+            end_in_order(ORDER)
             return
     memory = memory_batch(mask, batch)
     seen = seqlen.k_first + seqlen.k_length
@@ -201,6 +209,8 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
     v_tile = k_tile
     if CONFIG.KEYS:
         v_tile = load_value_rows(given, at, BLOCK_N, CLIP, CONFIG)
+    if not EARLY:
+        begin_in_order(ORDER)
     keys = KeyTile(k_tile, v_tile, column)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     for g in range(sizes.G):
@@ -219,6 +229,7 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
         store_rows(dk, dk_strides, target, tl.where(rows < seqlen.k_length, grads[0] * scale, 0.0), CONFIG.D)
     if CONFIG.VALUES:
         store_rows(dv, dv_strides, target, tl.where(rows < seqlen.k_length, grads[1], 0.0), CONFIG.DV)
+    end_in_order(ORDER)
 
 
 @triton.jit
@@ -255,8 +266,9 @@ def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.cons
 
 @triton.jit
 def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, units, strides, dq_strides, sizes, mask, dropout, scale,
-                   CONFIG: tl.constexpr):  # fmt: skip
+              CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """dQ of one block of queries of one head. Grid: blocks * B * H."""
+    begin_in_order(ORDER)
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     block, entry = locate(sizes.blocks, sizes.entries, sizes.section, CONFIG.REVERSED)
@@ -271,6 +283,7 @@ def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, units, strides, 
                 clear_behind(dq, dq_strides, head, first, sizes.rows, sizes.blocks, BLOCK_M, BLOCK_D, CONFIG.D)
         limit = seqlen.q_length
         if row >= limit:
+            end_in_order(ORDER)
             return
     memory = memory_batch(mask, batch)
     CLIP: tl.constexpr = not CONFIG.TMA
@@ -292,6 +305,7 @@ def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, units, strides, 
     if CONFIG.TRAILING:
         dq_tile = accumulate_dq(dq_tile, *shared, visited.full_end, visited.end, scale, True, CONFIG)
     store_rows(dq, dq_strides, at, dq_tile * scale, CONFIG.D)
+    end_in_order(ORDER)
 
 
 class Backward(NamedTuple):
@@ -366,17 +380,19 @@ def backward_launches(
         return Backward(grads, [launch], (), bias_parts)
     delta, first = delta_launch(results.out, upstream.out, upstream.lse)
     row = BackwardRows(upstream.out, results.lse, delta)
-    split, launches = None, [first]
+    split, before = None, [first]
     if float16_parts_of(problem):
         split, second = split_launch((*inputs[:3], upstream.out), float16_parts_of(problem))
-        launches.append(second)
-    launches += dkdv_launches(inputs, problem, tile, row, grads, split)
-    launches += dq_launches(inputs, problem, tile, row, grads, split)
+        before.append(second)
+    ranges, launches = dkdv_launches(inputs, problem, tile, row, grads, split)
+    more_ranges, launch = dq_launch(inputs, problem, tile, row, grads, split)
+    launches.append(launch)
     bias_parts = None
     if "bias_grad" in problem.features:
         bias_parts, launch = bias_grad_launch(inputs, problem, tile, row, split)
         launches.append(launch)
     scratch = () if split is None else (*split[:-1], *split.units)
+    launches = in_order(target_of(problem.device), [*before, *ranges, *more_ranges], launches)
     return Backward(grads, launches, (delta, *scratch), bias_parts)
 
 
@@ -422,7 +438,7 @@ def delta_arguments(
     """The grid and the arguments of delta_kernel."""
     B, H, rows, Dv = out.shape
     width = delta.shape[-1]
-    sizes = (strides_of(out), strides_of(grad_out), H, rows, width, Dv, DELTA_ROWS, block_size(Dv))
+    sizes = (strides_of(out), strides_of(grad_out), H, rows, width, Dv, DELTA_ROWS, block_size(Dv), ALONE.value)
     return (-(-width // DELTA_ROWS) * B * H,), (out, grad_out, lse, grad_lse, delta, base2, *sizes)
 
 
@@ -433,30 +449,33 @@ def dkdv_launches(
     row: BackwardRows,
     grads: Gradients,
     split: Split | None,
-) -> list[Launch]:
-    """The launches of dK and dV: one for both, or two where the registers do not hold both sums."""
-    launches = []
+) -> tuple[list[Launch], list[Launch]]:
+    """The launches that find block ranges, and those of dK and dV: one for both, or two where the registers do not hold
+    both sums."""
+    ranges, launches = [], []
     for part, parts_tile in passes(problem, tile):
         given, units, before = backward_args(inputs, problem, parts_tile, LoopOver.QUERIES, row, split)
         config = given.config._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS)
         targets = (grads.k, grads.v, row.lse, row.delta, units, given.strides, strides_of(grads.k), strides_of(grads.v))
-        args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, config)
+        args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, config, ALONE.value)
         grid = (given.sizes.blocks * given.sizes.entries,)
-        launches += [*before, Launch(dkdv_kernel, grid, args, parts_tile)]
-    return launches
+        ranges += before
+        launches.append(Launch(dkdv_kernel, grid, args, parts_tile))
+    return ranges, launches
 
 
-def dq_launches(
+def dq_launch(
     inputs: AttentionInputs,
     problem: AttentionProblem,
     tile: Tile,
     row: BackwardRows,
     grads: Gradients,
     split: Split | None,
-) -> list[Launch]:
+) -> tuple[list[Launch], Launch]:
+    """The launches that find block ranges, and that of dQ."""
     tile = queries_tile(problem, tile)
     given, units, before = backward_args(inputs, problem, tile, LoopOver.KEYS, row, split)
     targets = (grads.q, row.lse, row.delta, units, given.strides, strides_of(grads.q))
-    args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.config)
+    args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.config, ALONE.value)
     grid = (given.sizes.blocks * given.sizes.entries,)
-    return [*before, Launch(dq_kernel, grid, args, tile)]
+    return before, Launch(dq_kernel, grid, args, tile)

@@ -18,6 +18,7 @@ from sdpa.kernels.triton.arguments import block_size, float16_parts_of
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import TileCoords, cap_slope, capped, load_dense, score_mod, seqlen_info, visible
+from sdpa.kernels.triton.order import ALONE, begin_in_order, end_in_order
 from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, probabilities
 from sdpa.kernels.triton.row_parts import (
     Split,
@@ -133,8 +134,9 @@ def differentiate(given, block, held, seqlen, row, column, scale, CONFIG: tl.con
 
 @triton.jit
 def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, units, strides, sizes, mask, dropout,
-                     bias_shape, reduction, scale, CONFIG: tl.constexpr):  # fmt: skip
+                     bias_shape, reduction, scale, CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """One tile of parts [parts, bias.batch, bias.heads, rows, columns]. Grid: parts * tiles of the bias."""
+    begin_in_order(ORDER)
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout, q, grad_out, lse, delta, units=units)
@@ -160,6 +162,7 @@ def bias_grad_kernel(q, k, v, grad_out, bias, allowed, parts, lse, delta, units,
         total += differentiate(given, block, held, seqlen, row, column, scale, CONFIG).ds
     at = part, bias_batch, bias_head, row_block * BLOCK_M, column_block * BLOCK_N
     store_part(parts, total, at, r, bias_shape)
+    end_in_order(ORDER)
 
 
 @triton.jit
@@ -211,7 +214,7 @@ def bias_grad_launch(
     parts = torch.empty((reduction.parts, *bias.shape), dtype=dtype, device=bias.device)
     mask = given.mask._replace(key_ranges=None)  # no block ranges are found for this kernel, which skips no tile
     args = (*given.tensors, parts, row.lse, row.delta, units, given.strides, given.sizes, mask)
-    args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.config)
+    args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.config, ALONE.value)
     return parts, Launch(bias_grad_kernel, (reduction.parts * reduction.tiles,), args, tile)
 
 

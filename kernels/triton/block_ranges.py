@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sdpa.kernels.triton.launch import Launch
+from sdpa.kernels.triton.order import ALONE, begin_in_order, end_in_order
 from sdpa.problem import Tile
 
 CHUNK = 1024  # positions of the other side looked at in one step: one per thread and a few more
@@ -39,12 +40,14 @@ class Ids(NamedTuple):
 
 
 @triton.jit
-def block_ranges_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def block_ranges_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+                        ORDER: tl.constexpr):  # fmt: skip
     """The range of one block of `own`. Grid: entries * blocks.
 
     It goes from the first to the last position of `other` whose id lies between the smallest and the largest id of the
     block. The third word tells whether the block and its range hold one id only, so that nothing in it is masked.
     """
+    begin_in_order(ORDER)
     program = tl.program_id(0)
     entry, block = program // blocks, program % blocks
     batch, head = entry // heads, entry % heads
@@ -72,6 +75,7 @@ def block_ranges_kernel(table, own, other, heads, blocks, BLOCK: tl.constexpr, C
     tl.store(target, tl.minimum(first, last))
     tl.store(target + 1, last)
     tl.store(target + 2, whole.to(tl.int32))
+    end_in_order(ORDER)
 
 
 def range_tables(launches: list[Launch]) -> tuple[Tensor, ...]:
@@ -87,5 +91,8 @@ def find_block_ranges(own: Ids, other: Ids, entries: tuple[int, int], block: int
     each = 0 if own.pointer is None else WORDS
     block_ranges = BlockRanges(table, table.stride(0) if batch > 1 else 0, table.stride(1) if heads > 1 else 0, each)
     return block_ranges, Launch(
-        block_ranges_kernel, (batch * heads * blocks,), (table, own, other, heads, blocks, block, CHUNK), SCAN
+        block_ranges_kernel,
+        (batch * heads * blocks,),
+        (table, own, other, heads, blocks, block, CHUNK, ALONE.value),
+        SCAN,
     )

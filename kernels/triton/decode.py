@@ -12,7 +12,6 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sdpa.kernels.triton.arguments import (
     block_size,
@@ -26,7 +25,8 @@ from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.forward import attend_range, unit_of
 from sdpa.kernels.triton.kernel_arguments import LoopOver, Strides
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
-from sdpa.kernels.triton.mask import seqlen_info, visited_keys
+from sdpa.kernels.triton.mask import VisitedRange, seqlen_info, visited_keys
+from sdpa.kernels.triton.order import ALONE, begin_in_order, in_order
 from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, QueryTile, Softmax, finish_softmax
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
@@ -35,28 +35,22 @@ from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, 
 __all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
 
 # The rows of a tile are the query heads of a group times the queries: mostly 16, the least that tensor cores take.
-TILES = tuple(
-    Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (128, 2), (64, 2), (32, 4), (32, 2), (16, 2))
-)
+TILES = tuple(Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (64, 2), (32, 4), (32, 2), (16, 2)))
 # The least keys of a part: fewer do not hide the latency of its first loads.
 MIN_KEYS = 256
 MAX_PARTS = 128
 # What the start of a program and the kernel that combines the parts cost, in keys that a core could read meanwhile, and
 # how much longer a core takes that has one program in all: it waits for its loads.
-START_KEYS, COMBINE_KEYS, ALONE = 368, 288, 1.25
+START_KEYS, COMBINE_KEYS, WAITING = 368, 288, 1.25
 PARTS = 3  # the place of the parts among the arguments of the kernel that fills them
-COMBINE = Tile(1, 16, 4, 1)  # parts read at a time
+COMBINE = Tile(1, 32, 4, 1)  # parts read at a time
 
 
 @triton.jit
 def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_stride, sizes, mask, sinks, dropout,
-                  scale, parts, CONFIG: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv.
-
-    PDL: the kernel that combines the parts may be launched before this one is done.
-    """
-    if PDL:
-        gdc_launch_dependents()
+                  scale, parts, CONFIG: tl.constexpr, SPLIT: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
+    """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv."""
+    begin_in_order(ORDER)
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
@@ -91,12 +85,16 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     state = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32), row_sum, row_max)
     given = Operands(k, v, bias, allowed, strides, sizes, mask, dropout)
     shared = (QueryTile(q_tile, first_row, rows), given, seqlen)
-    if CONFIG.LEADING:
-        state = attend_range(state, *shared, begin, full_begin, scale, True, CONFIG)
-    if CONFIG.FULL:
-        state = attend_range(state, *shared, full_begin, full_end, scale, False, CONFIG)
-    if CONFIG.TRAILING:
-        state = attend_range(state, *shared, full_end, end, scale, True, CONFIG)
+    if CONFIG.FULL and (CONFIG.LEADING or CONFIG.TRAILING):  # one loop, so that its loads begin once
+        met = VisitedRange(begin, full_begin, full_end, end)
+        state = attend_range(state, *shared, begin, end, scale, True, CONFIG, met)
+    else:
+        if CONFIG.LEADING:
+            state = attend_range(state, *shared, begin, full_begin, scale, True, CONFIG)
+        if CONFIG.FULL:
+            state = attend_range(state, *shared, full_begin, full_end, scale, False, CONFIG)
+        if CONFIG.TRAILING:
+            state = attend_range(state, *shared, full_end, end, scale, True, CONFIG)
     acc, row_lse = finish_softmax(state, unit, 0)
     if dropout is not None:
         acc = acc * dropout.inverse_keep
@@ -115,24 +113,18 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
 
 @triton.jit
 def combine_kernel(parts_out, out, lse, out_strides, H, M, rows, parts, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One row of the result, of its parts weighted by their sums. Grid: B * H * M.
+                   BLOCK: tl.constexpr, MOST: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
+    """One row of the result, of its at most MOST parts weighted by their sums. Grid: B * H * M.
 
     Behind the parts [parts, rows, DV] lie their largest scores [parts, rows], and behind these their sums.
-    PDL: the kernel is launched before the parts are done (programmatic dependent launch), and waits for them here.
     """
-    if PDL:
-        gdc_wait()
+    begin_in_order(ORDER)
     row = tl.program_id(0)
     entry, i = row // M, row % M
     columns = tl.arange(0, BLOCK_DV)
     parts_max = parts_out + tl.cast(parts, tl.int64) * rows * DV
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, parts, BLOCK):
-        part = start + tl.arange(0, BLOCK)
-        inside = part < parts
-        top = tl.maximum(top, tl.load(parts_max + part * rows + row, mask=inside, other=float("-inf")))
-    base = tl.max(top, 0)
+    every = tl.arange(0, MOST)
+    base = tl.max(tl.load(parts_max + every * rows + row, mask=every < parts, other=float("-inf")), 0)
     base = tl.where(base == float("-inf"), 0.0, base)
     total = 0.0
     acc = tl.zeros([BLOCK_DV], tl.float32)
@@ -157,12 +149,12 @@ def combine_kernel(parts_out, out, lse, out_strides, H, M, rows, parts, DV: tl.c
 
 
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The tiles of the fewest rows that hold a group's heads and queries, with as many keys as shared memory holds."""
+    """The tile of the fewest rows that hold a group's heads and queries, with as many keys as shared memory holds."""
     rows = min(64, max(16, triton.next_power_of_2(problem.M * problem.G)))
     width = (block_size(problem.D) + block_size(problem.Dv)) * problem.dtype.itemsize
     limit = target_of(problem.device).shared_memory
-    fitting = tuple(t for t in TILES if t.BLOCK_M == rows and t.num_stages * t.BLOCK_N * width <= limit)
-    return fitting or tuple(t for t in TILES if t.BLOCK_M == rows)[-1:]
+    offered = [t for t in TILES if t.BLOCK_M == rows]
+    return (next((t for t in offered if t.num_stages * t.BLOCK_N * width <= limit), offered[-1]),)
 
 
 def parts_of(problem: AttentionProblem, tile: Tile) -> int:
@@ -180,7 +172,7 @@ def split(programs: int, keys: int, cores: int) -> int:
 
     def busiest(parts: int) -> float:
         own = -(-programs * parts // cores)
-        work = own * (-(-keys // parts) * (ALONE if own == 1 else 1.0) + START_KEYS)
+        work = own * (-(-keys // parts) * (WAITING if own == 1 else 1.0) + START_KEYS)
         return work + (COMBINE_KEYS if parts > 1 else 0)
 
     return min(range(1, max(1, min(MAX_PARTS, -(-keys // MIN_KEYS))) + 1), key=busiest)
@@ -212,13 +204,13 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
         given.sinks,
         given.dropout,
     )
-    pdl = parts > 1 and target_of(p.device).has_pdl
     grid = (parts * given.sizes.blocks * given.sizes.entries,)
-    launches = [Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.config, parts > 1, pdl), tile)]
-    if parts > 1:
-        args = (out, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
-        launches.append(Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, pdl), COMBINE, pdl))
-    return results, launches
+    launch = Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.config, parts > 1, ALONE.value), tile)
+    if parts == 1:
+        return results, [launch]
+    args = (out, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))
+    combine = Launch(combine_kernel, (rows,), (*args, COMBINE.BLOCK_N, MAX_PARTS, ALONE.value), COMBINE)
+    return results, in_order(target_of(p.device), [launch], [combine])
 
 
 def forward_pass(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> Pass:

@@ -13,6 +13,7 @@ from sdpa.kernels.triton.float16_parts import add_values, needs_recompute, scale
 from sdpa.kernels.triton.kernel_arguments import KernelArgs, LoopOver
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import TileCoords, memory_batch, score_mod, seqlen_info, visible, visited_keys
+from sdpa.kernels.triton.order import ALONE, begin_in_order, end_in_order, in_order
 from sdpa.kernels.triton.primitives import (
     Operands,
     QueryTile,
@@ -29,6 +30,7 @@ from sdpa.kernels.triton.primitives import (
     store_rows,
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
+from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import recompute_tile
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
@@ -117,12 +119,13 @@ def attend_all_ranges(queries, visited, given, seqlen, sinks, scale, CONFIG: tl.
 
 @triton.jit
 def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks, dropout, recompute,
-                   recompute_rows, scale, CONFIG: tl.constexpr):  # fmt: skip
+                   recompute_rows, scale, CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """out [.., BLOCK_M, Dv] and lse [.., BLOCK_M] of one block of queries of one head. Grid: blocks * batch * heads.
 
     `recompute` is [entries, blocks of recompute_rows queries]. With Float16Parts the kernel writes there which blocks
     must be computed again. Without parts it computes only those.
     """
+    begin_in_order(ORDER)
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     block, entry = locate(sizes.blocks, sizes.entries, sizes.section, CONFIG.REVERSED)
     batch, head = entry // sizes.H, entry % sizes.H
@@ -132,11 +135,13 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
         if mask.q_lengths is None:
             clear_results(out, lse, strides.other, sizes, mask, block, batch, head, CONFIG)
         if row >= seqlen.q_length:
+            end_in_order(ORDER)
             return
     if recompute is not None:
         flag = recompute + entry * tl.cdiv(sizes.M, recompute_rows) + row // recompute_rows
         if not CONFIG.FLOAT16_PARTS:
             if tl.load(flag) == 0:
+                end_in_order(ORDER)
                 return
     memory = memory_batch(mask, batch)
     limit = sizes.M
@@ -163,6 +168,7 @@ def forward_kernel(q, k, v, out, lse, bias, allowed, strides, sizes, mask, sinks
         offsets = row + tl.arange(0, BLOCK_M)
         origin = lse + tl.cast(memory * sizes.H + head, tl.int64) * sizes.rows + seqlen.q_first
         tl.store(origin + offsets, row_lse, mask=offsets < limit)
+    end_in_order(ORDER)
 
 
 @triton.jit
@@ -184,15 +190,17 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     first one flags."""
     results = empty_results(inputs, problem)
     given, before = kernel_args(inputs, problem, tile, LoopOver.KEYS)
+    target = target_of(problem.device)
     if not given.config.FLOAT16_PARTS:
-        return results, [*before, forward_launch(inputs, results, given, tile)]
+        return results, in_order(target, before, [forward_launch(inputs, results, given, tile)])
     recompute = recompute_flags(given, results.out.device)
     again = recompute_tile(problem, tile)
     careful, more = kernel_args(inputs, problem, again, LoopOver.KEYS)
     config = careful.config._replace(FLOAT16_PARTS=0, P_EXPONENT=0)
     careful = careful._replace(config=config)
     first = forward_launch(inputs, results, given, tile, recompute, tile.BLOCK_M)
-    return results, [*before, first, *more, forward_launch(inputs, results, careful, again, recompute, tile.BLOCK_M)]
+    last = forward_launch(inputs, results, careful, again, recompute, tile.BLOCK_M)
+    return results, in_order(target, [*before, *more], [first], [last])
 
 
 def forward_launch(
@@ -222,6 +230,7 @@ def forward_launch(
         recompute_rows,
         inputs.scale,
         given.config,
+        ALONE.value,
     )
     grid = (given.sizes.blocks * given.sizes.entries,)
     return Launch(forward_kernel, grid, args, tile, registers=registers_of(given, tile))

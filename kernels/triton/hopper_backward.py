@@ -16,6 +16,7 @@ from sdpa.kernels.triton.hopper_backward_kernel import BackwardConfig, backward_
 from sdpa.kernels.triton.hopper_descriptors import describe, numbers_descriptor, rows_descriptor
 from sdpa.kernels.triton.hopper_primitives import LOG2E, WG_ROWS
 from sdpa.kernels.triton.launch import GRADIENTS, Launch, Pass, with_memory
+from sdpa.kernels.triton.order import ALONE, in_order
 from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
@@ -152,13 +153,13 @@ def backward_launches(
     key = ("hopper backward", problem, tile, target_of(problem.device), *(t.stride() for t in (*read, *grads)))
     prepared = PREPARED.get(key, prepare_passes, problem, tile, by_keys, by_queries)
     scale = inputs.scale
-    launches = [first]
+    launches = []
     for one in prepared:
         operands = by_keys if one.config.OVER_KEYS else by_queries
         described = map(describe, one.descriptors, operands)
-        args = (*described, lse, delta, *one.counts, scale, scale * LOG2E.value, one.config)
+        args = (*described, lse, delta, *one.counts, scale, scale * LOG2E.value, one.config, ALONE.value)
         launches.append(Launch(backward_kernel, (one.programs,), args, one.tile))
-    return Gradients(*grads), launches
+    return Gradients(*grads), in_order(target_of(problem.device), [first], launches)
 
 
 def backward_pass(

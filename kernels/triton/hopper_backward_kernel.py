@@ -32,7 +32,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sdpa.kernels.triton.hopper_primitives import LANE_BITS, WG_ROWS, WG_WARPS, barriers, copy_in, copy_out
+from sdpa.kernels.triton.hopper_primitives import (
+    LANE_BITS,
+    WG_ROWS,
+    WG_WARPS,
+    barriers,
+    begin_in_order,
+    copy_in,
+    copy_out,
+    end_in_order,
+)
 from sdpa.kernels.triton.hopper_schedule import entry_and_block
 
 
@@ -286,17 +295,17 @@ def consumer(descs, smem, bars, schedule, band, factors, WG: gl.constexpr, CONFI
 
 
 @gluon.jit
-def first_consumer(descs, smem, bars, schedule, band, factors, CONFIG: gl.constexpr):
+def first_consumer(descs, smem, bars, schedule, band, factors, ORDER: gl.constexpr, CONFIG: gl.constexpr):
     consumer(descs, smem, bars, schedule, band, factors, 0, CONFIG)
 
 
 @gluon.jit
-def second_consumer(descs, smem, bars, schedule, band, factors, CONFIG: gl.constexpr):
+def second_consumer(descs, smem, bars, schedule, band, factors, ORDER: gl.constexpr, CONFIG: gl.constexpr):
     consumer(descs, smem, bars, schedule, band, factors, 1, CONFIG)
 
 
 @gluon.jit
-def third_consumer(descs, smem, bars, schedule, band, factors, CONFIG: gl.constexpr):
+def third_consumer(descs, smem, bars, schedule, band, factors, ORDER: gl.constexpr, CONFIG: gl.constexpr):
     consumer(descs, smem, bars, schedule, band, factors, 2, CONFIG)
 
 
@@ -323,7 +332,7 @@ def load_ab(descs, smem, bars, block, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def producer(descs, smem, bars, schedule, band, factors, CONFIG: gl.constexpr):
+def producer(descs, smem, bars, schedule, band, factors, ORDER: gl.constexpr, CONFIG: gl.constexpr):
     """The role of the producer warp."""
     BYTES: gl.constexpr = descs.x.block_type.nbytes
     ROW_BYTES: gl.constexpr = CONFIG.BLOCK_INNER * 8 if CONFIG.OVER_KEYS else 0  # lse and delta
@@ -332,6 +341,7 @@ def producer(descs, smem, bars, schedule, band, factors, CONFIG: gl.constexpr):
     heads = 1
     head = block.head // schedule.group
     if CONFIG.OVER_KEYS:
+        begin_in_order(ORDER)
         heads = schedule.group
         head = block.head * schedule.group
     i = 0
@@ -361,8 +371,10 @@ def ring_of(desc, CONFIG: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["blocks", "entries", "section", "near", "far"])
 def backward_kernel(a, b, x, y, grad_a, grad_b, lse_desc, delta_desc, lse, delta, blocks, entries, section, near, far,
-                    scale, scale_log2, CONFIG: gl.constexpr):  # fmt: skip
+                    scale, scale_log2, CONFIG: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
     """One launch of the module's text. Without CONFIG.GRAD_A it does not touch grad_a's memory, and likewise for b."""
+    if not CONFIG.OVER_KEYS:  # the consumers read what was written before
+        begin_in_order(ORDER)
     NUM_WGS: gl.constexpr = CONFIG.BLOCK_OUTER // WG_ROWS
     a_smem = gl.allocate_shared_memory(a.dtype, [NUM_WGS] + a.block_type.shape, a.layout)
     b_smem = a_smem
@@ -382,15 +394,16 @@ def backward_kernel(a, b, x, y, grad_a, grad_b, lse_desc, delta_desc, lse, delta
     band, factors = Band(near, far, x.shape[2]), Factors(scale, scale_log2)
     if NUM_WGS == 2:
         gl.warp_specialize([
-            (first_consumer, (descs, smem, bars, schedule, band, factors, CONFIG)),
-            (second_consumer, (descs, smem, bars, schedule, band, factors, CONFIG)),
-            (producer, (descs, smem, bars, schedule, band, factors, CONFIG)),
+            (first_consumer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
+            (second_consumer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
+            (producer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
         ], [WG_WARPS, 1], [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (first_consumer, (descs, smem, bars, schedule, band, factors, CONFIG)),
-            (second_consumer, (descs, smem, bars, schedule, band, factors, CONFIG)),
-            (third_consumer, (descs, smem, bars, schedule, band, factors, CONFIG)),
-            (producer, (descs, smem, bars, schedule, band, factors, CONFIG)),
+            (first_consumer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
+            (second_consumer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
+            (third_consumer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
+            (producer, (descs, smem, bars, schedule, band, factors, ORDER, CONFIG)),
         ], [WG_WARPS, WG_WARPS, 1],
             [CONFIG.CONSUMER_REGISTERS, CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS])  # fmt: skip
+    end_in_order(ORDER)

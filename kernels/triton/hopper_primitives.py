@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sdpa.kernels.triton.hopper_schedule import diagonal
+from sdpa.kernels.triton.order import AFTER, ALONE, BESIDE
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -126,6 +127,28 @@ def ping_pong_signal(WG: gl.constexpr, CONFIG: gl.constexpr):
 def rescale(acc, alpha):
     """acc [64, .] times alpha [64], which lies in the register layout of scores."""
     return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def begin_in_order(ORDER: gl.constexpr):
+    """The same in Gluon as in order.py."""
+    if ORDER == AFTER:
+        wait_for_launch_before()
+    if ORDER != ALONE:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def end_in_order(ORDER: gl.constexpr):
+    """The same in Gluon as in order.py."""
+    if ORDER == BESIDE:
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            wait_for_launch_before()
+
+
+@gluon.jit
+def wait_for_launch_before():
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ from sdpa.kernels.triton.arguments import block_size, kernel_args
 from sdpa.kernels.triton.float16_parts import TOP, exponent_of, power_of_two
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, KernelArgs, LoopOver, Strides
 from sdpa.kernels.triton.launch import Launch
+from sdpa.kernels.triton.order import ALONE, begin_in_order, end_in_order
 from sdpa.kernels.triton.primitives import RowRange, load_rows, store_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
@@ -126,8 +127,9 @@ def part_of(at, NUMBER: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def split_kernel(q, k, v, grad_out, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-                 BLOCK_DV: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+                 BLOCK_DV: tl.constexpr, PARTS: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """The parts of four tensors, each a SplitJob. Grid: the end of the last."""
+    begin_in_order(ORDER)
     program = tl.program_id(0)
     if program < q.end:
         split_block(program, q, D, BLOCK, BLOCK_D, PARTS)
@@ -137,6 +139,7 @@ def split_kernel(q, k, v, grad_out, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl
         split_block(program - k.end, v, DV, BLOCK, BLOCK_DV, PARTS)
     else:
         split_block(program - v.end, grad_out, DV, BLOCK, BLOCK_DV, PARTS)
+    end_in_order(ORDER)
 
 
 @triton.jit
@@ -257,7 +260,7 @@ def split_launch(tensors: tuple[Tensor, ...], parts: int) -> tuple[Split, Launch
         jobs.append(SplitJob(tensor, *tensor.stride()[:3], target, unit, heads, rows, blocks, end))
     split = Split(*(job.target for job in jobs), RowUnits(*(job.unit for job in jobs)))
     D, Dv = tensors[0].shape[3], tensors[2].shape[3]
-    arguments = (*jobs, D, Dv, SPLIT_ROWS, block_size(D), block_size(Dv), parts)
+    arguments = (*jobs, D, Dv, SPLIT_ROWS, block_size(D), block_size(Dv), parts, ALONE.value)
     return split, Launch(split_kernel, (jobs[-1].end,), arguments, SPLIT_TILE)
 
 

@@ -47,6 +47,8 @@ BACKWARD = {
     256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
+# Of a backward of few rows, and so few blocks of this tile per core that most cores would have no larger one.
+FEW_ROWS, FEW_BLOCKS, FEW_TILE = 256, 8, Tile(32, 32, 4, 3)
 # For float32 operands without float16 parts: AMD's, whose matrix units multiply float32.
 BACKWARD_FLOAT32 = {
     64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1)),
@@ -89,7 +91,9 @@ TABLES = {
     ("weights", False, 0): WEIGHTS,
     ("weights", True, 0): WEIGHTS_FLOAT32,
 }
-TILES = tuple(dict.fromkeys(tile for table in TABLES.values() for tiles in table.values() for tile in tiles))
+TILES = tuple(
+    dict.fromkeys([FEW_TILE, *(tile for table in TABLES.values() for tiles in table.values() for tile in tiles)])
+)
 # Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold.
 BLOCKS = (
     (64, (Tile(64, 64, 4, 1), Tile(128, 128, 8, 1))),
@@ -156,8 +160,8 @@ def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     if whole is not None:
         return (whole,)
     listed = TABLES[problem.direction, problem.dtype == torch.float32, float16_parts_of(problem)][size_class(problem)]
-    listed = for_length(listed, problem)
     target = target_of(problem.device)
+    listed = for_features(for_length(listed, problem), problem, target)
     fitting = tuple(tile for tile in listed if shared_memory(problem, tile, target) <= target.shared_memory)
     return fitting or (min(listed, key=lambda tile: tile.BLOCK_M * tile.BLOCK_N),)
 
@@ -206,6 +210,22 @@ def for_length(listed: tuple[Tile, ...], problem: AttentionProblem) -> tuple[Til
         return listed
     most = max(SMALL_SIDE, block_size(longest))
     return tuple(sorted(listed, key=lambda tile: max(tile.BLOCK_M, tile.BLOCK_N) > most))
+
+
+def for_features(listed: tuple[Tile, ...], problem: AttentionProblem, target: Target) -> tuple[Tile, ...]:
+    """The tiles of a backward of 16-bit operands: small ones of few scores; with dropout fewer queries at a time, whose
+    random numbers take registers, too. Measured in docs/log/dropout-and-windows.md."""
+    if problem.direction != "backward" or problem.dtype.itemsize != 2:
+        return listed
+    blocks = problem.B * problem.H * -(-problem.M // FEW_TILE.BLOCK_M) * -(-problem.N // FEW_TILE.BLOCK_N)
+    if "band" in problem.features:
+        blocks //= 2
+    size, few = size_class(problem), blocks <= FEW_BLOCKS * target.cores
+    if size <= 128 and few and max(problem.M, problem.N) <= FEW_ROWS:
+        return (FEW_TILE,)
+    if size == SIZES[0] and "dropout" in problem.features:
+        return tuple(tile for tile in listed if tile.BLOCK_M <= FEW_TILE.BLOCK_M)
+    return listed
 
 
 def size_class(problem: AttentionProblem) -> int:
