@@ -292,12 +292,24 @@ def test_smaller_devices_are_offered_fewer_tiles(pretend):
         assert tiles.tiles(problem) == offered["90"][-1:]
 
 
-def spilt(compiled, folder):
-    """Bytes of stack per thread, as the tool of CUDA reads them from the binary."""
+def spilt(compiled, folder, usage="STACK"):
+    """Bytes of stack per thread, or another usage of it, as the tool of CUDA reads them from the binary."""
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     said = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", said)[1])
+    return int(re.search(rf"{usage}:(\d+)", said)[1])
+
+
+def test_large_heads_take_the_registers_there_are(pretend, tmp_path):
+    """Where ptxas is not told so, it takes 32 in these two, and keeps thousands of bytes of a thread in memory."""
+    target, inputs = pretend(TARGETS["90"]), make_inputs(sized(512, N=300))
+    with assume(target):
+        problem = problem_of(inputs, "backward")
+        _, middle, small = tiles.tiles(problem)
+        *_, dq = launches_for(inputs, problem, middle)
+        _, dkdv, _ = launches_for(inputs, problem, small)
+        for launch in (dq, dkdv):
+            assert spilt(checked(launch, target), tmp_path, "REG") > 128
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

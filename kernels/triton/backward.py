@@ -58,7 +58,7 @@ from sdpa.kernels.triton.row_parts import (
     split_launch,
 )
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.tiles import Part, one_block_tile, passes, queries_tile
+from sdpa.kernels.triton.tiles import Part, one_block_tile, passes, queries_tile, registers_of
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 from sdpa.sinks import sinks_grad
@@ -460,7 +460,7 @@ def dkdv_launches(
         args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, config, ALONE.value)
         grid = (given.sizes.blocks * given.sizes.entries,)
         ranges += before
-        launches.append(Launch(dkdv_kernel, grid, args, parts_tile))
+        launches.append(Launch(dkdv_kernel, grid, args, parts_tile, registers=registers_of(problem)))
     return ranges, launches
 
 
@@ -478,4 +478,4 @@ def dq_launch(
     targets = (grads.q, row.lse, row.delta, units, given.strides, strides_of(grads.q))
     args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, given.config, ALONE.value)
     grid = (given.sizes.blocks * given.sizes.entries,)
-    return before, Launch(dq_kernel, grid, args, tile)
+    return before, Launch(dq_kernel, grid, args, tile, registers=registers_of(problem))

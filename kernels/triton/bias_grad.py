@@ -30,7 +30,7 @@ from sdpa.kernels.triton.row_parts import (
     products_of_rows,
 )
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.tiles import holds_operands, parts_memory, staged
+from sdpa.kernels.triton.tiles import holds_operands, parts_memory, registers_of, staged
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile
 
 PROGRAMS_PER_CORE = 2
@@ -215,7 +215,8 @@ def bias_grad_launch(
     mask = given.mask._replace(key_ranges=None)  # no block ranges are found for this kernel, which skips no tile
     args = (*given.tensors, parts, row.lse, row.delta, units, given.strides, given.sizes, mask)
     args = (*args, given.dropout, tuple(bias.shape[2:]), reduction, inputs.scale, given.config, ALONE.value)
-    return parts, Launch(bias_grad_kernel, (reduction.parts * reduction.tiles,), args, tile)
+    grid = (reduction.parts * reduction.tiles,)
+    return parts, Launch(bias_grad_kernel, grid, args, tile, registers=registers_of(problem))
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:

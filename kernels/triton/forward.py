@@ -31,7 +31,7 @@ from sdpa.kernels.triton.primitives import (
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.tiles import recompute_tile
+from sdpa.kernels.triton.tiles import recompute_tile, registers_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 # Registers per thread that let two programs of eight warps share a core's 65536, and the largest head size and block of
@@ -192,7 +192,8 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     given, before = kernel_args(inputs, problem, tile, LoopOver.KEYS)
     target = target_of(problem.device)
     if not given.config.FLOAT16_PARTS:
-        return results, in_order(target, before, [forward_launch(inputs, results, given, tile)])
+        launch = forward_launch(inputs, results, given, tile)._replace(registers=registers_of(problem))
+        return results, in_order(target, before, [launch])
     recompute = recompute_flags(given, results.out.device)
     again = recompute_tile(problem, tile)
     careful, more = kernel_args(inputs, problem, again, LoopOver.KEYS)
@@ -200,6 +201,7 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     careful = careful._replace(config=config)
     first = forward_launch(inputs, results, given, tile, recompute, tile.BLOCK_M)
     last = forward_launch(inputs, results, careful, again, recompute, tile.BLOCK_M)
+    first, last = first._replace(registers=shared_by_two(given, tile)), last._replace(registers=registers_of(problem))
     return results, in_order(target, [*before, *more], [first], [last])
 
 
@@ -233,10 +235,10 @@ def forward_launch(
         ALONE.value,
     )
     grid = (given.sizes.blocks * given.sizes.entries,)
-    return Launch(forward_kernel, grid, args, tile, registers=registers_of(given, tile))
+    return Launch(forward_kernel, grid, args, tile)
 
 
-def registers_of(given: KernelArgs, tile: Tile) -> int | None:
+def shared_by_two(given: KernelArgs, tile: Tile) -> int | None:
     """Registers per thread that let two programs of eight warps share a core.
 
     Float16 parts of small heads need hardly more than those. With dropout's generator in the loop they need far more.

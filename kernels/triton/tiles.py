@@ -122,6 +122,8 @@ BARRIER_BYTES = 2 << 10  # of barriers and what else is small: 1,048 at most in 
 ACCUMULATOR_BYTES = 128 << 10
 # The same for each warp where products of float16 parts are summed in registers of their own: 64 registers of a thread.
 WARP_BYTES = 8 << 10
+# Registers per thread that a kernel of larger heads is told to take. ptxas 12.9 else gives up on some, and takes 32.
+WIDE_HEADS, MOST_REGISTERS = 256, 255
 
 
 class Part(Enum):
@@ -226,6 +228,12 @@ def for_features(listed: tuple[Tile, ...], problem: AttentionProblem, target: Ta
     if size == SIZES[0] and "dropout" in problem.features:
         return tuple(tile for tile in listed if tile.BLOCK_M <= FEW_TILE.BLOCK_M)
     return listed
+
+
+def registers_of(problem: AttentionProblem) -> int | None:
+    """The registers per thread that a kernel is told to take; None where the assembler finds them."""
+    wide = max(problem.D, problem.Dv) > WIDE_HEADS and target_of(problem.device).backend == "cuda"
+    return MOST_REGISTERS if wide else None
 
 
 def size_class(problem: AttentionProblem) -> int:
