@@ -194,6 +194,26 @@ def test_memory_layouts(isa, kind, M, dtype):
     assert (out.transpose(1, 2) if kind == "bmhd" else out).is_contiguous()
 
 
+# Rows of whole vectors may be operands where they lie. Lengths are around a block with its rest, and so large that rows
+# far apart are packed.
+@pytest.mark.parametrize("layout", [None, "bmhd", "expanded", "same_rows"])
+@pytest.mark.parametrize(("M", "N"), [(54, 64), (55, 72), (72, 73), (73, 108), (97, 109), (270, 260)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_of_whole_vectors(isa, layout, M, N, dtype):
+    features = (
+        {},
+        {"right": 0, "q_lengths": lengths(M - 9)},
+        {"dropout_p": 0.2, "rng": torch.tensor([3, 4]), "left": 50},
+    )
+    for given in features:
+        inputs = make(Case(Sizes(1, 6, 3, M, N, 64, 32), given), dtype)
+        if layout == "same_rows":
+            inputs = inputs._replace(**{n: getattr(inputs, n)[:, :, :1].expand_as(getattr(inputs, n)) for n in "qkv"})
+        elif layout is not None:
+            inputs = inputs._replace(**{n: lay_out(getattr(inputs, n), layout) for n in "qkv"})
+        check(inputs)
+
+
 @pytest.mark.parametrize("sizes", [Sizes(M=0), Sizes(N=0), Sizes(B=0), Sizes(H=0, Hkv=0)], ids=str)
 def test_empty(isa, sizes):
     inputs = make(Case(sizes), torch.float32)

@@ -2,6 +2,8 @@
 // own unnamed namespace.
 #pragma once
 
+#include <assert.h>
+
 constexpr int kVectorBytes = 64;
 constexpr int kPanel = 4;
 
@@ -12,6 +14,13 @@ inline __m512 widen_bf16(const uint16_t* p) {
 
 inline __m512 widen_f16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// Of less than a vector; none where count is negative. GCC does not instrument masked loads, so the sanitizer build
+// reads the last element by itself.
+inline __m512 widen_first(const float* p, int64_t count, float) {
+  assert(count <= 0 || (static_cast<const volatile float*>(p)[count - 1], true));
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>(count > 0 ? (1u << count) - 1 : 0), p);
 }
 
 typedef int32_t Words __attribute__((vector_size(kVectorBytes)));

@@ -53,7 +53,7 @@ inline void random_words(const Dropout& rows, uint64_t group, Wide (&words)[4][k
 }
 
 // The numbers of a strip's keys in order: those of eight keys are four near words in memory, of the next the far ones.
-inline void in_order(const Wide (&near)[kChains], const Wide (&far)[kChains], uint16_t (&numbers)[kStrip]) {
+inline void in_order(const Wide (&near)[kChains], const Wide (&far)[kChains], uint16_t (&numbers)[kStrip + kMaxLanes]) {
   uint32_t words[2][kGroups];
   for (int v = 0; v < kChains; ++v) {
     const Narrowed parts[2] = {__builtin_convertvector(near[v], Narrowed), __builtin_convertvector(far[v], Narrowed)};
@@ -80,13 +80,15 @@ inline auto load_numbers(const uint16_t* p, double) {
   return __builtin_convertvector(x, Numbers);
 }
 
-// line *= kept, or 0 where its number is below the threshold.
+// line *= kept, or 0 where its number is below the threshold. Whole vectors are read, and written.
 template <typename T>
 void drop_below(const uint16_t* numbers, int32_t threshold, int64_t count, T kept, T* line) {
   int64_t c = 0;
   for (; c + kLanes<T> <= count; c += kLanes<T>)
     store(line + c, load(line + c) * (load_numbers(numbers + c, T()) >= threshold ? fill(kept) : Vec<T>{}));
-  for (; c < count; ++c) line[c] *= numbers[c] >= threshold ? kept : T(0);
+  if (c == count) return;
+  const Vec<T> factor = load_numbers(numbers + c, T()) >= threshold ? fill(kept) : Vec<T>{};
+  store(line + c, load(line + c) * (first_lanes<T>(count - c) ? factor : fill(T(1))));
 }
 
 template <typename T>
@@ -94,7 +96,7 @@ void drop(const Dropout& rows, int64_t begin, int64_t columns, T kept, T* lower,
   const int64_t end = begin + columns;
   T* const lines[2] = {lower, upper};
   Wide words[4][kChains];
-  uint16_t numbers[kStrip];
+  uint16_t numbers[kStrip + kMaxLanes] = {};
   for (int64_t strip = begin / kPeriod * kPeriod; strip < end; strip += kStrip) {
     random_words(rows, static_cast<uint64_t>(strip / 4), words);
     const int64_t from = strip > begin ? strip : begin, to = strip + kStrip < end ? strip + kStrip : end;

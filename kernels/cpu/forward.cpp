@@ -23,6 +23,8 @@ constexpr int64_t kManyRows = 128;           // so many rows of all splits are c
 constexpr int64_t kFewestInParts = 4096;     // values of queries that share keys; for fewer, parts of keys do not pay
 constexpr int64_t kFewestRowsInParts = 16;   // as a tile has
 constexpr int64_t kFewestKeysInParts = 64;   // for fewer, parts of queries do not pay
+constexpr int64_t kWide = 512;               // operands in a row of both keys and values; of wider ones, half as many
+                                             // make a block, so that it stays in the second cache
 constexpr double kParallelFlops = 1e6;       // computing so many takes about as long as waking threads
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -51,25 +53,23 @@ int64_t splits_of(int64_t tasks, int64_t threads, int64_t keys, int64_t rows) {
   return best;
 }
 
-// Whether rows of values in memory are whole vectors, so that they need no packing.
-template <typename T, typename Operand>
-bool values_in_place(const AttentionParams& p, const Primitives<T, Operand>& prim) {
-  return unit_stride(p.v) && p.Dv % prim.lanes == 0;
-}
-
-Plan make_plan(const AttentionParams& p, const Blocking& blocking) {
+// `depth`: how many values an operand packs.
+Plan make_plan(const AttentionParams& p, const Blocking& blocking, int64_t depth) {
   Plan plan;
   const double flops = 2.0 * p.B * p.H * p.M * p.N * (p.D + p.Dv);
   plan.threads = flops < kParallelFlops ? 1 : p.threads;
   plan.direct = reads_in_place(p);
   plan.rows = blocking.rows;
-  plan.block_m = p.block_m > 0 ? p.block_m : blocking.block_m;
+  const int64_t parts = (p.D + p.Dv) / depth > kWide ? 2 : 1;
+  plan.block_m = p.block_m > 0 ? p.block_m : blocking.block_m / parts;
   const auto enough = [&] { return p.B * p.H * blocks_of(p.M, plan.block_m) >= 2 * plan.threads; };
   while (p.block_m <= 0 && plan.threads > 1 && plan.block_m > blocking.least_m && !enough()) plan.block_m /= 2;
   if (p.block_m <= 0 && plan.threads > 1)  // blocks of equal size, so that no thread waits for a longer one
     plan.block_m = round_up(blocks_of(p.M, blocks_of(p.M, plan.block_m)), plan.rows);
   plan.block_m = std::min(plan.block_m, p.M);
-  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes) : plan.direct ? direct_block(p) : blocking.block_n;
+  plan.block_n = p.block_n > 0 ? round_up(p.block_n, kMaxLanes)
+                 : plan.direct ? direct_block(p)
+                               : blocking.block_n / parts;
   plan.block_n = std::min(plan.block_n, round_up(p.N, kMaxLanes));
   // Not a power of two, which would map the rows of a tile to few sets of a cache.
   plan.ld = plan.block_n | kMaxLanes;
@@ -102,11 +102,16 @@ template <typename T, typename Operand>
 class Forward {
  public:
   Forward(const AttentionParams& params, const Primitives<T, Operand>& prim, const ForwardResults& results)
-      : p_(params), prim_(prim), results_(results), plan_(make_plan(params, prim.blocking)), terms_(params, prim) {
+      : p_(params),
+        prim_(prim),
+        results_(results),
+        plan_(make_plan(params, prim.blocking, kPack)),
+        terms_(params, prim) {
     q_ld_ = round_up(p_.D, prim.lanes);
     v_ld_ = round_up(p_.Dv, prim.lanes);
-    const bool own_type = kDepth<Operand> == 1 && p_.v.element == static_cast<int64_t>(sizeof(T));
-    values_in_place_ = (own_type || plan_.direct) && values_in_place(p_, prim);
+    values_in_place_ = plan_.direct ? whole_vectors(p_.v, p_.Dv, prim.lanes)
+                                    : in_place(p_.v, p_.Dv, prim, plan_.heads * plan_.block_m);
+    queries_in_place_ = in_place(p_.q, p_.D, prim, p_.N);
   }
 
   void run() {
@@ -273,7 +278,8 @@ class Forward {
       return {all.begin + split * keys, std::min(all.begin + (split + 1) * keys, all.end)};
     }
 
-    // Packs the queries, and sets the state to an empty one, or to the state after a sink.
+    // Packs the queries where they are no operands in memory, and sets the state to an empty one, or to the state after
+    // a sink.
     void begin_rows(bool sees_sink) {
       if (across_) {
         Source rows = p_.q.rows(batch_, head_, query_);
@@ -281,7 +287,7 @@ class Forward {
         f_.prim_.pack_left(rows, heads_, p_.D, b_.q, f_.q_ld_);
       }
       for (int64_t h = 0; h < heads_; ++h) {
-        if (!across_)
+        if (!across_ && !f_.queries_in_place_)
           f_.prim_.pack_left(p_.q.rows(batch_, head_ + h, query_), queries_, p_.D, queries_of(h * rows_), f_.q_ld_);
         T top = -std::numeric_limits<T>::infinity();
         if (p_.sinks && sees_sink) top = static_cast<T>(read_number(p_.sinks.at(head_ + h), p_.sinks.dtype));
@@ -410,7 +416,11 @@ class Forward {
       const int64_t ld = f_.plan_.ld;
       const T factor = static_cast<T>(p_.scale);
       const Operand* queries = queries_of(row);
-      const int64_t q_ld = f_.q_ld_ / kPack;
+      int64_t q_ld = f_.q_ld_ / kPack;
+      if (f_.queries_in_place_ && !across_) {
+        queries = reinterpret_cast<const Operand*>(p_.q.at(batch_, group.head, group.query));
+        q_ld = p_.q.stride[2];
+      }
       if (f_.plan_.direct)
         f_.prim_.scores_direct(group.count, count, p_.D, queries, q_ld, block.keys, factor, b_.s, ld);
       else
@@ -462,7 +472,7 @@ class Forward {
   const Plan plan_;
   const ScoreTerms<T> terms_;
   int64_t q_ld_, v_ld_;
-  bool values_in_place_;
+  bool queries_in_place_, values_in_place_;
 };
 
 // Whether float16 is multiplied in two parts of bfloat16. It pays where each number of a key is multiplied often
@@ -481,8 +491,9 @@ void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, c
   if constexpr (sizeof(T) == sizeof(float))
     if (tools.split && in_parts(params)) return Forward<T, Split>(params, *tools.split, results).run();
   const bool direct = reads_in_place(params);
-  const bool pairs = tools.pairs && (direct ? tools.pairs->scores_direct && values_in_place(params, *tools.pairs)
-                                            : pairs_are_exact(params, {&params.v}));
+  const bool pairs =
+      tools.pairs && (direct ? tools.pairs->scores_direct && whole_vectors(params.v, params.Dv, tools.pairs->lanes)
+                             : pairs_are_exact(params, {&params.v}));
   if (pairs)
     Forward<T, Narrow>(params, *tools.pairs, results).run();
   else

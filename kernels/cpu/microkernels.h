@@ -53,6 +53,20 @@ inline Vec<T> fill(T x) {
   return x - Vec<T>{};
 }
 
+template <typename T>
+struct Columns {
+  T index[kLanes<T>];
+  constexpr Columns() : index() {
+    for (int i = 0; i < kLanes<T>; ++i) index[i] = static_cast<T>(i);
+  }
+};
+// Which lanes are among the first `count`.
+template <typename T>
+inline auto first_lanes(int64_t count) {
+  static constexpr Columns<T> kAll;
+  return load(kAll.index) < static_cast<T>(count);
+}
+
 // The larger of each two lanes; b where one of them is NaN.
 template <typename V>
 inline V larger(V a, V b) {
@@ -110,8 +124,14 @@ inline auto widen_bytes(const uint8_t* p, double) {
 
 // A vector of up to `count` elements; the other lanes are zero.
 template <typename T, typename S>
+inline Vec<T> widen_first(const S* p, int64_t count, T) {
+  S part[kLanes<T>] = {};
+  for (int64_t i = 0; i < count; ++i) part[i] = p[i];
+  return widen(part);
+}
+template <typename T, typename S>
 inline Vec<T> widen_part(const S* p, int64_t stride, int64_t count) {
-  if (stride == 1 && count >= kLanes<T>) return widen(p);
+  if (stride == 1) return count >= kLanes<T> ? widen(p) : widen_first(p, count, T());
   S part[kLanes<T>] = {};
   for (int64_t i = 0; i < count && i < kLanes<T>; ++i) part[i] = p[i * stride];
   return widen(part);
@@ -286,7 +306,7 @@ constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
 
 // How many products are summed in one chain of roundings; longer sums are sums of chains. Chains of scores are shorter,
 // because a weight inherits the whole error of its score.
-constexpr int64_t kScoreChain = 32, kValueChain = 64;
+constexpr int64_t kScoreChain = 32, kValueChain = 64, kLongestChain = 72;  // the last with a short rest
 
 // acc += the product of a column of a and a row of b. With kFirst, acc = that product.
 template <typename T, bool kFirst, int kRows, int kVectors, typename A, typename S>
@@ -379,6 +399,12 @@ Tile<T, A, S> tile_of(int64_t rows, int64_t vectors) {
   return tile_of_rows<T, A, S, kAdd, kPanel>(rows);
 }
 
+// How many of the vectors that are left are the next panel. No panel of a single vector is left over, whose tile would
+// wait for its own sums.
+inline int64_t panel_of(int64_t vectors) {
+  return vectors == kPanel + 1 ? kPanel - 1 : vectors < kPanel ? vectors : kPanel;
+}
+
 // How many times `multiply` passes over the rows of b.
 inline int64_t passes_over(int64_t rows, int64_t vectors) {
   const int64_t wide = rows == 1 ? vectors / kRowPanel : 0, rest = vectors - wide * kRowPanel;
@@ -396,8 +422,8 @@ void multiply(int64_t rows, int64_t vectors, int64_t steps, const A* a, int64_t 
   for (; rows == 1 && v + kRowPanel <= vectors; v += kRowPanel)
     tile<T, A, S, 1, kRowPanel, kAdd>(steps, a, row_stride, step_stride, b + v * kLanes<T>, ldb, factor,
                                       c + v * kLanes<T>, ldc, alpha, ahead);
-  for (; v < vectors; v += kPanel) {
-    const int64_t panel = vectors - v < kPanel ? vectors - v : kPanel;
+  for (; v < vectors; v += panel_of(vectors - v)) {
+    const int64_t panel = panel_of(vectors - v);
     for (int64_t r = 0; r < rows; r += kTileRows)
       tile_of<T, A, S, kAdd>(rows - r, panel)(steps, a + r * row_stride, row_stride, step_stride, b + v * kLanes<T>,
                                               ldb, factor, c + r * ldc + v * kLanes<T>, ldc,
@@ -426,7 +452,7 @@ void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t 
     const int64_t passes = passes_over(rows, width / kLanes<T>);
     int64_t k = 0;
     do {
-      const int64_t steps = depth - k < kValueChain ? depth - k : kValueChain;
+      const int64_t steps = depth - k < kLongestChain ? depth - k : kValueChain;
       RowPrefetcher<S> ahead = {values + (k + steps) * b.row_stride, b.row_stride, width, passes};
       multiply<T, T, S, true>(rows, width / kLanes<T>, steps, a + k * depth_stride, row_stride, depth_stride,
                               values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? alpha : nullptr, &ahead);
@@ -450,39 +476,13 @@ const T* as_left_transposed(int64_t, int64_t, T* s, T*, int64_t) {
 #include "softmax.h"
 
 template <typename T>
-void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
-  assert(columns <= ld && ld % kLanes<T> == 0);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += kLanes<T>)
-      store(s + r * ld + c, exp<typename ExpOf<T>::type>(load(s + r * ld + c) - lse[r]));
-}
-
-template <typename T>
-void score_gradient(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta) {
-  assert(columns <= ld && ld % kLanes<T> == 0);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += kLanes<T>)
-      store(dp + r * ld + c, load(p + r * ld + c) * (load(dp + r * ld + c) - delta[r]));
-}
-
-// tanh(y) = (e^2y - 1) / (e^2y + 1), where e^2y - 1 is computed without cancellation.
-template <typename T>
-void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
-  assert(columns <= ld && ld % kLanes<T> == 0 && cap != T(0));
-  constexpr T kSaturated = 20;  // from here on tanh is 1, in float64, too
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; c += kLanes<T>) {
-      Vec<T> y = load(s + r * ld + c) / cap;
-      y = larger(fill(-kSaturated), y);
-      y = -larger(fill(-kSaturated), -y);
-      const Vec<T> twice[1] = {y * T(2)};
-      Vec<T> power[1], part[1];
-      split_exp<typename ExpOf<T>::type>(twice, power, part);
-      const Vec<T> minus_one = power[0] * part[0] + (power[0] - T(1));
-      const Vec<T> t = minus_one / (minus_one + T(2));
-      store(s + r * ld + c, t * cap);
-      if (slope) store(slope + r * ld + c, T(1) - t * t);
-    }
+void add_rows(int64_t rows, int64_t columns, const T* x, int64_t ld, T* to, int64_t to_ld) {
+  assert(columns <= ld);
+  for (int64_t r = 0; r < rows; ++r, x += ld, to += to_ld) {
+    int64_t c = 0;
+    for (; c + kLanes<T> <= columns; c += kLanes<T>) store(to + c, load(to + c) + load(x + c));
+    for (; c < columns; ++c) to[c] += x[c];
+  }
 }
 
 // A bias has the type computed in, or a narrower one.
@@ -534,14 +534,6 @@ void add_bias(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld) {
 }
 
 template <typename T>
-struct Columns {
-  T index[kLanes<T>];
-  constexpr Columns() : index() {
-    for (int i = 0; i < kLanes<T>; ++i) index[i] = static_cast<T>(i);
-  }
-};
-
-template <typename T>
 void subtract_distance(int64_t columns, T slope, T diagonal, T* line) {
   static constexpr Columns<T> kFirst;
   const Vec<T> first = load(kFirst.index) - diagonal;
@@ -590,9 +582,8 @@ bool finite(const T* x, int64_t rows, int64_t width, int64_t ld) {
 
 template <typename T, typename E = typename ExpOf<T>::type>
 constexpr ScorePrimitives<T> kScorePrimitives = {
-    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>,      add_bias<T>,
-    subtract_distance<T>, hide<T>,          drop<T>,           row_products<T>, finite<T>,
-    accumulate_direct<T>};
+    softmax_step<T, E>,   probabilities<T>, score_gradient<T>, softcap<T>,      add_rows<T>, add_bias<T>,
+    subtract_distance<T>, hide<T>,          drop<T>,           row_products<T>, finite<T>,   accumulate_direct<T>};
 
 template <typename T>
 constexpr Primitives<T> kPrimitives = {kScorePrimitives<T>,   kLanes<T>,     load_rows<T>,     pack_columns<T>,

@@ -352,44 +352,47 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   put(stack, reinterpret_cast<int64_t>(recorded));
 }
 
-// A gradient that is summed in the type computed in, and returned in the type of its tensor.
+// A gradient that is summed in the type computed in, and returned in the type of its tensor. Where both are the same,
+// it is summed in its result.
 template <typename T>
 struct Sum {
+  static constexpr Dtype kOwn = sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
   const std::optional<Tensor> like;
+  std::optional<Tensor> result;
   std::vector<T> values;
 
   Sum(const std::optional<Tensor>& tensor, bool wanted) : like(tensor) {
-    // store_rows reads whole vectors.
-    if (wanted && tensor) values.resize(static_cast<size_t>(tensor->numel() + kMaxLanes));
+    if (!wanted || !tensor) return;
+    std::vector<int64_t> sizes, strides(static_cast<size_t>(like->dim()), 1);
+    for (int64_t i = 0; i < like->dim(); ++i) sizes.push_back(like->size(i));
+    for (int64_t i = like->dim() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
+    result = new_tensor(sizes, strides, type_code(*like));
+    if (dtype_of(*like) == kOwn)
+      std::fill_n(static_cast<T*>(result->data_ptr()), like->numel(), T(0));
+    else
+      values.resize(static_cast<size_t>(like->numel() + kMaxLanes));  // store_rows reads whole vectors
   }
 
   View view() {
-    if (values.empty()) return View();
+    if (!result) return View();
     View view;
-    view.data = reinterpret_cast<char*>(values.data());
+    view.data = values.empty() ? static_cast<char*>(result->data_ptr()) : reinterpret_cast<char*>(values.data());
     view.element = sizeof(T);
-    view.dtype = sizeof(T) == sizeof(double) ? Dtype::kFloat64 : Dtype::kFloat32;
-    int64_t step = 1;
-    for (int64_t i = like->dim() - 1; i >= 0; --i) {
-      view.stride[i] = like->size(i) == 1 ? 0 : step;
-      step *= like->size(i);
-    }
+    view.dtype = kOwn;
+    for (int64_t i = 0; i < like->dim(); ++i) view.stride[i] = like->size(i) == 1 ? 0 : result->stride(i);
     return view;
   }
 
   Tensor finish(const Primitives<T>& prim) const {
-    if (values.empty()) return empty_result(like ? type_code(*like) : aoti_torch_dtype_float32());
-    std::vector<int64_t> sizes, strides(static_cast<size_t>(like->dim()), 1);
-    for (int64_t i = 0; i < like->dim(); ++i) sizes.push_back(like->size(i));
-    for (int64_t i = like->dim() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
-    const Tensor result = new_tensor(sizes, strides, type_code(*like));
+    if (!result) return empty_result(like ? type_code(*like) : aoti_torch_dtype_float32());
     const Dtype dtype = dtype_of(*like);
     const int64_t count = like->numel();
+    if (dtype == kOwn) return *result;
     if (sizeof(T) == sizeof(double) && dtype == Dtype::kFloat32)
-      std::copy_n(values.begin(), count, static_cast<float*>(result.data_ptr()));
+      std::copy_n(values.begin(), count, static_cast<float*>(result->data_ptr()));
     else
-      prim.store_rows(values.data(), 0, nullptr, 1, count, result.data_ptr(), dtype, 0);
-    return result;
+      prim.store_rows(values.data(), 0, nullptr, 1, count, result->data_ptr(), dtype, 0);
+    return *result;
   }
 };
 
@@ -402,8 +405,7 @@ void backward_in(StableIValue* stack, const Call& call, BackwardTensors tensors,
   tensors.dk = view_of(dk);
   tensors.dv = view_of(dv);
   tensors.dbias = dbias.view();
-  tensors.dsinks = dsinks.values.data();
-  if (!call.params.sinks) tensors.dsinks = nullptr;
+  tensors.dsinks = dsinks.view().data;
   const Toolbox<T> tools = toolbox<T>(p.q.dtype);
   attention_backward(p, tools, tensors);
   if (kDense)

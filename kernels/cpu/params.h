@@ -34,6 +34,21 @@ struct View {
 // Whether a row of the tensor can be read in place, because its last dimension is contiguous.
 inline bool unit_stride(const View& view) { return view.stride[3] == 1; }
 
+// Whether rows in memory are whole vectors.
+inline bool whole_vectors(const View& view, int64_t width, int64_t lanes) {
+  return unit_stride(view) && width % lanes == 0;
+}
+
+// Whether rows in memory are an operand of products as they lie: whole vectors of the type computed in. Rows that lie
+// far apart share few places of a cache, and nothing fetches them ahead: they are packed where many others read them.
+template <typename T, typename Operand>
+bool in_place(const View& view, int64_t width, const Primitives<T, Operand>& prim, int64_t readers) {
+  constexpr int64_t kFewReaders = 256, kNear = 1024;  // bytes
+  return kDepth<Operand> == 1 && view.element == static_cast<int64_t>(sizeof(T)) && width > 0 &&
+         whole_vectors(view, width, prim.lanes) && view.stride[2] >= width &&
+         (readers <= kFewReaders || view.stride[2] * view.element < kNear);
+}
+
 double read_number(const char* p, Dtype dtype);
 
 struct AttentionParams {

@@ -105,10 +105,12 @@ struct ScorePrimitives {
   void (*softmax_step)(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha);
   // s = exp(s - lse[row]).
   void (*probabilities)(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse);
-  // dp = p * (dp - delta[row]).
-  void (*score_gradient)(int64_t rows, int64_t columns, const T* p, T* dp, int64_t ld, const T* delta);
+  // dp = kept * dp - p * delta[row], where kept (null: p) is p after dropout.
+  void (*score_gradient)(int64_t rows, int64_t columns, const T* p, const T* kept, T* dp, int64_t ld, const T* delta);
   // s = cap * tanh(s / cap), and slope (null: not wanted) = its derivative; cap is not 0.
   void (*softcap)(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap);
+  // to += x. Nothing beyond `columns` is written.                        x [rows, ld], to [rows, to_ld]
+  void (*add_rows)(int64_t rows, int64_t columns, const T* x, int64_t ld, T* to, int64_t to_ld);
   // s += bias; strides may be 0.
   void (*add_bias)(Source bias, int64_t rows, int64_t columns, T* s, int64_t ld);
   // line -= slope * |diagonal - column|.

@@ -1,4 +1,5 @@
-// exp and the online softmax on vectors. It is a part of microkernels.h, in the including file's unnamed namespace.
+// exp, the online softmax and its gradient on vectors. It is a part of microkernels.h, in the including file's unnamed
+// namespace.
 #pragma once
 
 // The constants of exp by type, for y = x log2(e). With `magic` added, the low bits of the sum are round(y) + exponent
@@ -86,18 +87,34 @@ inline V exp(V x) {
   return one[0];
 }
 
-// Updates row_max with these scores, and computes alpha. Fills rows with -inf up to a whole vector.
+// The largest of a row of scores. Fills it with -inf up to a whole vector.
+template <typename T>
+inline T row_maximum(int64_t columns, T* line) {
+  const int64_t whole = columns / kLanes<T> * kLanes<T>;
+  Vec<T> top = fill(kMinusInfinity<T>);
+  for (int64_t c = 0; c < whole; c += kLanes<T>) top = larger(top, load(line + c));
+  if (whole < columns) {
+    const Vec<T> rest = first_lanes<T>(columns - whole) ? load(line + whole) : fill(kMinusInfinity<T>);
+    store(line + whole, rest);
+    top = larger(top, rest);
+  }
+  return largest(top);
+}
+
+// Updates row_max with these scores, and computes alpha: of as many rows at once as a vector has lanes.
 template <typename T, typename E>
 inline void raise_maxima(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* alpha) {
-  for (int64_t r = 0; r < rows; ++r) {
-    T* line = s + r * ld;
-    for (int64_t c = columns; c % kLanes<T> != 0; ++c) line[c] = kMinusInfinity<T>;
-    Vec<T> top = load(line);
-    for (int64_t c = kLanes<T>; c < columns; c += kLanes<T>) top = larger(top, load(line + c));
-    const T old_max = row_max[r], block_max = largest(top);
-    const T new_max = old_max > block_max ? old_max : block_max;
-    alpha[r] = old_max == new_max ? T(1) : exp<E>(fill(old_max - zero_if_minus_infinity(new_max)))[0];
-    row_max[r] = new_max;
+  for (int64_t first = 0; first < rows; first += kLanes<T>) {
+    const int64_t count = rows - first < kLanes<T> ? rows - first : kLanes<T>;
+    T change[kLanes<T>] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const T old_max = row_max[first + i], block_max = row_maximum(columns, s + (first + i) * ld);
+      const T new_max = old_max > block_max ? old_max : block_max;
+      change[i] = old_max == new_max ? T(0) : old_max - zero_if_minus_infinity(new_max);
+      row_max[first + i] = new_max;
+    }
+    const Vec<T> factor = exp<E>(load(change));
+    for (int64_t i = 0; i < count; ++i) alpha[first + i] = factor[i];
   }
 }
 
@@ -145,4 +162,48 @@ template <typename T>
 const T* softmax_left(int64_t rows, int64_t columns, T* s, int64_t ld, T* row_max, T* row_sum, T* alpha, T*) {
   softmax_step<T, typename ExpOf<T>::type>(rows, columns, s, ld, row_max, row_sum, alpha);
   return s;
+}
+
+template <typename T>
+void probabilities(int64_t rows, int64_t columns, T* s, int64_t ld, const T* lse) {
+  assert(columns <= ld && ld % kLanes<T> == 0);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<T>)
+      store(s + r * ld + c, exp<typename ExpOf<T>::type>(load(s + r * ld + c) - lse[r]));
+}
+
+template <typename T>
+void score_gradient(int64_t rows, int64_t columns, const T* p, const T* kept, T* dp, int64_t ld, const T* delta) {
+  assert(columns <= ld && ld % kLanes<T> == 0);
+  const auto each = [=](auto gradient) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; c += kLanes<T>) {
+        const int64_t at = r * ld + c;
+        store(dp + at, gradient(at, load(p + at), load(dp + at), delta[r]));
+      }
+  };
+  if (kept)
+    each([=](int64_t at, Vec<T> p, Vec<T> dp, T delta) { return load(kept + at) * dp - p * delta; });
+  else
+    each([](int64_t, Vec<T> p, Vec<T> dp, T delta) { return p * (dp - delta); });
+}
+
+// tanh(y) = (e^2y - 1) / (e^2y + 1), where e^2y - 1 is computed without cancellation.
+template <typename T>
+void softcap(int64_t rows, int64_t columns, T* s, T* slope, int64_t ld, T cap) {
+  assert(columns <= ld && ld % kLanes<T> == 0 && cap != T(0));
+  constexpr T kSaturated = 20;  // from here on tanh is 1, in float64, too
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; c += kLanes<T>) {
+      Vec<T> y = load(s + r * ld + c) / cap;
+      y = larger(fill(-kSaturated), y);
+      y = -larger(fill(-kSaturated), -y);
+      const Vec<T> twice[1] = {y * T(2)};
+      Vec<T> power[1], part[1];
+      split_exp<typename ExpOf<T>::type>(twice, power, part);
+      const Vec<T> minus_one = power[0] * part[0] + (power[0] - T(1));
+      const Vec<T> t = minus_one / (minus_one + T(2));
+      store(s + r * ld + c, t * cap);
+      if (slope) store(slope + r * ld + c, T(1) - t * t);
+    }
 }
