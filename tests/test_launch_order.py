@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from sdpa.dispatch.catalog import by_name
+from sdpa.inputs import Options
 from sdpa.problem import Results, Tile
-from sdpa.testing import Case, make_inputs, problem_of
+from sdpa.sequences import Documents, build_packed
+from sdpa.testing import Case, Draw, make_inputs, problem_of
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
-from sdpa.kernels.triton import backward, decode, forward, tiles  # noqa: E402
+from sdpa.kernels.triton import backward, decode, forward, hopper_backward, tiles  # noqa: E402
 from sdpa.kernels.triton.launch import Launch  # noqa: E402
 from sdpa.kernels.triton.order import AFTER, ALONE, BESIDE, in_order  # noqa: E402
 from sdpa.kernels.triton.target import Target, assume  # noqa: E402
@@ -82,6 +84,20 @@ def test_what_reads_another_launchs_results_comes_in_a_later_group(name):
     assert [one.args[-1] for one in launches] == [order.value for order in wanted]
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_hoppers_backward_waits_for_delta_and_no_longer(D):
+    inputs = make_inputs(case(D=D, Dv=D))
+    with assume(HOPPER):
+        problem = problem_of(inputs, "backward")
+        out = torch.empty_like(inputs.q)
+        results = Results(out, torch.empty(out.shape[:3]))
+        tile = hopper_backward.tiles(problem)[0]
+        _, launches = hopper_backward.backward_launches(inputs, results, Results(out, None), problem, tile)
+    passes = 2 if D <= 128 else 3
+    wanted = [(AFTER.value, False), (AFTER.value, True), *[(BESIDE.value, True)] * (passes - 1)]
+    assert orders(launches) == wanted
+
+
 def test_a_second_launch_of_a_forward_waits():
     with assume(HOPPER):
         inputs = make_inputs(case(dtype=torch.float32))
@@ -101,8 +117,34 @@ ON_DEVICE = {
     "many": case(B=8, H=16, M=1024, N=1024, mask="causal"),
     "few": case(B=1, H=1, Hkv=1, M=129, N=130, mask="allowed"),
     "grouped": case(H=8, Hkv=2, M=150, N=333),
+    "three launches of Hopper's": case(D=256, Dv=256),
+    "documents": case(mask="documents"),
 }
 ROUNDS = 8
+
+
+def made(one, seed):
+    """Inputs of a case. Documents are of very different lengths, so that some programs have nothing to do."""
+    if one.mask != "documents":
+        return make_inputs(one, seed)
+    draw = Draw(one, seed)
+    cu = torch.tensor([0, 3, 3, 700, 760], dtype=torch.int32, device=one.device)
+    q, k, v = (draw.normal(800, heads, one.D) for heads in (one.H, one.Hkv, one.Hkv))
+    return build_packed(q, k, v, Documents(cu, cu, 697, 697), Options(is_causal=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["float32", "split keys"])
+def test_forwards_are_those_of_launches_one_by_one(name, monkeypatch):
+    one = case(dtype=torch.float32, M=300, N=300) if name == "float32" else case(M=1, N=5000)
+    module = by_name()["triton_flash" if name == "float32" else "triton_decode"].load()
+    given = [made(replace(one, device="cuda"), seed) for seed in range(ROUNDS)]
+    problem = problem_of(given[0], "forward")
+    found = [module.forward(inputs, problem, module.tiles(problem)[0]).out for inputs in given]
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "has_pdl", property(lambda self: False))
+        wanted = [module.forward(inputs, problem, module.tiles(problem)[0]).out for inputs in given]
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.gpu
@@ -110,7 +152,7 @@ ROUNDS = 8
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_gradients_are_those_of_launches_one_by_one(name, kernel, monkeypatch):
     """Bit for bit, with other data in each of several calls one behind the other, and in a captured graph."""
-    given = [make_inputs(replace(ON_DEVICE[name], device="cuda"), seed) for seed in range(ROUNDS)]
+    given = [made(replace(ON_DEVICE[name], device="cuda"), seed) for seed in range(ROUNDS)]
     problem = problem_of(given[0], "backward", given[0].bias is not None)
     reasons = by_name()[kernel].why_not(problem)
     if reasons:

@@ -22,6 +22,7 @@ from ahead import CUOBJDUMP, FakeDriver  # noqa: E402
 
 from sdpa.kernels.triton import backward, cast, decode, forward, tiles  # noqa: E402
 from sdpa.kernels.triton import weights as weights_pass  # noqa: E402
+from sdpa.kernels.triton.order import AFTER  # noqa: E402
 from sdpa.kernels.triton.target import AMD_SHARED_MEMORY, Target, assume  # noqa: E402
 from sdpa.kernels.triton.triton_private import VERSION  # noqa: E402
 
@@ -91,9 +92,9 @@ def sized(D, N=256, **more):
 
 
 def packed_inputs():
-    draw, cu = Draw(sized(64), 0), torch.tensor([0, 100, 256], dtype=torch.int32)
-    q, k, v = (draw.normal(256, heads, 64) for heads in (4, 2, 2))
-    return build_packed(q, k, v, Documents(cu, cu, 156, 156), Options(is_causal=True, enable_gqa=True))
+    draw, cu = Draw(sized(64), 0), torch.tensor([0, 100, 500], dtype=torch.int32)
+    q, k, v = (draw.normal(500, heads, 64) for heads in (4, 2, 2))
+    return build_packed(q, k, v, Documents(cu, cu, 400, 400), Options(is_causal=True, enable_gqa=True))
 
 
 def paged_inputs(dropout_p=0.0):
@@ -105,6 +106,7 @@ def paged_inputs(dropout_p=0.0):
 
 
 BOTH = {"forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"}
+LONGER = tiles.FEW_ROWS + 48  # queries and keys for which a backward's usual tiles are offered
 # Cases that between them launch every kernel of a forward and a backward, and which they launch.
 EVERYWHERE = {
     "causal_float32": (lambda: make_inputs(sized(64, dtype=torch.float32, mask="causal")), {*BOTH, "split_kernel"}),
@@ -112,8 +114,12 @@ EVERYWHERE = {
         lambda: make_inputs(sized(72, dtype=torch.float32, mask="bias")),
         {*BOTH, "split_kernel", "bias_grad_kernel"},
     ),
-    "bias": (lambda: make_inputs(sized(64, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
-    "segments": (lambda: make_inputs(sized(64, mask="segments", dtype=torch.float16)), {*BOTH, "block_ranges_kernel"}),
+    "bias": (lambda: make_inputs(sized(64, N=LONGER, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
+    "segments": (
+        lambda: make_inputs(sized(64, N=LONGER, mask="segments", dtype=torch.float16)),
+        {*BOTH, "block_ranges_kernel"},
+    ),
+    "few_rows": (lambda: make_inputs(sized(64, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
     "windows": (
         lambda: make_inputs(sized(32, N=49, mask="bias")),
         {"forward_kernel", "one_block_kernel"},
@@ -121,9 +127,23 @@ EVERYWHERE = {
 }
 
 
+def check_order(launch, ptx, overlap):
+    """Launches that overlap wait for the one before, and let the next one begin: the AFTER ones in this order, and before
+    they read. That of dK and dV loads its own keys first."""
+    places = [ptx.find(f"griddepcontrol.{part}") for part in ("wait", "launch_dependents")]
+    assert [place >= 0 for place in places] == [overlap, overlap], name_of(launch)
+    if overlap and launch.args[-1] == AFTER.value:
+        assert places[0] < places[1], name_of(launch)
+        if name_of(launch) != "dkdv_kernel":
+            assert not re.search(r"ld\.global|cp\.async", ptx[: places[0]]), name_of(launch)
+
+
 # Parts of a bias' gradient on one device that reads them by descriptors and one that has none; others compile the rest.
 ON_TARGETS = [
-    (arch, name) for arch in TARGETS for name in EVERYWHERE if name != "bias_float32" or arch in ("90", MI300)
+    (arch, name)
+    for arch in TARGETS
+    for name in EVERYWHERE
+    if name not in ("bias_float32", "few_rows") or arch in ("90", MI300 if name == "bias_float32" else "100")
 ]
 
 
@@ -139,8 +159,7 @@ def test_every_kernel_compiles_for_every_target(arch, name, pretend):
             overlap = target.has_pdl and len(launches) > 1
             assert [launch.pdl for launch in launches] == [overlap and launch is not launches[0] for launch in launches]
             for launch in launches:
-                ptx = checked(launch, target).asm.get("ptx", "")
-                assert all((f"griddepcontrol.{part}" in ptx) == overlap for part in ("wait", "launch_dependents"))
+                check_order(launch, checked(launch, target).asm.get("ptx", ""), overlap)
                 seen.add(name_of(launch))
     assert seen == (kernels - {"split_kernel"} if target.backend == "hip" else kernels)
 
@@ -258,7 +277,7 @@ PAIRS = [
 def test_offered_tiles_fit(arch, listed, pretend):
     """Of the tiles offered the one that should take most of the device's shared memory; that takes part of it only."""
     target, (D, dtype) = pretend(LIMITS[arch]), LISTED[listed]
-    inputs = make_inputs(sized(D, dtype=dtype, mask="causal"))
+    inputs = make_inputs(sized(D, N=LONGER, dtype=dtype, mask="causal"))
     with assume(target):
         for direction in ("forward", "backward"):
             problem = problem_of(inputs, direction)
@@ -301,15 +320,28 @@ def spilt(compiled, folder, usage="STACK"):
 
 
 def test_large_heads_take_the_registers_there_are(pretend, tmp_path):
-    """Where ptxas is not told so, it takes 32 in these two, and keeps thousands of bytes of a thread in memory."""
+    """Where ptxas is not told so, it takes 32 in these, and keeps thousands of bytes of a thread in memory."""
     target, inputs = pretend(TARGETS["90"]), make_inputs(sized(512, N=300))
+    step = make_inputs(sized(512, N=300, M=1, dtype=torch.float32))
     with assume(target):
         problem = problem_of(inputs, "backward")
         _, middle, small = tiles.tiles(problem)
         *_, dq = launches_for(inputs, problem, middle)
         _, dkdv, _ = launches_for(inputs, problem, small)
-        for launch in (dq, dkdv):
-            assert spilt(checked(launch, target), tmp_path, "REG") > 128
+        problem = problem_of(step, "forward")
+        _, (split, *_) = decode.forward_launches(step, problem, decode.tiles(problem)[0])
+        for launch in (dq, dkdv, split, weights_launch(sized(512, N=300, dtype=torch.float32))):
+            assert spilt(checked(launch, target), tmp_path, "REG") > 128, name_of(launch)
+
+
+@pytest.mark.parametrize("D,dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)])
+def test_heads_that_share_keys_stay_in_registers(D, dtype, pretend, tmp_path):
+    """Loops in a loop over the heads kept 800 to 1,800 bytes of a thread's registers in memory."""
+    target, inputs = pretend(TARGETS["90"]), make_inputs(sized(D, N=600, B=4, H=16, Hkv=8, mask="causal", dtype=dtype))
+    with assume(target):
+        problem = problem_of(inputs, "backward")
+        for launch in launches_for(inputs, problem, tiles.tiles(problem)[0]):
+            assert spilt(checked(launch, target), tmp_path) == 0, name_of(launch)
 
 
 @pytest.mark.parametrize("mask", ["none", "causal"])

@@ -25,6 +25,7 @@ from sdpa.kernels.triton.mask import (
     cap_slope,
     capped,
     memory_batch,
+    of_head,
     score_mod,
     seqlen_info,
     visible,
@@ -129,9 +130,9 @@ def weights_of(s, row_lse, bias, mask, seqlen, coords, scale, CONFIG: tl.constex
 
 
 @triton.jit
-def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """(dK [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]) of one KeyTile, plus what the queries [begin, end) of one head of
-    the Operands `given` add."""
+def add_queries(grads, keys, given, seqlen, start, visited, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """(dK [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]) of one KeyTile, plus what a block of queries of one head of the
+    Operands `given` adds. With `visited` (a VisitedRange), its unmasked blocks are not masked."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = MASKED and (CONFIG.LENGTHS or not CONFIG.TMA)
@@ -141,42 +142,92 @@ def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.co
     batch = memory_batch(mask, seqlen.batch)
     limit = seqlen.q_first + seqlen.q_length
     origin = tl.cast(batch * given.sizes.H + seqlen.head, tl.int64) * given.sizes.rows + seqlen.q_first
-    for start in tl.range(begin, end, BLOCK_M):
-        start = tl.multiple_of(start, BLOCK_M)
-        offsets = start + tl.arange(0, BLOCK_M)
-        coords = TileCoords(start, column, offsets[None, :], columns)
-        at = RowRange(batch, seqlen.head, seqlen.q_first + start, limit)
-        q_tile = load_query_rows(given, at, BLOCK_M, CLIP, CONFIG)
-        row_lse = load_lse(given.lse + origin, offsets, offsets < seqlen.q_length)
-        st = products_of_rows(keys.k, q_tile, CONFIG)  # [BLOCK_N, BLOCK_M]
-        pt, slope = weights_of(st, row_lse[None, :], given.bias, mask, seqlen, coords, scale, CONFIG)
-        if MASKED:
+    start = tl.multiple_of(start, BLOCK_M)
+    offsets = start + tl.arange(0, BLOCK_M)
+    coords = TileCoords(start, column, offsets[None, :], columns)
+    at = RowRange(batch, seqlen.head, seqlen.q_first + start, limit)
+    q_tile = load_query_rows(given, at, BLOCK_M, CLIP, CONFIG)
+    row_lse = load_lse(given.lse + origin, offsets, offsets < seqlen.q_length)
+    st = products_of_rows(keys.k, q_tile, CONFIG)  # [BLOCK_N, BLOCK_M]
+    pt, slope = weights_of(st, row_lse[None, :], given.bias, mask, seqlen, coords, scale, CONFIG)
+    if MASKED:
+        if visited is None:
             pt = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), pt, 0.0)
-        g_tile = load_upstream_rows(given, at, BLOCK_M, CLIP, CONFIG)
-        wt = pt
+        elif (start < visited.full_begin) | (start >= visited.full_end):
+            pt = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), pt, 0.0)
+    g_tile = load_upstream_rows(given, at, BLOCK_M, CLIP, CONFIG)
+    wt = pt
+    if dropout is not None:
+        stream = seqlen.batch * given.sizes.H + seqlen.head
+        keep = tl.trans(dropout_keep(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
+        wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
+    if CONFIG.VALUES:
+        dv = add_weighted_rows(dv, wt, g_tile, CONFIG)
+    if CONFIG.KEYS:
+        row_delta = tl.load(given.delta + origin + offsets, mask=offsets < seqlen.q_length, other=0.0)
+        dpt = products_of_rows(keys.v, g_tile, CONFIG)
         if dropout is not None:
-            stream = seqlen.batch * given.sizes.H + seqlen.head
-            keep = tl.trans(dropout_keep(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
-            wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
-        if CONFIG.VALUES:
-            dv = add_weighted_rows(dv, wt, g_tile, CONFIG)
-        if CONFIG.KEYS:
-            row_delta = tl.load(given.delta + origin + offsets, mask=offsets < seqlen.q_length, other=0.0)
-            dpt = products_of_rows(keys.v, g_tile, CONFIG)
-            if dropout is not None:
-                dpt = tl.where(keep, dpt * dropout.inverse_keep, 0.0)
-            dst = pt * (dpt - row_delta[None, :])
-            if MASKED:
-                dst = tl.where(pt == 0.0, 0.0, dst)
-            dk = add_weighted_rows(dk, dst * slope, q_tile, CONFIG)
+            dpt = tl.where(keep, dpt * dropout.inverse_keep, 0.0)
+        dst = pt * (dpt - row_delta[None, :])
+        if MASKED:
+            dst = tl.where(pt == 0.0, 0.0, dst)
+        dk = add_weighted_rows(dk, dst * slope, q_tile, CONFIG)
     return dk, dv
+
+
+@triton.jit
+def accumulate_dkdv(grads, keys, given, seqlen, begin, end, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """The same of the queries [begin, end) of one head."""
+    for start in tl.range(begin, end, CONFIG.BLOCK_M):
+        grads = add_queries(grads, keys, given, seqlen, start, None, scale, MASKED, CONFIG)
+    return grads
+
+
+@triton.jit
+def accumulate_in_one_loop(grads, keys, given, seqlen, visited, heads, scale, HEADS: tl.constexpr,
+                           CONFIG: tl.constexpr):  # fmt: skip
+    """The same of all queries visited, of several heads from that of `seqlen` on where HEADS is set.
+
+    The code of several loops, or of loops in one over heads, takes more registers than there are for float16 parts and
+    for heads that share keys.
+    """
+    MASKED: tl.constexpr = CONFIG.LEADING or CONFIG.TRAILING or not CONFIG.FULL
+    blocks = tl.cdiv(tl.maximum(visited.end - visited.begin, 0), CONFIG.BLOCK_M)
+    for index in tl.range(0, heads * blocks):
+        own, block = seqlen, index
+        if HEADS:
+            own = of_head(seqlen, seqlen.head + index // blocks)
+            block = index % blocks
+        unmasked = visited
+        if not CONFIG.FULL:
+            unmasked = None
+        start = visited.begin + block * CONFIG.BLOCK_M
+        grads = add_queries(grads, keys, given, own, start, unmasked, scale, MASKED, CONFIG)
+    return grads
+
+
+@triton.jit
+def accumulate_head(grads, keys, given, seqlen, visited, scale, ONE_LOOP: tl.constexpr, CONFIG: tl.constexpr):
+    """The same of all queries visited of one head."""
+    shared = (keys, given, seqlen)
+    if ONE_LOOP:
+        grads = accumulate_in_one_loop(grads, *shared, visited, 1, scale, False, CONFIG)
+    else:
+        if CONFIG.LEADING:
+            grads = accumulate_dkdv(grads, *shared, visited.begin, visited.full_begin, scale, True, CONFIG)
+        if CONFIG.FULL:
+            grads = accumulate_dkdv(grads, *shared, visited.full_begin, visited.full_end, scale, False, CONFIG)
+        if CONFIG.TRAILING:
+            grads = accumulate_dkdv(grads, *shared, visited.full_end, visited.end, scale, True, CONFIG)
+    return grads
 
 
 @triton.jit
 def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, strides, dk_strides, dv_strides, sizes,
                 mask, dropout, scale, CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """dK and dV, or one of them, of one block of keys, summed over the heads of its group. Grid: blocks * B * Hkv."""
-    EARLY: tl.constexpr = CONFIG.PACKED or CONFIG.FLOAT16_PARTS > 0  # keys and values in parts were written before
+    # Parts of keys and values were written before, and of packed sequences a program may end before it loads any.
+    EARLY: tl.constexpr = CONFIG.PACKED or CONFIG.FLOAT16_PARTS > 0
     if EARLY:
         begin_in_order(ORDER)
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
@@ -213,16 +264,15 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
         begin_in_order(ORDER)
     keys = KeyTile(k_tile, v_tile, column)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
-    for g in range(sizes.G):
-        own_seqlen = seqlen_info(mask, sizes, batch, kv_head * sizes.G + g, kv_head)
-        visited = visited_queries(mask, own_seqlen, column, CONFIG)
-        shared = (keys, given, own_seqlen)
-        if CONFIG.LEADING:
-            grads = accumulate_dkdv(grads, *shared, visited.begin, visited.full_begin, scale, True, CONFIG)
-        if CONFIG.FULL:
-            grads = accumulate_dkdv(grads, *shared, visited.full_begin, visited.full_end, scale, False, CONFIG)
-        if CONFIG.TRAILING:
-            grads = accumulate_dkdv(grads, *shared, visited.full_end, visited.end, scale, True, CONFIG)
+    ONE_LOOP: tl.constexpr = CONFIG.GROUPED or CONFIG.FLOAT16_PARTS > 0
+    if ONE_LOOP and mask.query_ranges is None:
+        visited = visited_queries(mask, seqlen, column, CONFIG)
+        grads = accumulate_in_one_loop(grads, keys, given, seqlen, visited, sizes.G, scale, CONFIG.GROUPED, CONFIG)
+    else:
+        for g in range(sizes.G):
+            own_seqlen = of_head(seqlen, kv_head * sizes.G + g)
+            visited = visited_queries(mask, own_seqlen, column, CONFIG)
+            grads = accumulate_head(grads, keys, given, own_seqlen, visited, scale, ONE_LOOP, CONFIG)
     rows = column + tl.arange(0, BLOCK_N)[:, None]
     target = RowRange(memory, kv_head, seqlen.k_first + column, seqlen.k_first + limit)
     if CONFIG.KEYS:
@@ -233,8 +283,11 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
 
 
 @triton.jit
-def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """dQ [BLOCK_M, BLOCK_D] of one GradQueryTile, plus what the keys [begin, end) of the Operands `given` add."""
+def add_keys(dq, queries, given, seqlen, start, visited, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """dQ [BLOCK_M, BLOCK_D] of one GradQueryTile, plus what a block of keys of the Operands `given` adds.
+
+    With `visited` (a VisitedRange), its unmasked blocks are not masked.
+    """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     CLIP: tl.constexpr = MASKED and (CONFIG.LENGTHS or not CONFIG.TMA)
@@ -242,25 +295,34 @@ def accumulate_dq(dq, queries, given, seqlen, begin, end, scale, MASKED: tl.cons
     rows = queries.row + tl.arange(0, BLOCK_M)[:, None]
     batch = memory_batch(mask, seqlen.batch)
     limit = seqlen.k_first + seqlen.k_length
-    for start in tl.range(begin, end, BLOCK_N):
-        start = tl.multiple_of(start, BLOCK_N)
-        coords = TileCoords(queries.row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
-        at = RowRange(batch, seqlen.kv_head, seqlen.k_first + start, limit)
-        k_tile = load_key_rows(given, at, BLOCK_N, CLIP, CONFIG)
-        v_tile = load_value_rows(given, at, BLOCK_N, CLIP, CONFIG)
-        s = products_of_rows(queries.q, k_tile, CONFIG)  # [BLOCK_M, BLOCK_N]
-        dp = products_of_rows(queries.grad_out, v_tile, CONFIG)
-        p, slope = weights_of(s, queries.lse[:, None], given.bias, mask, seqlen, coords, scale, CONFIG)
-        if MASKED:
+    start = tl.multiple_of(start, BLOCK_N)
+    coords = TileCoords(queries.row, start, rows, start + tl.arange(0, BLOCK_N)[None, :])
+    at = RowRange(batch, seqlen.kv_head, seqlen.k_first + start, limit)
+    k_tile = load_key_rows(given, at, BLOCK_N, CLIP, CONFIG)
+    v_tile = load_value_rows(given, at, BLOCK_N, CLIP, CONFIG)
+    s = products_of_rows(queries.q, k_tile, CONFIG)  # [BLOCK_M, BLOCK_N]
+    dp = products_of_rows(queries.grad_out, v_tile, CONFIG)
+    p, slope = weights_of(s, queries.lse[:, None], given.bias, mask, seqlen, coords, scale, CONFIG)
+    if MASKED:
+        if visited is None:
             p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
-        if dropout is not None:
-            stream = seqlen.batch * given.sizes.H + seqlen.head
-            keep = dropout_keep(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
-            dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
-        ds = p * (dp - queries.delta[:, None])
-        if MASKED:
-            ds = tl.where(p == 0.0, 0.0, ds)
-        dq = add_weighted_rows(dq, ds * slope, k_tile, CONFIG)
+        elif (start < visited.full_begin) | (start >= visited.full_end):
+            p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
+    if dropout is not None:
+        stream = seqlen.batch * given.sizes.H + seqlen.head
+        keep = dropout_keep(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
+        dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
+    ds = p * (dp - queries.delta[:, None])
+    if MASKED:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    return add_weighted_rows(dq, ds * slope, k_tile, CONFIG)
+
+
+@triton.jit
+def accumulate_dq(dq, queries, given, seqlen, begin, end, visited, scale, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """The same of the keys [begin, end)."""
+    for start in tl.range(begin, end, CONFIG.BLOCK_N):
+        dq = add_keys(dq, queries, given, seqlen, start, visited, scale, MASKED, CONFIG)
     return dq
 
 
@@ -298,12 +360,15 @@ def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, units, strides, 
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     visited = visited_keys(mask, seqlen, row, BLOCK_M, CONFIG)
     shared = (GradQueryTile(q_tile, g_tile, row_lse, row_delta, row), given, seqlen)
-    if CONFIG.LEADING:
-        dq_tile = accumulate_dq(dq_tile, *shared, visited.begin, visited.full_begin, scale, True, CONFIG)
-    if CONFIG.FULL:
-        dq_tile = accumulate_dq(dq_tile, *shared, visited.full_begin, visited.full_end, scale, False, CONFIG)
-    if CONFIG.TRAILING:
-        dq_tile = accumulate_dq(dq_tile, *shared, visited.full_end, visited.end, scale, True, CONFIG)
+    if CONFIG.FLOAT16_PARTS and CONFIG.FULL and (CONFIG.LEADING or CONFIG.TRAILING):
+        dq_tile = accumulate_dq(dq_tile, *shared, visited.begin, visited.end, visited, scale, True, CONFIG)
+    else:
+        if CONFIG.LEADING:
+            dq_tile = accumulate_dq(dq_tile, *shared, visited.begin, visited.full_begin, None, scale, True, CONFIG)
+        if CONFIG.FULL:
+            dq_tile = accumulate_dq(dq_tile, *shared, visited.full_begin, visited.full_end, None, scale, False, CONFIG)
+        if CONFIG.TRAILING:
+            dq_tile = accumulate_dq(dq_tile, *shared, visited.full_end, visited.end, None, scale, True, CONFIG)
     store_rows(dq, dq_strides, at, dq_tile * scale, CONFIG.D)
     end_in_order(ORDER)
 

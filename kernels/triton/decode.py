@@ -30,6 +30,7 @@ from sdpa.kernels.triton.order import ALONE, begin_in_order, in_order
 from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, QueryTile, Softmax, finish_softmax
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
+from sdpa.kernels.triton.tiles import registers_of
 from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, read_of
 
 __all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
@@ -205,7 +206,8 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
         given.dropout,
     )
     grid = (parts * given.sizes.blocks * given.sizes.entries,)
-    launch = Launch(decode_kernel, grid, (*args, inputs.scale, parts, given.config, parts > 1, ALONE.value), tile)
+    args = (*args, inputs.scale, parts, given.config, parts > 1, ALONE.value)
+    launch = Launch(decode_kernel, grid, args, tile, registers=registers_of(problem))
     if parts == 1:
         return results, [launch]
     args = (out, *results, strides_of(results.out), p.H, p.M, rows, parts, p.Dv, block_size(p.Dv))

@@ -294,6 +294,7 @@ def consumer(descs, smem, bars, schedule, band, factors, WG: gl.constexpr, CONFI
     tma.store_wait(0)
 
 
+# All partitions take the same arguments.
 @gluon.jit
 def first_consumer(descs, smem, bars, schedule, band, factors, ORDER: gl.constexpr, CONFIG: gl.constexpr):
     consumer(descs, smem, bars, schedule, band, factors, 0, CONFIG)

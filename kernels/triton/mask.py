@@ -55,6 +55,15 @@ def seqlen_info(mask, sizes, batch, head, kv_head):
 
 
 @triton.jit
+def of_head(seqlen, head):
+    """The same of another head of its group."""
+    return SeqlenInfo(
+        seqlen.batch, head, seqlen.kv_head, seqlen.q_first, seqlen.q_length, seqlen.k_first, seqlen.k_length,
+        seqlen.shift,
+    )  # fmt: skip
+
+
+@triton.jit
 def memory_batch(mask, batch):
     """The index along the first dimension of q, k and v. Packed sequences share one."""
     memory = batch

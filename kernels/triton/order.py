@@ -23,7 +23,7 @@ BESIDE = tl.constexpr(2)  # it ends when the launch before it is complete
 
 @triton.jit
 def begin_in_order(ORDER: tl.constexpr):
-    """To be called before anything is read that another launch of the pass wrote."""
+    """To be called before what another launch of the pass wrote is read, and before what one touches is written."""
     if ORDER == AFTER:
         gdc_wait()
     if ORDER != ALONE:
@@ -32,7 +32,7 @@ def begin_in_order(ORDER: tl.constexpr):
 
 @triton.jit
 def end_in_order(ORDER: tl.constexpr):
-    """To be called wherever a program ends. A grid is complete when its last program is, so only that one waits."""
+    """To be called wherever a program ends. A grid is complete only when all its programs are: let one wait."""
     if ORDER == BESIDE:
         if tl.program_id(0) == tl.num_programs(0) - 1:
             gdc_wait()

@@ -47,7 +47,7 @@ BACKWARD = {
     256: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)),
     512: (Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 1)),
 }
-# Of a backward of few rows, and so few blocks of this tile per core that most cores would have no larger one.
+# Up to so many rows, and so many blocks of this tile per core, an H200's backwards took less time than by larger ones.
 FEW_ROWS, FEW_BLOCKS, FEW_TILE = 256, 8, Tile(32, 32, 4, 3)
 # For float32 operands without float16 parts: AMD's, whose matrix units multiply float32.
 BACKWARD_FLOAT32 = {
@@ -122,7 +122,7 @@ BARRIER_BYTES = 2 << 10  # of barriers and what else is small: 1,048 at most in 
 ACCUMULATOR_BYTES = 128 << 10
 # The same for each warp where products of float16 parts are summed in registers of their own: 64 registers of a thread.
 WARP_BYTES = 8 << 10
-# Registers per thread that a kernel of larger heads is told to take. ptxas 12.9 else gives up on some, and takes 32.
+# Registers per thread that a kernel of larger heads may take. If not told, ptxas 12.9 gives up on some, and takes 32.
 WIDE_HEADS, MOST_REGISTERS = 256, 255
 
 
@@ -223,7 +223,7 @@ def for_features(listed: tuple[Tile, ...], problem: AttentionProblem, target: Ta
     if "band" in problem.features:
         blocks //= 2
     size, few = size_class(problem), blocks <= FEW_BLOCKS * target.cores
-    if size <= 128 and few and max(problem.M, problem.N) <= FEW_ROWS:
+    if size <= 128 and few and max(problem.M, problem.N) <= FEW_ROWS and holds_operands(target):
         return (FEW_TILE,)
     if size == SIZES[0] and "dropout" in problem.features:
         return tuple(tile for tile in listed if tile.BLOCK_M <= FEW_TILE.BLOCK_M)
@@ -231,7 +231,7 @@ def for_features(listed: tuple[Tile, ...], problem: AttentionProblem, target: Ta
 
 
 def registers_of(problem: AttentionProblem) -> int | None:
-    """The registers per thread that a kernel is told to take; None where the assembler finds them."""
+    """The registers per thread that a kernel is told it may take; None where the assembler finds them."""
     wide = max(problem.D, problem.Dv) > WIDE_HEADS and target_of(problem.device).backend == "cuda"
     return MOST_REGISTERS if wide else None
 

@@ -17,6 +17,7 @@ from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import TileCoords, seqlen_info, visible, visited_keys
 from sdpa.kernels.triton.primitives import Operands, RowRange, dead_as_inf, dropout_keep, load_rows
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
+from sdpa.kernels.triton.tiles import registers_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile, read_of
 
 
@@ -93,7 +94,8 @@ def weights_launch(
     columns, per_head_mask = -(-N // tile.BLOCK_N), inputs.allowed is not None and inputs.allowed.shape[1] > 1
     args = (given.q, given.k, given.bias, given.allowed, weights, lse, given.strides, given.sizes)
     args = (*args, given.mask, given.dropout, columns, heads, inputs.scale, per_head_mask, given.config)
-    return weights, Launch(weights_kernel, (columns * given.sizes.blocks * B * heads,), args, tile)
+    grid = (columns * given.sizes.blocks * B * heads,)
+    return weights, Launch(weights_kernel, grid, args, tile, registers=registers_of(problem))
 
 
 def weights_pass(inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile) -> Pass:

@@ -73,7 +73,7 @@ EXTRAS = {
     "many_heads": {"H": 20, "Hkv": 1},
     "one_head": {"H": 2, "Hkv": 2, "N": 80},
     "one_key": {"N": 1},
-    "more_parts_than_combined_at_once": {"B": 1, "H": 1, "Hkv": 1, "N": 290},
+    "more_parts_than_combined_at_once": {"B": 1, "H": 1, "Hkv": 1, "N": 530},
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sdpa.inputs import Options, build_inputs
-from sdpa.kernels.triton import tiles
+from sdpa.kernels.triton import arguments, tiles
 from sdpa.kernels.triton.arguments import in_whole_rows, is_worth_a_copy
 from sdpa.kernels.triton.backward import backward_launches
 from sdpa.kernels.triton.target import assume
@@ -87,13 +87,16 @@ def test_which_backwards_are_one_pass(targets):
     ],
     ids=["heads", "entries", "not shared", "whole rows", "one row", "one row expanded", "one column expanded"],
 )
-def test_which_masks_are_copied(mask, copied, targets):
+def test_which_masks_are_copied(mask, copied, targets, monkeypatch):
     """Those that many share and TMA cannot follow; never one whose memory is smaller than its copy."""
     inputs = make_inputs(Case(**SIZES, M=9, N=mask.shape[3], D=16, Dv=16))._replace(bias=mask.half())
     if 0 in mask.stride():
         inputs = inputs._replace(bias=mask)  # half() would make it whole
+    problem = problem_of(inputs, "backward")
     with assume(targets[0]):
-        assert is_worth_a_copy(inputs.bias, inputs, problem_of(inputs, "backward")) == copied
+        assert not is_worth_a_copy(inputs.bias, inputs, problem), "few scores take less time than a copy"
+        monkeypatch.setattr(arguments, "MIN_SCORES", problem.B * problem.H * problem.M * problem.N)
+        assert is_worth_a_copy(inputs.bias, inputs, problem) == copied
 
 
 @pytest.mark.parametrize(
