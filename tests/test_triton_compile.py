@@ -128,7 +128,7 @@ EVERYWHERE = {
 
 
 def check_order(launch, ptx, overlap):
-    """Launches that overlap wait for the one before, and let the next one begin: the AFTER ones in this order, and before
+    """Launches that overlap wait for the one before and let the next one begin: the AFTER ones in this order, before
     they read. That of dK and dV loads its own keys first."""
     places = [ptx.find(f"griddepcontrol.{part}") for part in ("wait", "launch_dependents")]
     assert [place >= 0 for place in places] == [overlap, overlap], name_of(launch)
