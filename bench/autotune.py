@@ -105,6 +105,7 @@ def measure(problem: AttentionProblem, tensors: Sequence[Any], seconds: float) -
     mask, beside = tuning.mask_kind(problem), sorted(tuning.beside_of(problem))
     about = {"direction": problem.direction, "dtype": tuning.dtype_names(problem)[0], "mask": mask, **sizes}
     kernels = {candidate.kernel.name: candidate.kernel for candidate in found}
+    about |= {"window": window} if (window := tuning.window_of(problem)) else {}
     return about | ({"beside": beside} if beside else {}) | tuner.figures(results, problem, kernels)
 
 

@@ -43,23 +43,30 @@ class BookError(Exception):
 def entry_key(problem: Problem) -> tuple[Any, ...]:
     """What makes two entries of a table the same measurement."""
     sizes = tuple(getattr(problem, name) for name in tables.SIZES)
-    return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes, *beside_of(problem))
+    return (problem.direction, dtype_name(problem), mask_kind(problem), *sizes, window_of(problem), *beside_of(problem))
 
 
 def entry_key_of(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(entry[name] for name in ("direction", "dtype", "mask", *tables.SIZES)), *sorted(entry.get("beside", ())))
+    named = (entry[name] for name in ("direction", "dtype", "mask", *tables.SIZES))
+    return (*named, entry.get("window", 0), *sorted(entry.get("beside", ())))
 
 
 def about(problem: Problem) -> dict[str, Any]:
     """An entry without its figures."""
     sizes = {name: getattr(problem, name) for name in tables.SIZES}
     entry = {"direction": problem.direction, "dtype": dtype_name(problem), "mask": mask_kind(problem), **sizes}
+    entry |= {"window": window} if (window := window_of(problem)) else {}
     return entry | ({"beside": beside} if (beside := beside_of(problem)) else {})
 
 
 def beside_of(problem: Problem) -> list[str]:
     """What a call asks beside its mask, in the tuning tables' words (tables.BESIDE)."""
     return [problem.call] if problem.call in tables.BESIDE else []
+
+
+def window_of(problem: Problem) -> int:
+    """The width of a window that hides something; 0 of other masks."""
+    return problem.window if mask_kind(problem) == "window" else 0
 
 
 def dtype_name(problem: Problem) -> str:
@@ -71,6 +78,8 @@ def mask_kind(problem: Problem) -> str:
     """In the tuning tables' words (tuning.mask_kind)."""
     if problem.mask == "lower_right" and problem.visible_pairs() >= tuning.NEARLY_ALL * problem.M * problem.N:
         return "none"
+    if problem.mask == "window" and problem.window >= problem.M + problem.N:  # as wide as that it hides nothing
+        return "causal"
     kinds = CPU_KINDS if problem.device.startswith("cpu") else GPU_KINDS
     return kinds.get(problem.mask, problem.mask)
 

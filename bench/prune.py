@@ -74,6 +74,8 @@ def problem_of(bucket: tables.Bucket) -> AttentionProblem:
     sizes: dict[str, Any] = dict(zip(tables.SIZES, bucket.sizes, strict=True))
     fields: dict[str, Any] = dict(MASK_FIELDS[bucket.mask])
     fields["features"] = fields.get("features", frozenset()) | bucket.beside
+    if bucket.window:
+        fields["left"] = bucket.window
     if sizes["H"] != sizes["Hkv"]:
         fields["features"] |= {"gqa"}
     dtype = getattr(torch, bucket.dtype)

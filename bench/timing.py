@@ -236,21 +236,27 @@ def device_race(
     time_limit: float = DEVICE_SECONDS,
     fewest: int = MIN_SAMPLES,
 ) -> list[Timing]:
-    """Rounds alternate between the racers, each with the samples that `sample_counts` gives it; the clock is read at
-    the end only, so that the device never waits for the host."""
-    counts = sample_counts([clock.read(clock.queue(racer)) for racer in racers], rounds, time_limit, fewest)
+    """Rounds alternate between the racers, each with the samples that `sample_counts` gives it by the least of its
+    first ones: one alone may have met what few calls meet, as the drawing of dropout's next seeds. After these the
+    clock is read at the end only, so that the device never waits for the host."""
     spans: list[list[object]] = [[] for _ in racers]
-    for number in range(max(counts)):
-        for racer, taken, count in zip(racers, spans, counts, strict=True):
-            if number < count:
-                taken.append(clock.queue(racer))
+
+    def queue(counts: Sequence[int]) -> None:
+        for number in range(max(counts)):
+            for racer, taken, count in zip(racers, spans, counts, strict=True):
+                if len(taken) <= number < count:
+                    taken.append(clock.queue(racer))
+
+    queue([rounds or HOPELESS_SAMPLES for _ in racers])
+    first = [min(map(clock.read, taken)) for taken in spans]
+    queue(sample_counts(first, rounds, time_limit, fewest))
     return [Timing(tuple(map(clock.read, taken))) for taken in spans]
 
 
 def sample_counts(
     first: Sequence[float], rounds: int | None, time_limit: float, fewest: int = MIN_SAMPLES
 ) -> list[int]:
-    """How many samples each gets that took `first` seconds once: `rounds`, or as many as fill the time."""
+    """How many samples each gets that took `first` seconds: `rounds`, or as many as fill the time."""
     if rounds:
         return [rounds for _ in first]
     hopeless = HOPELESS * min(first)

@@ -71,7 +71,7 @@ def likeness(kernel: Kernel, tile: Tile, asked: AttentionProblem) -> tuple[Any, 
     module: Any = kernel.load()
     parts = module.parts_of(asked, tile) if kernel.splits_keys else 1
     blocks = (-(-asked.M // tile.BLOCK_M), -(-asked.N // tile.BLOCK_N), -(-asked.M // tile.BLOCK_N))
-    rest = (asked.N % tile.BLOCK_N == 0, asked.M % tile.BLOCK_M == 0)
+    rest = (asked.N % tile.BLOCK_N == 0, asked.M % tile.BLOCK_M == 0, has_one_loop(asked))
     packed = (parts, -(-asked.M * asked.G // tile.BLOCK_M), asked.B * asked.H * asked.M)
     heads = (asked.B * asked.H, asked.B * asked.Hkv, sections(asked, asked.H), sections(asked, asked.Hkv))
     sizes = (asked.H, asked.G, asked.M, asked.N, *blocks, *heads, *packed)
@@ -85,6 +85,15 @@ def sections(asked: AttentionProblem, heads: int) -> int:
     from sdpa.kernels.triton.arguments import section_of
 
     return section_of(asked, asked.B * heads)
+
+
+def has_one_loop(asked: AttentionProblem) -> bool:
+    """The one field of the kernels' configuration that depends on the lengths beyond the tiles."""
+    if asked.device_type == "cpu":
+        return False
+    from sdpa.kernels.triton.arguments import has_short_band
+
+    return has_short_band(asked)
 
 
 def specialised(size: int) -> int:

@@ -171,7 +171,7 @@ def bucket_of(problem: AttentionProblem) -> tuple[object, ...]:
     """What tables tell problems apart by, and the device."""
     sizes = tuple(getattr(problem, name) for name in tables.SIZES)
     dtype, mask = tuning.dtype_names(problem)[0], tuning.mask_kind(problem)
-    return (problem.device, problem.direction, dtype, mask, sizes, tuning.beside_of(problem))
+    return (problem.device, problem.direction, dtype, mask, sizes, tuning.beside_of(problem), tuning.window_of(problem))
 
 
 def is_known(problem: AttentionProblem) -> bool:

@@ -16,10 +16,11 @@ A table is one YAML file named after its device (`device.names`):
 Entries are written as JSON, each on a line of its own and behind all else, because a first call waits for them: JSON is
 read in a twenty-fifth of YAML's time. Other YAML is read, too.
 
-`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. So is
-`beside`: what was asked beside the mask, as [dropout] (BESIDE). `card` is what a GPU reports of itself
-(`device.Device`). `prefer_built: 1.3` beside the entries prefers kernels that are built already to ones that a first
-call compiles, where they take up to 1.3 times as long (`sdpa tune --prefer-built`).
+`tile` is optional: the tile each kernel reached its figure with, as BLOCK_M, BLOCK_N, num_warps, num_stages. So are
+`beside`, what was asked beside the mask, as [dropout] (BESIDE), and `window`, how many keys beside one a query of the
+mask "window" sees. `card` is what a GPU reports of itself (`device.Device`). `prefer_built: 1.3` beside the entries
+prefers kernels that are built already to ones that a first call compiles, where they take up to 1.3 times as long
+(`sdpa tune --prefer-built`).
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Bucket(NamedTuple):
     ms: dict[str, float]
     tile: dict[str, Tile]  # of the kernels that were measured with more than one
     beside: frozenset[str] = frozenset()  # of BESIDE
+    window: int = 0  # keys beside one that a query of the mask "window" sees; 0: not said
 
 
 class Table(NamedTuple):
@@ -215,7 +217,10 @@ def parse_entry(number: int, entry: object) -> Bucket:
     tiles, beside = parse_tiles(number, entry.get("tile", {}), times), entry.get("beside", [])
     if not isinstance(beside, list) or not all(isinstance(name, str) and name in BESIDE for name in beside):
         raise ValueError(f"entry {number}: expected beside to list some of {', '.join(sorted(BESIDE))}, got {beside!r}")
-    return Bucket(direction, dtype, mask, sizes, times, tiles, frozenset(beside))
+    window = entry.get("window", 0)
+    if "window" in entry and not is_size(window):
+        raise ValueError(f"entry {number}: expected window to be a positive integer, got {window!r}")
+    return Bucket(direction, dtype, mask, sizes, times, tiles, frozenset(beside), window)
 
 
 def parse_tiles(number: int, tiles: object, times: dict[str, float]) -> dict[str, Tile]:

@@ -76,7 +76,7 @@ class Near(NamedTuple):
 
     def seconds(self, problem: AttentionProblem) -> dict[str, float]:
         """By kernel: the bucket's, times how much larger the problem is, as on the problem's device."""
-        scale = 1e-3 * work(problem) / bucket_work(self.bucket)
+        scale = 1e-3 * larger(self.bucket, problem)
         kernels = by_name()
         return {
             name: ms * scale * (cost.beside(self.card, kernels[name], problem) if name in kernels else 1.0)
@@ -133,7 +133,7 @@ def joined(found: list[Near], further: list[Near]) -> list[Near]:
 
 def key_of(bucket: Bucket) -> tuple[Any, ...]:
     """What makes two buckets the same measurement."""
-    return (*bucket[:4], bucket.beside)
+    return (*bucket[:4], bucket.beside, bucket.window)
 
 
 def combined(found: list[Near], problem: AttentionProblem) -> Measurement | None:
@@ -201,7 +201,11 @@ def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list
         (fill(B * H, M, device), fill(problem.B * problem.H, problem.M, device)),
     )
     parallel = PARALLEL_WEIGHT * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
-    return [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs] + [parallel]
+    steps = [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs] + [parallel]
+    if bucket.window:
+        step = abs(math.log(min(N, bucket.window) / max(1, problem.width(problem.N))))
+        steps.append(min(FARTHEST, step))
+    return steps
 
 
 def empty_rows(bucket: Bucket, problem: AttentionProblem) -> float:
@@ -256,6 +260,13 @@ def beside_of(problem: AttentionProblem) -> frozenset[str]:
     return problem.features & tables.BESIDE
 
 
+def window_of(problem: AttentionProblem) -> int:
+    """The keys beside one that a query of the mask "window" sees at most; 0 of other masks, and where a side has no
+    end."""
+    ends = mask_kind(problem) == "window" and UNLIMITED not in (problem.left, problem.right)
+    return problem.left + problem.right if ends else 0
+
+
 def mask_kind(problem: AttentionProblem) -> str:
     """The kind of mask that a problem is measured as. On a CPU the finer kinds give the same order of kernels."""
     return coarse_kind(problem) if problem.device_type == "cpu" else mask_kinds(problem)[0]
@@ -302,16 +313,16 @@ def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
     return (band_kind(problem),)
 
 
-def work(problem: AttentionProblem) -> float:
-    return max(1.0, problem.B * problem.H * problem.M * problem.N * (problem.D + problem.Dv))
-
-
-def bucket_work(bucket: Bucket) -> float:
+def larger(bucket: Bucket, problem: AttentionProblem) -> float:
+    """How many times the work of a bucket a problem is."""
     B, H, _, M, N, D, Dv = bucket.sizes
-    return max(1.0, B * H * M * N * (D + Dv))
+    measured, keys = (min(N, bucket.window), problem.width(problem.N)) if bucket.window else (N, problem.N)
+    work = problem.B * problem.H * problem.M * keys * (problem.D + problem.Dv)
+    return max(1.0, work) / max(1.0, B * H * M * measured * (D + Dv))
 
 
 def describe(bucket: Bucket) -> str:
     sizes = ",".join(f"{name}{size}" for name, size in zip(SIZES, bucket.sizes, strict=True))
     beside = " and ".join(sorted(bucket.beside))
-    return f"measured at {sizes} {bucket.mask}" + (f" with {beside}" if beside else "")
+    mask = f"{bucket.mask} of {bucket.window}" if bucket.window else bucket.mask
+    return f"measured at {sizes} {mask}" + (f" with {beside}" if beside else "")

@@ -232,15 +232,21 @@ def fit_segments(mask: Mask, M: int, N: int) -> tuple[Tensor, Tensor]:
     """Ids (B|1, M) and (B|1, N) from ids or cumulative lengths."""
     given: Any = mask.segments if mask.segments is not None else mask.cu_seqlens
     pair: tuple[Tensor, ...] = given if isinstance(given, tuple) else (given, given)
+    if pair[0] is pair[1] and M == N:  # fields that hold one tensor: recorded launches tell tensors by their addresses
+        (ids,) = ids_of(mask, pair[:1], (M,))
+        ids = rank(ids) if ids.dtype == torch.int64 else as_int32(ids)
+        return ids, ids
+    queries, keys = ids_of(mask, pair, (M, N))
+    if torch.int64 in (queries.dtype, keys.dtype):
+        return renumbered(queries, keys)
+    return as_int32(queries), as_int32(keys)
+
+
+def ids_of(mask: Mask, given: tuple[Tensor, ...], sizes: tuple[int, ...]) -> list[Tensor]:
+    """Ids (B|1, size) of the sides given, in their own dtype."""
     if mask.cu_seqlens is not None:
-        pair = tuple(ends_before(cu[1:], size) for cu, size in zip(pair, (M, N), strict=True))
-    queries, keys = (in_rows(ids, size) for ids, size in zip(pair, (M, N), strict=True))
-    if torch.int64 not in (queries.dtype, keys.dtype):
-        return as_int32(queries), as_int32(keys)
-    if pair[0] is pair[1]:
-        ranks = rank(queries)
-        return ranks, ranks
-    return renumbered(queries, keys)
+        given = tuple(ends_before(cu[1:], size) for cu, size in zip(given, sizes, strict=True))
+    return [in_rows(ids, size) for ids, size in zip(given, sizes, strict=True)]
 
 
 def renumbered(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

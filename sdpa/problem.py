@@ -212,6 +212,11 @@ class AttentionProblem(NamedTuple):
             *placement_of(inputs, others),
         )
 
+    def width(self, length: int) -> int:
+        """The rows, of a side of this length, that a band leaves to a row of the other side at most."""
+        sides = self.left, self.right
+        return length if UNLIMITED in sides else min(length, sum(sides))
+
     def asked_for(self, extra: frozenset[str], direction: str = "forward") -> AttentionProblem:
         """The problem with features that tensors do not show."""
         return self._replace(features=self.features | extra, direction=direction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -253,6 +254,13 @@ def test_drawn_problems_are_those_that_a_table_can_tell():
 def test_rows_behind_a_cache_are_measured_as_what_they_see():
     few, many = (Problem(1, 8, M, 4096, 64, mask="lower_right", device="cuda") for M in (8, 2048))
     assert (book.mask_kind(few), book.mask_kind(many)) == ("none", "causal")
+
+
+def test_windows_are_told_by_their_width():
+    narrow, wide = (Problem(1, 8, 100, 100, 64, mask="window", window=width, device="cuda") for width in (128, 4096))
+    assert book.mask_kind(narrow) == "window" and book.about(narrow)["window"] == 128
+    assert book.mask_kind(wide) == "causal" and "window" not in book.about(wide)
+    assert book.entry_key_of(book.about(narrow)) == book.entry_key(narrow) != book.entry_key(replace(narrow, window=64))
 
 
 def test_a_seed_of_nothing():

@@ -174,7 +174,7 @@ def test_backwards_of_one_block_of_keys_compile(sizes, pretend):
     target = pretend(TARGETS["90"])
     dense = {"mask": "allowed", "dropout_p": 0.1}, {"mask": "bias", "Hkv": 1}
     for more in ({"mask": "causal"}, {"mask": "segments"}, *dense):
-        inputs = make_inputs(sized(**sizes, **more))
+        inputs = make_inputs(sized(**sizes, **more, B=target.cores))
         with assume(target):
             problem = problem_of(inputs, "backward")
             (launch,) = launches_for(inputs, problem, tiles.tiles(problem)[0])

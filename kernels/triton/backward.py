@@ -189,7 +189,7 @@ def accumulate_in_one_loop(grads, keys, given, seqlen, visited, heads, scale, HE
     """The same of all queries visited, of several heads from that of `seqlen` on where HEADS is set.
 
     The code of several loops, or of loops in one over heads, takes more registers than there are for float16 parts and
-    for heads that share keys.
+    for heads that share keys. It is long, too, and short problems wait for it.
     """
     MASKED: tl.constexpr = CONFIG.LEADING or CONFIG.TRAILING or not CONFIG.FULL
     blocks = tl.cdiv(tl.maximum(visited.end - visited.begin, 0), CONFIG.BLOCK_M)
@@ -207,10 +207,10 @@ def accumulate_in_one_loop(grads, keys, given, seqlen, visited, heads, scale, HE
 
 
 @triton.jit
-def accumulate_head(grads, keys, given, seqlen, visited, scale, ONE_LOOP: tl.constexpr, CONFIG: tl.constexpr):
+def accumulate_head(grads, keys, given, seqlen, visited, scale, CONFIG: tl.constexpr):
     """The same of all queries visited of one head."""
     shared = (keys, given, seqlen)
-    if ONE_LOOP:
+    if CONFIG.ONE_LOOP:
         grads = accumulate_in_one_loop(grads, *shared, visited, 1, scale, False, CONFIG)
     else:
         if CONFIG.LEADING:
@@ -264,15 +264,14 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
         begin_in_order(ORDER)
     keys = KeyTile(k_tile, v_tile, column)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
-    ONE_LOOP: tl.constexpr = CONFIG.GROUPED or CONFIG.FLOAT16_PARTS > 0
-    if ONE_LOOP and mask.query_ranges is None:
+    if CONFIG.ONE_LOOP and mask.query_ranges is None:
         visited = visited_queries(mask, seqlen, column, CONFIG)
         grads = accumulate_in_one_loop(grads, keys, given, seqlen, visited, sizes.G, scale, CONFIG.GROUPED, CONFIG)
     else:
         for g in range(sizes.G):
             own_seqlen = of_head(seqlen, kv_head * sizes.G + g)
             visited = visited_queries(mask, own_seqlen, column, CONFIG)
-            grads = accumulate_head(grads, keys, given, own_seqlen, visited, scale, ONE_LOOP, CONFIG)
+            grads = accumulate_head(grads, keys, given, own_seqlen, visited, scale, CONFIG)
     rows = column + tl.arange(0, BLOCK_N)[:, None]
     target = RowRange(memory, kv_head, seqlen.k_first + column, seqlen.k_first + limit)
     if CONFIG.KEYS:
@@ -360,7 +359,7 @@ def dq_kernel(q, k, v, grad_out, bias, allowed, dq, lse, delta, units, strides, 
     dq_tile = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     visited = visited_keys(mask, seqlen, row, BLOCK_M, CONFIG)
     shared = (GradQueryTile(q_tile, g_tile, row_lse, row_delta, row), given, seqlen)
-    if CONFIG.FLOAT16_PARTS and CONFIG.FULL and (CONFIG.LEADING or CONFIG.TRAILING):
+    if CONFIG.ONE_LOOP and CONFIG.FULL and (CONFIG.LEADING or CONFIG.TRAILING):
         dq_tile = accumulate_dq(dq_tile, *shared, visited.begin, visited.end, visited, scale, True, CONFIG)
     else:
         if CONFIG.LEADING:

@@ -103,8 +103,8 @@ def attend_all_ranges(queries, visited, given, seqlen, sinks, scale, CONFIG: tl.
     unit = unit_of(scale, CONFIG)
     state = init_softmax(sinks, seqlen.head, unit, CONFIG.BLOCK_M, CONFIG.BLOCK_DV, CONFIG.P_EXPONENT)
     shared = (queries, given, seqlen)
-    if CONFIG.FLOAT16_PARTS and CONFIG.FULL and (CONFIG.LEADING or CONFIG.TRAILING):
-        # In one loop Triton reads the parts of q from shared memory. For two loops it keeps them all in registers.
+    if CONFIG.ONE_LOOP and CONFIG.FULL and (CONFIG.LEADING or CONFIG.TRAILING):
+        # Float16 parts of q are then read from shared memory. For two loops Triton keeps them all in registers.
         state = attend_range(state, *shared, visited.begin, visited.end, scale, True, CONFIG, visited)
     else:
         if CONFIG.LEADING:

@@ -141,6 +141,7 @@ class KernelConfig(NamedTuple):
     BIAS: DenseConfig | None
     ALLOWED: DenseConfig | None
     GROUPED: bool = False  # several heads of queries share one of keys
+    ONE_LOOP: bool = False  # masked and full blocks are visited in one loop
     KEYS: bool = True  # of a backward over blocks of keys: dK is wanted
     VALUES: bool = True  # dV is wanted
     FLOAT16_PARTS: int = 0  # float16 parts that float32 operands are cut into

@@ -106,8 +106,9 @@ BLOCKS_FLOAT32 = (
     (64, (Tile(64, 64, 4, 1),)),
     (128, (Tile(32, 32, 4, 1), Tile(32, 64, 8, 1))),
 )
-# Tiles that a program may take one after the other where programs do not fill the device.
-LONGEST = 8
+# Tiles that a program may take one after the other where programs do not fill the device, in half precision and where
+# float32 is cut into parts: two passes have a program for each head of queries.
+LONGEST, LONGEST_FLOAT32 = 4, 2
 SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
 # Stages of loads, tried in this order (docs/log/dropout-and-windows.md).
 STAGES = (3, 2, 1)
@@ -183,7 +184,7 @@ def one_block_tile(problem: AttentionProblem) -> Tile | None:
     if "bias_grad" in problem.features and (each > 1 or problem.N > SUMMED):
         return None
     few = problem.B * problem.Hkv < target_of(problem.device).cores
-    return None if few and each > LONGEST else staged(tile, problem)
+    return None if few and each > (LONGEST if half else LONGEST_FLOAT32) else staged(tile, problem)
 
 
 def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:

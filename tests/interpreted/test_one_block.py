@@ -59,8 +59,11 @@ def test_what_lies_behind_lengths_is_not_seen(softcap, run_family, target):
 
 def test_which_backwards_are_one_pass(targets):
     float32 = {"dtype": torch.float32}
-    whole = {}, {"N": 128}, {"D": 72, "Dv": 72}, {"Hkv": 1}, {"M": 512}, float32, {**float32, "D": 128, "N": 64}
-    parted = {"N": 129}, {"D": 136, "Dv": 136, "N": 65}, {"M": 513}, {**float32, "N": 65}, {**float32, "D": 136}
+    whole = [{}, {"N": 128}, {"D": 72, "Dv": 72}, {"Hkv": 1}, float32, {**float32, "D": 128, "N": 64}]
+    parted = [{"N": 129}, {"D": 136, "Dv": 136, "N": 65}, {**float32, "N": 65}, {**float32, "D": 136}]
+    # Programs that leave cores idle go through few blocks, each of 64 queries.
+    whole += [{"M": 256}, {**float32, "M": 128}, {"M": 257, "B": 66}]
+    parted += [{"M": 257}, {**float32, "M": 129}, {"M": 129, "Hkv": 1}]
     for sizes, one in (*((s, True) for s in whole), *((s, False) for s in parted)):
         case = Case(**{**SIZES, "M": 49, "N": 49, "D": 32, "Dv": 32, **sizes})
         inputs = make_inputs(case)
