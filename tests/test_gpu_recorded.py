@@ -101,6 +101,7 @@ def test_hopper_again(kind, direction, modules):
 
 
 BY_ADDRESSES = ("plain", "causal", "softcap", "dropout", "key lengths", "both lengths", "segments", "packed")
+BY_ADDRESSES += ("segments of one tensor",)
 
 
 @pytest.mark.parametrize(

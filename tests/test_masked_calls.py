@@ -14,6 +14,7 @@ from helpers import integers
 from sdpa import entry
 from sdpa import scaled_dot_product_attention as attend
 from sdpa.calls import CALLS
+from sdpa.inputs import Options, build_inputs
 from sdpa.kernels.math import composite as math
 
 pytestmark = pytest.mark.usefixtures("nothing_remembered")
@@ -328,3 +329,17 @@ def test_what_goes_to_the_operator(ways):
         assert torch.equal(call(), call())
         assert len(ways) == 2 * number
     assert not remembered()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("field", ["segments", "cu_seqlens"])
+def test_ids_of_self_attention_are_one_tensor(field, dtype):
+    """Launches are recorded by addresses, of which two tensors in one place would leave it open which is which."""
+    q = torch.zeros(1, 2, 6, 8)
+    ids = integers(*((0, 0, 1, 1, 1, 2) if field == "segments" else (0, 2, 5, 6)), dtype=dtype)
+    same = build_inputs(q, q, q, Options(sdpa.Mask(**{field: ids})))
+    assert same.q_segments is same.k_segments
+    apart = build_inputs(q, q, q, Options(sdpa.Mask(**{field: (ids, ids.clone())})))
+    assert apart.q_segments is not apart.k_segments
+    for ours in (same, apart):
+        assert (ours.q_segments[0, :, None] == ours.k_segments[0]).sum().item() == 2 * 2 + 3 * 3 + 1

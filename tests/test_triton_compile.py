@@ -164,7 +164,7 @@ def test_every_kernel_compiles_for_every_target(arch, name, pretend):
     assert seen == (kernels - {"split_kernel"} if target.backend == "hip" else kernels)
 
 
-ONE_BLOCK = [{"D": 64, "N": 128}, {"D": 96, "N": 100}, {"D": 256, "N": 61}]
+ONE_BLOCK = [{"D": 64, "N": 128}, {"D": 96, "N": 100, "M": 64, "B": 60}, {"D": 256, "N": 61}]
 ONE_BLOCK += [{"D": D, "N": N, "dtype": torch.float32} for D, N in ((64, 64), (128, 49))]
 
 
@@ -174,7 +174,7 @@ def test_backwards_of_one_block_of_keys_compile(sizes, pretend):
     target = pretend(TARGETS["90"])
     dense = {"mask": "allowed", "dropout_p": 0.1}, {"mask": "bias", "Hkv": 1}
     for more in ({"mask": "causal"}, {"mask": "segments"}, *dense):
-        inputs = make_inputs(sized(**sizes, **more, B=target.cores))
+        inputs = make_inputs(sized(**{"B": target.cores, **sizes, **more}))
         with assume(target):
             problem = problem_of(inputs, "backward")
             (launch,) = launches_for(inputs, problem, tiles.tiles(problem)[0])

@@ -94,7 +94,8 @@ TABLES = {
 TILES = tuple(
     dict.fromkeys([FEW_TILE, *(tile for table in TABLES.values() for tiles in table.values() for tile in tiles)])
 )
-# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold.
+# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold. Few queries
+# at a time, which is all that registers hold of wide heads, take longer than two passes where programs fill the device.
 BLOCKS = (
     (64, (Tile(64, 64, 4, 1), Tile(128, 128, 8, 1))),
     (128, (Tile(64, 64, 8, 2), Tile(32, 128, 8, 1))),
@@ -179,11 +180,13 @@ def one_block_tile(problem: AttentionProblem) -> Tile | None:
     tile = next((tile for tile in offered if problem.N <= tile.BLOCK_N), None)
     if tile is None:
         return None
+    few = problem.B * problem.Hkv < target_of(problem.device).cores
+    if half and not few and tile.BLOCK_M < tile.BLOCK_N:
+        return None
     tile = tile._replace(BLOCK_M=min(tile.BLOCK_M, block_size(problem.M)), BLOCK_N=block_size(problem.N))
     each = problem.G * -(-problem.M // tile.BLOCK_M)
     if "bias_grad" in problem.features and (each > 1 or problem.N > SUMMED):
         return None
-    few = problem.B * problem.Hkv < target_of(problem.device).cores
     return None if few and each > (LONGEST if half else LONGEST_FLOAT32) else staged(tile, problem)
 
 

@@ -64,6 +64,8 @@ def test_which_backwards_are_one_pass(targets):
     # Programs that leave cores idle go through few blocks, each of 64 queries.
     whole += [{"M": 256}, {**float32, "M": 128}, {"M": 257, "B": 66}]
     parted += [{"M": 257}, {**float32, "M": 129}, {"M": 129, "Hkv": 1}]
+    # Of wide heads and many keys, programs that fill the device are two passes.
+    whole, parted = [*whole, {"D": 72, "N": 65}], [*parted, {"D": 72, "N": 65, "B": 66}]
     for sizes, one in (*((s, True) for s in whole), *((s, False) for s in parted)):
         case = Case(**{**SIZES, "M": 49, "N": 49, "D": 32, "Dv": 32, **sizes})
         inputs = make_inputs(case)
