@@ -34,6 +34,7 @@ from sdpa.bench.timing import device_race as race_on_device
 from sdpa.bench.workload import Workload, make_workload, precision
 from sdpa.dispatch import cost, select
 from sdpa.dispatch.catalog import DENSE
+from sdpa.dispatch.device import device_of
 from sdpa.dispatch.kernel import Kernel
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
@@ -52,7 +53,8 @@ ESTIMATED_HOPELESS = 6.0
 MOST_SCORES = 2 << 30
 # A cell that does not explore tries what was best in so many entries near it.
 LEARNT_FROM = 2
-# A kernel that does nothing but spread keys over programs is for fewer rows of queries than fill a GPU.
+# A kernel that does nothing but spread keys over programs is for few rows of queries of a head, or for fewer programs
+# of so many rows than a GPU has cores.
 SPLIT_ROWS = 128
 # Families whose tiles are worth a search under plain masks: the others are not chosen there.
 PLAIN_FAMILIES = ("flash",)
@@ -175,7 +177,9 @@ def worth_timing(times: dict[Kernel, float], asked: AttentionProblem) -> list[Ke
     longest = ESTIMATED_HOPELESS * min(times.values(), default=0.0)
     scores = asked.B * asked.H * asked.M * asked.N * torch.float32.itemsize
     kept = [k for k in times if times[k] <= longest and not (k.materialises and scores > MOST_SCORES)]
-    return [k for k in kept if not is_for_decode(k) or asked.M * asked.G <= SPLIT_ROWS]
+    programs = asked.B * asked.H * -(-asked.M // SPLIT_ROWS)
+    few = asked.M * asked.G <= SPLIT_ROWS or programs < device_of(asked.device).cores
+    return [k for k in kept if few or not is_for_decode(k)]
 
 
 def is_for_decode(kernel: Kernel) -> bool:

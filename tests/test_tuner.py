@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def test_a_tile_or_kernel_that_fails_is_told_of_and_left_out(user, monkeypatch):
     monkeypatch.setattr(module, "forward", lambda *_: 1 / 0)
     found = tuner.measure(cell, 0.0, tuner.Contest((), [], told.append))
     assert "cpu_flash" not in found["ms"] and "tile" not in found and len(told) == 1 + len(CPU_TILES)
+
+
+@pytest.mark.parametrize("M,B,measured", [(64, 64, True), (1024, 1, True), (1024, 3, False), (4096, 1, False)])
+def test_keys_are_split_where_rows_or_programs_are_few(M, B, measured, monkeypatch):
+    monkeypatch.setattr(tuner, "device_of", lambda name: SimpleNamespace(cores=132))
+    problem = PROBLEM._replace(device="cuda:0", B=B, M=M, N=16384)
+    decode, flash = (by_name()[name] for name in ("triton_decode", "triton_flash"))
+    assert tuner.worth_timing({decode: 1e-3, flash: 1e-3}, problem) == [decode, flash][not measured :]
 
 
 def test_slow_tiles_are_dropped_after_one_sample():
