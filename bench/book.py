@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from sdpa.bench import record
-from sdpa.bench.problems import Problem
+from sdpa.bench.problems import CALLS, WINDOW, Problem
 from sdpa.dispatch import tables, tuning
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.select import clear_caches
@@ -32,6 +32,8 @@ CPU_KINDS = {
     **dict.fromkeys(("lengths", "segments"), "structured"),
     **dict.fromkeys(("alibi", "lower_right"), "causal"),
 }
+# And back: one of the masks of each kind.
+MASKS = {"rows": "padding", "dense": "allowed", "structured": "lengths"}
 # Seconds between two looks whether a table's lock is free.
 PAUSE = 0.01
 
@@ -57,6 +59,25 @@ def about(problem: Problem) -> dict[str, Any]:
     entry = {"direction": problem.direction, "dtype": dtype_name(problem), "mask": mask_kind(problem), **sizes}
     entry |= {"window": window} if (window := window_of(problem)) else {}
     return entry | ({"beside": beside} if (beside := beside_of(problem)) else {})
+
+
+def problem_of(entry: dict[str, Any], device: str) -> Problem | None:
+    """The problem of an entry, as far as a table tells: a mask of its kind. None where no problem asks what it does."""
+    dtype, precision = entry["dtype"], "highest"
+    if dtype == "tfloat32":
+        dtype, precision = "float32", "high"
+    mask = MASKS.get(entry["mask"], entry["mask"])
+    if mask == "causal" and entry["M"] != entry["N"]:
+        mask = "lower_right"
+    call, *others = entry.get("beside") or ("",)
+    if others or call not in CALLS:
+        return None
+    sizes = {name: entry[name] for name in tables.SIZES}
+    problem = Problem(
+        **sizes, dtype=dtype, mask=mask, direction=entry["direction"], device=device, precision=precision, call=call,
+        window=entry.get("window", WINDOW),
+    )  # fmt: skip
+    return problem if entry_key(problem) == entry_key_of(entry) else None
 
 
 def beside_of(problem: Problem) -> list[str]:
@@ -153,6 +174,13 @@ class Book:
         """Whether there is an entry for `problem`, with a figure of every kernel asked for."""
         entry = self.entries.get(entry_key(problem))
         return entry is not None and set(self.kernels) <= set(entry["ms"])
+
+    def problems(self) -> list[Problem]:
+        """Of the entries with a figure of the kernels measured, those that took the least time first."""
+        asked = [entry for entry in self.entries.values() if not self.kernels or set(self.kernels) & set(entry["ms"])]
+        shortest = sorted(asked, key=lambda entry: min(entry["ms"].values()))
+        found = (problem_of(entry, self.device) for entry in shortest)
+        return [problem for problem in found if problem is not None]
 
     def add(self, entry: dict[str, Any]) -> None:
         """A new entry replaces the old one; where only some kernels were measured, their figures."""

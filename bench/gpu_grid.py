@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
 
+from sdpa.bench import book
 from sdpa.bench.drawn import drawn
 from sdpa.bench.problems import DIRECTIONS, Problem
 from sdpa.bench.suites import GPU_SUITES, MPS_WIDTH, TOKENS, WIDTH
@@ -50,10 +51,7 @@ def gpu_grid(device: str) -> tuple[Cell, ...]:
     """In the order in which they are measured, each once."""
     cells = [cell_of(problem) for name in SUITES for problem in GPU_SUITES[name] if problem.call in TOLD_CALLS]
     cells += [*around_decode(), *few(), *masks(), *full(OTHER_HEAD_SIZES, USUAL, PLAIN), *latent()]
-    first: dict[tuple[Any, ...], Cell] = {}
-    for cell in cells:
-        first.setdefault(measurement(cell), cell)
-    return tuple(replace(cell, device=device) for cell in first.values())
+    return each_once(cells, device)
 
 
 def mps_grid(device: str) -> tuple[Cell, ...]:
@@ -69,24 +67,23 @@ def mps_grid(device: str) -> tuple[Cell, ...]:
         cells.append(Cell(1, 16, N, N, 64, dtype=dtype, mask="causal", direction=direction, explore=True))
     for Hkv, N in product((32, 8), (1024, 8192)):
         cells.append(Cell(1, 32, 1, N, 128, Hkv=Hkv, dtype="bfloat16", explore=True))
-    first: dict[tuple[Any, ...], Cell] = {}
-    for cell in cells:
-        first.setdefault(measurement(cell), cell)
-    return tuple(replace(cell, device=device) for cell in first.values())
+    return each_once(cells, device)
 
 
 def drawn_grid(seed: int, count: int, device: str) -> tuple[Cell, ...]:
     """`count` problems of suite `random` with this seed, less those that a table cannot tell from others."""
     problems = drawn(seed, count, device.partition(":")[0])
-    told = [cell_of(p, explore=False) for p in problems if p.call in TOLD_CALLS and p.mask not in UNTOLD_MASKS]
-    return tuple(replace(cell, device=device) for cell in {measurement(cell): cell for cell in told}.values())
+    told = (p for p in problems if p.call in TOLD_CALLS and p.mask not in UNTOLD_MASKS)
+    return each_once((cell_of(p, explore=False) for p in told), device)
 
 
-def measurement(cell: Cell) -> tuple[Any, ...]:
-    """What makes two cells one: an alibi is causal, and how a call is made decides nothing about kernels."""
-    mask = "causal" if cell.mask == "alibi" else cell.mask
-    sizes = (cell.B, cell.H, cell.Hkv, cell.M, cell.N, cell.D, cell.Dv)
-    return cell.dtype, cell.precision if cell.dtype == "float32" else "", mask, cell.direction, cell.call, *sizes
+def each_once(cells: Iterable[Cell], device: str) -> tuple[Cell, ...]:
+    """The cells on a device, the first one of those that are one entry of a table."""
+    first: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        own = replace(cell, device=device)
+        first.setdefault(book.entry_key(own), own)
+    return tuple(first.values())
 
 
 def cell_of(problem: Problem, explore: bool | None = None) -> Cell:

@@ -99,6 +99,42 @@ def test_tune_resumes(tiny_grid, tmp_path, monkeypatch):
     assert table_in(tmp_path).read_text().split("entries:")[1] == before.split("entries:")[1]
 
 
+def test_tune_measures_what_it_has_again(tiny_grid, tmp_path, monkeypatch):
+    """The shortest first; of kernels by name what these have a figure of, and no other figure changes."""
+    call("tune", "--out", str(tmp_path))
+    entries = tables.load(table_in(tmp_path).read_text())["entries"]
+    for number, entry in enumerate(entries):
+        entry["ms"] = dict.fromkeys(entry["ms"], 9.0 - number)
+    del entries[0]["ms"]["cpu_flash"]
+    tables.write(table_in(tmp_path), tables.load(table_in(tmp_path).read_text()) | {"entries": entries})
+    monkeypatch.setattr(tuner, "grid", lambda device: pytest.fail("the grid is not asked"))
+    honest, order = tuner.measure, []
+    monkeypatch.setattr(tuner, "measure", lambda *a: (order.append(a[0].label), honest(*a))[1])
+    text = call("tune", "--out", str(tmp_path), "--again", "--kernel", "cpu_flash")
+    assert "2 problems to measure, 3 kept" in text and "2 problems measured" in text
+    assert order == [tiny_grid[2].label, tiny_grid[1].label]
+    first, *others = tables.load(table_in(tmp_path).read_text())["entries"]
+    assert set(first["ms"].values()) == {9.0}
+    for number, entry in enumerate(others, 1):
+        assert entry["ms"].pop("cpu_flash") < 1.0 and set(entry["ms"].values()) == {9.0 - number}
+    assert "--again measures what the table has" in complaint("tune", "--again", "--resume", code=2)
+
+
+@pytest.mark.parametrize("table", sorted(tables.SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_entries_are_problems_again(table):
+    device = "cuda:0" if table.stem.startswith("nvidia") else "cpu"
+    for entry in tables.load(table.read_text())["entries"]:
+        problem = book.problem_of(entry, device)
+        assert problem is not None and book.entry_key(problem) == book.entry_key_of(entry), entry
+    asked = {"direction": "forward", "dtype": "bfloat16", "mask": "window", "beside": ["softcap"], "window": 128}
+    asked |= dict.fromkeys(tables.SIZES, 256)
+    assert book.problem_of(asked, "cuda").call == "softcap"
+    for more in ({"beside": ["sinks"]}, {"beside": ["dropout", "softcap"]}, {"mask": "structured"}):
+        assert book.problem_of(asked | more, "cuda") is None
+    del asked["window"]
+    assert book.problem_of(asked, "cuda") is None, "not told how wide"
+
+
 def test_tune_stops_at_its_time_limit(tiny_grid, tmp_path, monkeypatch):
     ticks = iter([0.0, 1.0, 59.0, 61.0])
     monkeypatch.setattr("sdpa.cli.tune.time.monotonic", lambda: next(ticks, 99.0))

@@ -52,6 +52,7 @@ SAVE_EVERY = 8
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), help="Of --problems: which are drawn. 0 by default.")
 @click.option("--resume", is_flag=True, help="Keep what was measured and measure the rest.")
+@click.option("--again", is_flag=True, help="Measures what the table has again, and nothing else.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be measured.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes that compile on a GPU; the cores but two by default.")
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
@@ -72,6 +73,9 @@ def tune(table: Path | None, ratio: float | None, threads: int | None, **options
     the end and as a whole. What is measured until then is kept beside it, in a file that ends in .partial: --resume
     goes on from both, after an interruption as after the time limit. With --kernel the figures of all other kernels
     stay as they are.
+
+    With --again the problems are those that the table has, the shortest first, and with --kernel those that it has a
+    figure of these kernels of: after a kernel has changed, say.
 
     With --prune nothing is measured: the entries that are not needed for any choice leave the table, as shipped tables
     have it. --resume would measure them again.
@@ -107,18 +111,23 @@ class Request:
     problems: int  # drawn ones; 0: the grid
     seed: int | None
     resume: bool
+    again: bool
     dry_run: bool
     jobs: int | None
 
     @property
     def adds(self) -> bool:
         """Whether what the table has is kept."""
-        return self.resume or self.problems > 0
+        return self.resume or self.again or self.problems > 0
 
-    def grid(self) -> tuple[Problem, ...]:
+    def todo(self, book: Book) -> list[Problem]:
+        """What is to be measured of the grid, or of what the book has."""
+        if self.again:
+            return book.problems()
+        grid = tuner.grid(self.device)
         if self.problems:
-            return gpu_grid.drawn_grid(self.seed or 0, self.problems, self.device)
-        return tuner.grid(self.device)
+            grid = gpu_grid.drawn_grid(self.seed or 0, self.problems, self.device)
+        return [problem for problem in grid if not (self.adds and book.has(problem))]
 
 
 def prune_table(path: Path) -> None:
@@ -142,6 +151,8 @@ def write_preference(request: Request, ratio: float) -> None:
 def measure_book(request: Request, begin: float) -> None:
     if request.seed is not None and not request.problems:
         raise click.UsageError("--seed says which problems --problems draws; give --problems K, too")
+    if request.again and (request.resume or request.problems):
+        raise click.UsageError("--again measures what the table has; --resume and --problems add to it: give one")
     device, kernels = require_device(request.device), require_kernels(request.kernels)
     book = Book(table_of(request, device), device, kernels)
     if request.dry_run:
@@ -164,7 +175,7 @@ def fill(book: Book, request: Request, begin: float) -> None:
     device, kernels = book.device, book.kernels
     if request.adds or kernels:
         book.open()
-    todo = [problem for problem in request.grid() if not (request.adds and book.has(problem))]
+    todo = request.todo(book)
     screen = console()
     kept = len(book.entries)
     screen.print(
@@ -185,8 +196,8 @@ def fill(book: Book, request: Request, begin: float) -> None:
     if not book.entries:
         raise click.ClickException("nothing was measured within the time limit; the table is as it was")
     book.publish()
-    left = len(todo) - done
-    screen.print(f"{done} problems measured" + (f", {left} left: run again with --resume" if left else ""))
+    left, how = len(todo) - done, "" if request.again else ": run again with --resume"
+    screen.print(f"{done} problems measured" + (f", {left} left{how}" if left else ""))
     screen.print(f"written: {book.path}", soft_wrap=True)
 
 
