@@ -23,7 +23,6 @@ from sdpa.bench.pool import first_line
 from sdpa.bench.problems import Problem
 from sdpa.bench.timing import USUAL, Call, Pace, Racer, Timing, race
 from sdpa.bench.truth import (
-    GRADIENT_DRAWS,
     Distance,
     gradient_error,
     host_work,
@@ -220,25 +219,22 @@ class Judge:
         def read(made: Any) -> Tensor:
             return contestant.read(made).to(self.work.q.device)
 
-        out = read(result)
-        if problem.call == "dropout":
-            (out,) = mean_under_dropout(lambda: (read(contestant.forward()),))
-        error = out_error(self.work, out, self.right_out)
-        if not problem.differentiates:
-            return error
-        if self.right_gradients is None:
-            self.right_gradients = right_gradients(self.work)
-
         def gradients(made: Any) -> tuple[Tensor, ...]:
             found = contestant.gradients(made)
             found = (*map(contestant.standard, found[:3]), *found[3:])
             return tuple(gradient.to(self.work.q.device) for gradient in found)
 
-        if problem.call == "dropout":
-            found = mean_under_dropout(lambda: gradients(contestant.forward()), GRADIENT_DRAWS)
-        else:
-            found = gradients(result)
-        return gradient_error(self.work, found, self.right_gradients)
+        def all_of(made: Any) -> tuple[Tensor, ...]:
+            return (read(made), *(gradients(made) if problem.differentiates else ()))
+
+        dropping = problem.call == "dropout"
+        out, *found = mean_under_dropout(lambda: all_of(contestant.forward())) if dropping else all_of(result)
+        error = out_error(self.work, out, self.right_out)
+        if not problem.differentiates:
+            return error
+        if self.right_gradients is None:
+            self.right_gradients = right_gradients(self.work)
+        return gradient_error(self.work, tuple(found), self.right_gradients)
 
 
 def prepare(name: str, maker: Maker, work: Workload, judge: Judge) -> tuple[Entry, Racer | None]:
