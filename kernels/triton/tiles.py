@@ -94,8 +94,8 @@ TABLES = {
 TILES = tuple(
     dict.fromkeys([FEW_TILE, *(tile for table in TABLES.values() for tiles in table.values() for tile in tiles)])
 )
-# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold. Few queries
-# at a time, which is all that registers hold of wide heads, take longer than two passes where programs fill the device.
+# Of backwards whose keys are one block (one_block.py), by the largest head size and the keys that they hold. Few
+# queries at a time, all that registers hold of wide heads, take longer than two passes where programs fill the device.
 BLOCKS = (
     (64, (Tile(64, 64, 4, 1), Tile(128, 128, 8, 1))),
     (128, (Tile(64, 64, 8, 2), Tile(32, 128, 8, 1))),
