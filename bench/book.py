@@ -32,8 +32,9 @@ CPU_KINDS = {
     **dict.fromkeys(("lengths", "segments"), "structured"),
     **dict.fromkeys(("alibi", "lower_right"), "causal"),
 }
-# And back: one of the masks of each kind.
-MASKS = {"rows": "padding", "dense": "allowed", "structured": "lengths"}
+# And back: the mask of each kind that the grids have.
+GPU_MASKS = {"rows": "padding", "dense": "allowed"}
+CPU_MASKS = {"dense": "padding", "structured": "lengths"}
 # Seconds between two looks whether a table's lock is free.
 PAUSE = 0.01
 
@@ -62,11 +63,13 @@ def about(problem: Problem) -> dict[str, Any]:
 
 
 def problem_of(entry: dict[str, Any], device: str) -> Problem | None:
-    """The problem of an entry, as far as a table tells: a mask of its kind. None where no problem asks what it does."""
+    """The problem of an entry, as far as a table tells: a mask of its kind, a window to the left, the layout (B, H, N,
+    D). None where no problem asks what it does, and of a window whose width is not told."""
     dtype, precision = entry["dtype"], "highest"
     if dtype == "tfloat32":
         dtype, precision = "float32", "high"
-    mask = MASKS.get(entry["mask"], entry["mask"])
+    masks = CPU_MASKS if device.startswith("cpu") else GPU_MASKS
+    mask = masks.get(entry["mask"], entry["mask"])
     if mask == "causal" and entry["M"] != entry["N"]:
         mask = "lower_right"
     call, *others = entry.get("beside") or ("",)
@@ -86,7 +89,7 @@ def beside_of(problem: Problem) -> list[str]:
 
 
 def window_of(problem: Problem) -> int:
-    """The width of a window that hides something; 0 of other masks."""
+    """The keys to the left that a window leaves; 0 of other masks, and of one wider than queries and keys together."""
     return problem.window if mask_kind(problem) == "window" else 0
 
 
@@ -99,7 +102,7 @@ def mask_kind(problem: Problem) -> str:
     """In the tuning tables' words (tuning.mask_kind)."""
     if problem.mask == "lower_right" and problem.visible_pairs() >= tuning.NEARLY_ALL * problem.M * problem.N:
         return "none"
-    if problem.mask == "window" and problem.window >= problem.M + problem.N:  # as wide as that it hides nothing
+    if problem.mask == "window" and problem.window >= problem.M + problem.N:  # as wide as that a call has none
         return "causal"
     kinds = CPU_KINDS if problem.device.startswith("cpu") else GPU_KINDS
     return kinds.get(problem.mask, problem.mask)

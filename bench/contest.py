@@ -105,6 +105,7 @@ class Row:
 def run_contest(suite: str, problems: Iterable[Problem], options: Options) -> Iterator[list[Row]]:
     """The rows of each problem, one per kernel of ours, as it is measured."""
     clear_caches()
+    gc.collect()
     gc.freeze()  # `recover` need not look through what was imported: 0.2 s each time, twice as long as a short problem
     try:
         for problem in problems:

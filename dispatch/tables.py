@@ -218,8 +218,8 @@ def parse_entry(number: int, entry: object) -> Bucket:
     if not isinstance(beside, list) or not all(isinstance(name, str) and name in BESIDE for name in beside):
         raise ValueError(f"entry {number}: expected beside to list some of {', '.join(sorted(BESIDE))}, got {beside!r}")
     window = entry.get("window", 0)
-    if "window" in entry and not is_size(window):
-        raise ValueError(f"entry {number}: expected window to be a positive integer, got {window!r}")
+    if "window" in entry and not (is_size(window) and mask == "window"):
+        raise ValueError(f"entry {number}: expected window to be a positive integer of a mask 'window', got {window!r}")
     return Bucket(direction, dtype, mask, sizes, times, tiles, frozenset(beside), window)
 
 

@@ -202,8 +202,9 @@ def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list
     )
     parallel = PARALLEL_WEIGHT * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
     steps = [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs] + [parallel]
-    if bucket.window:
-        step = abs(math.log(min(N, bucket.window) / max(1, problem.width(problem.N))))
+    if bucket.mask == "window":
+        width = 1 + bucket.window if bucket.window else 0
+        step = abs(math.log(min(N, width) / max(1, problem.width(problem.N)))) if width else FARTHEST
         steps.append(min(FARTHEST, step))
     return steps
 
@@ -316,7 +317,7 @@ def mask_kinds(problem: AttentionProblem) -> tuple[str, ...]:
 def larger(bucket: Bucket, problem: AttentionProblem) -> float:
     """How many times the work of a bucket a problem is."""
     B, H, _, M, N, D, Dv = bucket.sizes
-    measured, keys = (min(N, bucket.window), problem.width(problem.N)) if bucket.window else (N, problem.N)
+    measured, keys = (min(N, 1 + bucket.window), problem.width(problem.N)) if bucket.window else (N, problem.N)
     work = problem.B * problem.H * problem.M * keys * (problem.D + problem.Dv)
     return max(1.0, work) / max(1.0, B * H * M * measured * (D + Dv))
 

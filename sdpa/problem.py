@@ -215,7 +215,7 @@ class AttentionProblem(NamedTuple):
     def width(self, length: int) -> int:
         """The rows, of a side of this length, that a band leaves to a row of the other side at most."""
         sides = self.left, self.right
-        return length if UNLIMITED in sides else min(length, sum(sides))
+        return length if UNLIMITED in sides else min(length, 1 + sum(sides))
 
     def asked_for(self, extra: frozenset[str], direction: str = "forward") -> AttentionProblem:
         """The problem with features that tensors do not show."""

@@ -104,7 +104,7 @@ def test_tune_measures_what_it_has_again(tiny_grid, tmp_path, monkeypatch):
     call("tune", "--out", str(tmp_path))
     entries = tables.load(table_in(tmp_path).read_text())["entries"]
     for number, entry in enumerate(entries):
-        entry["ms"] = dict.fromkeys(entry["ms"], 9.0 - number)
+        entry["ms"] = dict.fromkeys(set(entry["ms"]) - {"vendor_math"}, 9.0 - number)
     del entries[0]["ms"]["cpu_flash"]
     tables.write(table_in(tmp_path), tables.load(table_in(tmp_path).read_text()) | {"entries": entries})
     monkeypatch.setattr(tuner, "grid", lambda device: pytest.fail("the grid is not asked"))
@@ -118,6 +118,10 @@ def test_tune_measures_what_it_has_again(tiny_grid, tmp_path, monkeypatch):
     for number, entry in enumerate(others, 1):
         assert entry["ms"].pop("cpu_flash") < 1.0 and set(entry["ms"].values()) == {9.0 - number}
     assert "--again measures what the table has" in complaint("tune", "--again", "--resume", code=2)
+    assert "--again measures, --prune and" in complaint("tune", "--again", "--prefer-built", "1.3", code=2)
+    told = complaint("tune", "--out", str(tmp_path), "--again", "--kernel", "vendor_math", code=1)
+    assert told.endswith("has no figures of vendor_math that could be measured again")
+    assert "has no figures that could be" in complaint("tune", "--out", str(tmp_path / "none"), "--again", code=1)
 
 
 @pytest.mark.parametrize("table", sorted(tables.SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)

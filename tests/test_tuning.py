@@ -80,8 +80,9 @@ BROKEN = {
     "tile_short": (table(entry({"math": 1.0}, tile={"math": [64, 64]})), r"to \[BLOCK_M, BLOCK_N, num_warps"),
     "tile_zero": (table(entry({"math": 1.0}, tile={"math": [64, 0, 4, 2]})), "expected tile to map"),
     "tile_float": (table(entry({"math": 1.0}, tile={"math": [64, 64, 4, 2.0]})), "expected tile to map"),
-    "window_zero": (table(entry({"math": 1.0}, window=0)), "entry 0: expected window to be a positive integer, got 0"),
-    "window_text": (table(entry({"math": 1.0}, window="8")), "expected window to be a positive integer, got '8'"),
+    "window_zero": (table(entry({"math": 1.0}, mask="window", window=0)), "entry 0: expected window to be .*, got 0"),
+    "window_mask": (table(entry({"math": 1.0}, window=8)), "expected window to be .* of a mask 'window', got 8"),
+    "window_text": (table(entry({"math": 1.0}, mask="window", window="8")), "expected window to be .*, got '8'"),
     "tile_without_time": (table(entry({"math": 1.0}, tile={"flash": [64, 64, 4, 2]})), "expected tile to map"),
 }
 
@@ -188,14 +189,17 @@ def test_the_nearest_bucket_within_reach(user):
 
 def test_the_nearest_window(user):
     """A window is a size, too: it decides how many blocks of keys are visited."""
-    put(user, table(*(entry({"math": ms}, mask="window", window=width) for ms, width in ((1.0, 16), (2.0, 512)))))
-    window = PROBLEM._replace(left=400, right=0, features=frozenset({"band"}))
+    told = (entry({"math": ms}, mask="window", window=width) for ms, width in ((1.0, 15), (2.0, 511)))
+    put(user, table(entry({"math": 3.0}, mask="window"), *told))  # the first does not tell how wide
+    window = PROBLEM._replace(left=399, right=0, features=frozenset({"band"}))
     near = tuning.measured(window)
-    assert "window of 512" in near.source and near.seconds["math"] == pytest.approx(2e-3 * 400 / 512)
-    assert "window of 16" in tuning.measured(window._replace(left=20)).source
+    assert "window of 511" in near.source and near.seconds["math"] == pytest.approx(2e-3 * 400 / 512)
+    assert "window of 15" in tuning.measured(window._replace(left=20)).source
+    assert tuning.measured(window._replace(left=3)).seconds["math"] == pytest.approx(1e-3 / 4)
+    assert 0 < tuning.measured(window._replace(left=0)).seconds["math"] < 1e-2
     # How far the widths are apart never leaves a problem without a bucket.
-    assert "window of 512" in tuning.measured(window._replace(left=900, M=4096, N=4096)).source
-    assert tuning.window_of(window) == 400 and tuning.window_of(PROBLEM) == 0
+    assert "window of 511" in tuning.measured(window._replace(left=900, M=4096, N=4096)).source
+    assert tuning.window_of(window) == 399 and tuning.window_of(PROBLEM) == 0
 
 
 def test_times_scale_with_the_work(user):

@@ -77,6 +77,19 @@ def test_lengths_that_a_compiler_cannot_tell_apart():
     assert not like(ASKED, Tile(64, 64, 4, 3)) and not like(ASKED, kernel=by_name()["math"])
 
 
+def test_a_short_band_is_another_kernel():
+    """It has one loop where others have several (triton.arguments)."""
+    pytest.importorskip("triton", reason="Triton has no package for this platform")
+    from ahead import H200
+
+    from sdpa.kernels.triton.target import assume
+
+    kernel, window = by_name()["triton_flash"], ASKED._replace(device="cuda:0", right=0, features=frozenset({"band"}))
+    with assume(H200):
+        short, shorter, long = (warm.likeness(kernel, TILE, window._replace(left=left)) for left in (512, 640, 1024))
+    assert short == shorter != long
+
+
 def test_builds_are_the_smallest_problem_of_each_kind(monkeypatch):
     module = FLASH.load()
     monkeypatch.setattr(module, "TILES", (Tile(16, 16), Tile(32, 32)))

@@ -44,7 +44,7 @@ MIN_SHARED = 2
 # Scores from which on it is made: at 87 thousand it doubled the time, from 20 million on it paid. Between: unmeasured.
 MIN_SCORES = 1 << 20
 
-# Keys that a band leaves to a query at most for which one loop over masked and full blocks pays
+# Keys that a band leaves to a query at most, and queries to a key, for which one loop over masked and full blocks pays
 # (docs/log/overlapping-launches.md).
 SHORT_BAND = 768
 SMALL_TILE = 32 * 32  # scores of one by which it does not
@@ -263,17 +263,17 @@ def config_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, si
         BIAS=None,
         ALLOWED=None,
         GROUPED=grouped,
-        ONE_LOOP=parts > 0 or grouped or (side in RANGED and not lengths and visits_few(problem, tile, block_ranges)),
+        ONE_LOOP=parts > 0 or grouped or (side in RANGED and not lengths and visits_few(problem, tile)),
         FLOAT16_PARTS=parts,
         P_EXPONENT=P_EXPONENT if parts else 0,
     )
 
 
-def visits_few(problem: AttentionProblem, tile: Tile, block_ranges: bool) -> bool:
+def visits_few(problem: AttentionProblem, tile: Tile) -> bool:
     """Whether a block visits so few others that those which a band or documents cut are many of them. One loop that
     asks of each block whether it is cut then takes less time than loops one after the other, each of which waits for
     its first loads. Not so by the smallest tiles."""
-    return tile.BLOCK_M * tile.BLOCK_N > SMALL_TILE and (block_ranges or has_short_band(problem))
+    return tile.BLOCK_M * tile.BLOCK_N > SMALL_TILE and ("segments" in problem.features or has_short_band(problem))
 
 
 def has_short_band(problem: AttentionProblem) -> bool:

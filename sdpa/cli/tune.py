@@ -75,7 +75,8 @@ def tune(table: Path | None, ratio: float | None, threads: int | None, **options
     stay as they are.
 
     With --again the problems are those that the table has, the shortest first, and with --kernel those that it has a
-    figure of these kernels of: after a kernel has changed, say.
+    figure of these kernels of: after a kernel has changed, say. All tiles are tried, in the layout (B, H, N, D), which
+    entries do not tell. After an interruption or the time limit it begins with the shortest again.
 
     With --prune nothing is measured: the entries that are not needed for any choice leave the table, as shipped tables
     have it. --resume would measure them again.
@@ -89,6 +90,8 @@ def tune(table: Path | None, ratio: float | None, threads: int | None, **options
     """
     set_threads(threads)
     request = Request(**options)
+    if request.again and (table is not None or ratio is not None):
+        raise click.UsageError("--again measures, --prune and --prefer-built do not: give one")
     try:
         if table is not None:
             prune_table(table)
@@ -176,6 +179,9 @@ def fill(book: Book, request: Request, begin: float) -> None:
     if request.adds or kernels:
         book.open()
     todo = request.todo(book)
+    if request.again and not todo:
+        named = f" of {', '.join(kernels)}" if kernels else ""
+        raise click.ClickException(f"{book.path} has no figures{named} that could be measured again")
     screen = console()
     kept = len(book.entries)
     screen.print(

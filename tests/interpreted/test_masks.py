@@ -7,6 +7,8 @@ import torch
 
 from sdpa import Mask
 from sdpa.inputs import Options, build_inputs
+from sdpa.kernels.triton import arguments
+from sdpa.kernels.triton.prepared import PREPARED
 from sdpa.problem import Tile
 from sdpa.testing import MASKS, Case, Draw, make_inputs
 
@@ -24,6 +26,34 @@ def test_masks(mask, judge):
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_in_half_precision(mask, judge):
     judge(make_inputs(Case(**TALL, mask=mask), seed=1), tile=Tile(32, 16, 4, 1))
+
+
+@pytest.fixture
+def one_loop(monkeypatch):
+    """Short bands and documents in one loop over cut and whole blocks, by small tiles, too."""
+    monkeypatch.setattr(arguments, "SMALL_TILE", 0)
+    PREPARED.clear()
+    yield
+    PREPARED.clear()
+
+
+IN_ONE_LOOP = (
+    "causal",
+    "causal_bottom_right",
+    "window",
+    "window_bottom_right",
+    "segments",
+    "segments_causal",
+    "prefix",
+    "alibi",
+)
+
+
+@pytest.mark.parametrize("mask", IN_ONE_LOOP)
+def test_masks_in_one_loop(mask, judge, one_loop):
+    """Forward in half precision, then backward in two passes, of heads with keys of their own."""
+    judge(make_inputs(Case(**{**TALL, "Hkv": 4}, mask=mask), seed=1), tile=Tile(32, 16, 4, 1))
+    judge(make_inputs(Case(**{**WIDE, "Hkv": 2}, mask=mask, dropout_p=0.3)), tile=Tile(16, 32, 4, 1))
 
 
 @pytest.mark.parametrize("mask", ["segments", "segments_causal"])
@@ -47,10 +77,19 @@ EDGES = {
 
 @pytest.mark.parametrize("name", EDGES)
 def test_bounds_at_the_ends_of_tiles(name, judge):
+    judge(at_the_ends(name))
+
+
+@pytest.mark.parametrize("name", [name for name in EDGES if not name.startswith(("lengths", "padding"))])
+def test_bounds_at_the_ends_of_tiles_in_one_loop(name, judge, one_loop):
+    judge(at_the_ends(name))
+
+
+def at_the_ends(name):
     N, mask = EDGES[name]
     draw = Draw(Case(), 9)
     q, k, v = draw.normal(3, 1, 48, 16), draw.normal(3, 1, N, 16), draw.normal(3, 1, N, 16)
-    judge(build_inputs(q, k, v, Options(mask)))
+    return build_inputs(q, k, v, Options(mask))
 
 
 EXTRAS = {
