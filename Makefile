@@ -93,7 +93,7 @@ gpu-soak: $(READY)
 # Reads and writes out of bounds, by a tool of the CUDA toolkit; torch's allocator would hide those inside its blocks.
 gpu-sanitize: $(READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
-		$(BIN)/python -m pytest -q -m gpu -k sanitized tests/test_gpu.py
+		$(BIN)/python -m pytest -q -m gpu -k sanitized tests/test_gpu.py tests/test_gpu_cuda_bias.py
 
 wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

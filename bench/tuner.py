@@ -36,6 +36,7 @@ from sdpa.dispatch import cost, select
 from sdpa.dispatch.catalog import DENSE
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.kernel import Kernel
+from sdpa.dispatch.placing import placed
 from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 from sdpa.repeated import Operator
@@ -213,6 +214,8 @@ def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -
 
 def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: Any) -> Call:
     """What a call that was made before runs (sdpa.calls): torch's operator, launches run again, or the pass itself."""
+    if kernel.misplaced(asked):  # what copies take is estimated for any kernel, and no part of its time
+        tensors, asked = placed(kernel.aligned, *tensors), asked.placed(kernel.aligned)
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
         native = module.native(inputs)

@@ -14,7 +14,7 @@ from sdpa.dispatch.rules import (
     causal_forward,
     causal_only,
     cuda_backward,
-    cuda_dropout,
+    cuda_terms,
     cudnn_head_size,
     cudnn_low_scores,
     dense_mask_without_lse,
@@ -89,9 +89,9 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=HALF,
         features=frozenset(
             {"band", "bottom_right", "k_lengths", "q_lengths", "segments", "sinks", "softcap", "packed", "gqa", "lse"}
-            | {"alibi", "backward", "dropout", "lse_grad"}
+            | {"alibi", "bias", "backward", "dropout", "lse_grad"}
         ),
-        summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap; ALiBi backward",
+        summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap; ALiBi, bias backward",
         varies_in=("backward",),
         sums_queries=True,
         max_head_size=256,
@@ -101,10 +101,12 @@ KERNELS: tuple[Kernel, ...] = (
         sums_groups=3000,  # kRowsToSum in bindings.cpp
         order_cost=1.15,  # docs/log/hopper-backward.md
         alignment=16,
-        aligned=ROWS | {"out", "grad_out"},
+        aligned=ROWS | {"bias", "bias_rows", "out", "grad_out"},
         rules=(
             cuda_backward,
-            cuda_dropout,
+            cuda_terms,
+            bias_in_query_dtype,
+            full_bias,
             alibi_backward,
             packed_or_segments,
             eighths,

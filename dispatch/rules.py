@@ -99,7 +99,7 @@ def bias_in_query_dtype(problem: AttentionProblem) -> str | None:
 
 
 def full_bias(problem: AttentionProblem) -> str | None:
-    if problem.bias_dtype is None or problem.full_bias:
+    if problem.bias_dtype is None or problem.bias_matrices:
         return None
     return "needs a bias with a row for each query and a column for each key, got one that repeats along them"
 
@@ -176,8 +176,9 @@ def hopper_only(problem: AttentionProblem) -> str | None:
 
 
 LARGEST_IN_ORDER = 128  # flash_backward.cuh; above it flash_backward_pair.cuh adds in any order
-LARGEST_DROPPED = 128  # of the CUDA instances with dropout, which know none of these beside it
-BESIDE_NO_DROPOUT = frozenset({"k_lengths", "q_lengths", "segments", "packed", "sinks", "softcap", "alibi"})
+LARGEST_PLAIN = 128  # of the CUDA instances with dropout or a bias, which know one of these and none of the others
+PLAIN_TERMS = ("dropout", "bias")
+BESIDE_NO_TERM = frozenset({"k_lengths", "q_lengths", "segments", "packed", "sinks", "softcap", "alibi"})
 
 
 def cuda_backward(problem: AttentionProblem) -> str | None:
@@ -191,16 +192,23 @@ def cuda_backward(problem: AttentionProblem) -> str | None:
     return f"adds gradients in an order that varies {where}, and torch.use_deterministic_algorithms(True) is set"
 
 
-def cuda_dropout(problem: AttentionProblem) -> str | None:
-    """The CUDA kernel's instances with dropout know no mask but a causal one."""
-    if "dropout" not in problem.features:
+def cuda_terms(problem: AttentionProblem) -> str | None:
+    """The CUDA kernel's instances with dropout or a bias know no mask but a causal one, and the bias in the backward
+    alone."""
+    asked = [name for name in PLAIN_TERMS if name in problem.features]
+    if not asked:
         return None
-    if (largest := max(problem.D, problem.Dv)) > LARGEST_DROPPED:
-        return f"takes dropout up to head size {LARGEST_DROPPED}, got {largest}"
-    beside = sorted(problem.features & BESIDE_NO_DROPOUT)
+    if "bias" in asked and problem.direction != "backward":
+        return "knows a bias in the backward only"
+    if len(asked) > 1:
+        return f"takes {' or '.join(asked)}, got both"
+    term = "a bias" if "bias" in asked else "dropout"
+    if (largest := max(problem.D, problem.Dv)) > LARGEST_PLAIN:
+        return f"takes {term} up to head size {LARGEST_PLAIN}, got {largest}"
+    beside = sorted(problem.features & BESIDE_NO_TERM)
     band = problem.left != UNLIMITED or problem.right not in (UNLIMITED, 0)
     if beside or band:
-        return f"takes dropout without a mask or under a causal one, got {beside[0] if beside else 'a window'}"
+        return f"takes {term} without a mask or under a causal one, got {beside[0] if beside else 'a window'}"
     return None
 
 

@@ -6,6 +6,7 @@ This file imports nothing of the package but alignment and torch_private, so eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -168,7 +169,7 @@ class AttentionProblem(NamedTuple):
     bias_dtype: torch.dtype | None = None
     direction: str = "forward"  # or "backward", or "weights": exp(score - lse) as a tensor
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
-    full_bias: bool = False  # the bias given has a row for each query and a column for each key, in memory
+    bias_matrices: int = 0  # of M x N in memory, that the bias given has; 0 where it repeats along rows or columns
     narrow_mask: bool = False  # the dense masks given repeat one column for all keys
     # Tensors (of PLACED) that do not lie at multiples of 16 bytes, and of how many bytes then; 0: the last dimension is
     # not the only one of stride 1 (`alignment.has_rows`).
@@ -207,7 +208,7 @@ class AttentionProblem(NamedTuple):
             None if inputs.bias is None else inputs.bias.dtype,
             direction,
             is_row_mask(inputs),
-            is_full_bias(inputs),
+            bias_matrices_of(inputs),
             is_narrow_mask(inputs),
             *placement_of(inputs, others),
         )
@@ -330,12 +331,14 @@ def is_row_mask(inputs: AttentionInputs) -> bool:
     return bool(given) and all(mask.shape[2] == 1 for mask in given)
 
 
-def is_full_bias(inputs: AttentionInputs) -> bool:
-    """Whether there is a bias, and nothing of it repeats along rows or columns."""
+def bias_matrices_of(inputs: AttentionInputs) -> int:
+    """How many matrices of M x N a bias has in memory: one for each batch entry and head that do not share it. 0 where
+    there is none, and where it repeats along rows or columns."""
     bias = inputs.bias
     if bias is None or bias.shape[2:] != (inputs.q.shape[2], inputs.k.shape[2]):
-        return False
-    return all(n == 1 or stride != 0 for n, stride in zip(bias.shape[2:], bias.stride()[2:], strict=True))
+        return 0
+    *heads, rows, columns = [1 if stride == 0 else n for n, stride in zip(bias.shape, bias.stride(), strict=True)]
+    return math.prod(heads) if (rows, columns) == bias.shape[2:] else 0
 
 
 def is_narrow_mask(inputs: AttentionInputs) -> bool:

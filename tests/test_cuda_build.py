@@ -15,13 +15,13 @@ import torch
 
 from helpers import ON_GPU
 from sdpa.dispatch.catalog import by_name
-from sdpa.dispatch.rules import LARGEST_DROPPED
+from sdpa.dispatch.rules import LARGEST_PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "kernels/cuda/libsdpa_cuda.so"
 LOGS = ROOT / "build/native/cuda"
 MAX_BYTES = 40 << 20
-DROPPED_SIZES = {64, 128}  # head sizes of instances with dropout
+PLAIN_SIZES = {64, 128}  # head sizes of instances with dropout or a bias
 INSTANCES = re.findall(
     r"^INSTANCE\((\w+), (\w+), (\d+), (\d+), (\w+), (\d), ([\d.]+)\)$",
     (ROOT / "kernels/cuda/instances.def").read_text(),
@@ -59,7 +59,7 @@ def instances_of(names, direction="forward"):
 
 def test_the_list_is_what_the_catalog_promises():
     kernel = by_name()["cuda_flash"]
-    assert len({name for name, *_ in INSTANCES}) == len(INSTANCES) and max(DROPPED_SIZES) == LARGEST_DROPPED
+    assert len({name for name, *_ in INSTANCES}) == len(INSTANCES) and max(PLAIN_SIZES) == LARGEST_PLAIN
     elements = {"kBFloat16": torch.bfloat16, "kFloat16": torch.float16}
     assert {elements[element] for _, element, *_ in INSTANCES} == kernel.dtypes
     for element, mask in itertools.product(elements, ("kNone", "kCausal", "kBand", "kSegments")):
@@ -68,7 +68,7 @@ def test_the_list_is_what_the_catalog_promises():
         assert both == {64, 96, 128, 192, 256} and max(both) == kernel.max_head_size
         others = set() if mask in ("kBand", "kSegments") else {(192, 128)}
         assert pairs - {(size, size) for size in both} == others
-        assert {int(s) for _, e, s, _, m, *_ in INSTANCES if (e, m) == (element, "kDropout")} == DROPPED_SIZES
+        assert {int(s) for _, e, s, _, m, *_ in INSTANCES if (e, m) == (element, "kDropout")} == PLAIN_SIZES
 
 
 def test_the_list_of_backwards_has_every_head_size_and_mask():
@@ -78,8 +78,8 @@ def test_the_list_of_backwards_has_every_head_size_and_mask():
         ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
     )
     elements = ("kBFloat16", "kFloat16")
-    dropped = {(e, size, size, "kDropout") for e in elements for size in DROPPED_SIZES}
-    assert found == dropped | {(e, *size, mask) for e in elements for size in sizes for mask in masks}
+    plain = {(e, size, size, mask) for e in elements for size in PLAIN_SIZES for mask in ("kDropout", "kBias")}
+    assert found == plain | {(e, *size, mask) for e in elements for size in sizes for mask in masks}
     assert len({name for name, *_ in BACKWARD_INSTANCES}) == len(BACKWARD_INSTANCES) == len(found)
 
 

@@ -294,10 +294,12 @@ def test_precision_said_by_torchs_newer_switch(dtype, device):
 def test_a_bias_in_other_strides_is_another_call():
     tensors, bias = qkv(grad=False), torch.randn(2, 4, 12, 12)
     rows, columns = bias[:, :, :1].expand(-1, -1, 12, -1), bias[..., :1].expand(-1, -1, -1, 12)
-    for mask, full, narrow in ((bias, True, False), (rows, False, False), (columns, False, True)):
+    shared = bias[:1].expand(2, -1, -1, -1)
+    given = ((bias, 8, False), (shared, 4, False), (rows, 0, False), (columns, 0, True))
+    for mask, matrices, narrow in given:
         attend(*tensors, mask)
         problem = sdpa.last_choice().problem
-        assert (problem.full_bias, problem.narrow_mask) == (full, narrow)
+        assert (problem.bias_matrices, problem.narrow_mask) == (matrices, narrow)
 
 
 def test_derivatives_of_derivatives_of_what_is_checkpointed():

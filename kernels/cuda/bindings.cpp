@@ -359,10 +359,10 @@ MaskKind backward_mask(BackwardParams& p, const Tensor& q, const Tensor& k, cons
   const bool unlimited = p.left == kUnlimited && p.right == kUnlimited;
   const bool plain = !p.cu_q && !p.k_lengths && !p.q_lengths && p.softcap == 0.f && !p.slopes;
   const bool causal = p.left == kUnlimited && p.right == 0;
-  if (p.rng) {
-    STD_TORCH_CHECK(plain && (unlimited || causal),
-                    "cuda_flash: expected dropout without a mask or under a causal one");
-    return MaskKind::kDropout;
+  if (p.rng || p.bias.data) {
+    STD_TORCH_CHECK(plain && (unlimited || causal) && !(p.rng && p.bias.data),
+                    "cuda_flash: expected dropout or a bias without a mask or under a causal one");
+    return p.rng ? MaskKind::kDropout : MaskKind::kBias;
   }
   return plain && unlimited ? MaskKind::kNone : plain && causal ? MaskKind::kCausal : MaskKind::kBand;
 }
@@ -381,10 +381,27 @@ void set_slopes(BackwardParams& p, const Tensor& t, const Tensor& q) {
   p.slopes_batch = t.size(0) == 1 ? 0 : static_cast<int>(t.stride(0));
 }
 
+// A bias (B, H, M, N). Batch entries or heads share it where there is one, or where it is expanded.
+void set_bias(BackwardParams& p, const Tensor& t, const Tensor& q) {
+  const auto is_shared = [&](int i) { return t.size(i) == 1 || t.stride(i) == 0; };
+  const auto fits = [&](int i, int64_t count) { return t.size(i) == count || t.size(i) == 1; };
+  STD_TORCH_CHECK(t.scalar_type() == q.scalar_type() && t.get_device() == q.get_device() && t.dim() == 4 &&
+                      fits(0, p.B) && fits(1, p.H) && t.size(2) == p.M && t.size(3) == p.N,
+                  "cuda_flash: expected a bias of the dtype and device of q, for each of ", p.B, " batch entries and ",
+                  p.H, " heads or for all, of ", p.M, " rows and ", p.N, " columns");
+  const auto whole = [&](int i) { return is_shared(i) || t.stride(i) * 2 % kTmaBytes == 0; };
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % kTmaBytes == 0 && (p.N == 1 || t.stride(3) == 1) &&
+                      whole(0) && whole(1) && (p.M == 1 || (t.stride(2) > 0 && whole(2))),
+                  "cuda_flash cannot read a bias whose address or rows are no multiples of ", kTmaBytes, " bytes");
+  const int64_t row = p.M == 1 ? (p.N + 7) / 8 * 8 : t.stride(2);
+  p.bias = {t.data_ptr(), is_shared(0) ? 0 : t.stride(0), is_shared(1) ? 0 : t.stride(1), row};
+}
+
 // What a call of the backward asks for beside its mask.
 void set_terms(BackwardParams& p, const Tensor& q, const std::optional<Tensor>& alibi, const std::optional<Tensor>& rng,
-               int64_t threshold) {
+               int64_t threshold, const std::optional<Tensor>& bias) {
   if (alibi.has_value()) set_slopes(p, *alibi, q);
+  if (bias.has_value()) set_bias(p, *bias, q);
   if (rng.has_value()) set_dropout(p, *rng, threshold, q);
 }
 
@@ -402,7 +419,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     int64_t left, int64_t right, bool bottom_right, std::optional<Tensor> k_lengths, std::optional<Tensor> q_lengths,
     double softcap, std::optional<Tensor> cu_q, std::optional<Tensor> cu_k, int64_t max_q, int64_t max_k,
     bool delta_wanted, bool deterministic, std::optional<Tensor> q_segments, std::optional<Tensor> k_segments,
-    std::optional<Tensor> alibi, std::optional<Tensor> rng, int64_t threshold) {
+    std::optional<Tensor> alibi, std::optional<Tensor> rng, int64_t threshold, std::optional<Tensor> bias) {
   check_tensors(q, k, v);
   const bool bf16 = q.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(bf16 || q.scalar_type() == ScalarType::Half, "cuda_flash: expected bfloat16 or float16");
@@ -417,7 +434,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   STD_TORCH_CHECK(scale > 0, "cuda_flash: expected a positive scale, got ", scale);
   STD_TORCH_CHECK(!deterministic || std::max(p.D, p.Dv) <= kLargestInOrder, "cuda_flash: expected head sizes up to ",
                   kLargestInOrder, " for a deterministic backward, got ", p.D, " and ", p.Dv);
-  set_terms(p, q, alibi, rng, threshold);
+  set_terms(p, q, alibi, rng, threshold, bias);
   const MaskKind mask = backward_mask(p, q, k, q_segments, k_segments, deterministic);
   const BackwardInstance* instance = find_backward_instance(bf16 ? Element::kBFloat16 : Element::kFloat16, mask, p);
   STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
@@ -469,8 +486,8 @@ STABLE_TORCH_LIBRARY(sdpa_cuda, library) {
       "flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? grad_lse, float "
       "scale, int left, int right, bool bottom_right, Tensor? k_lengths, Tensor? q_lengths, float softcap, Tensor? "
       "cu_q, Tensor? cu_k, int max_q, int max_k, bool delta_wanted, bool deterministic=False, Tensor? q_segments=None, "
-      "Tensor? k_segments=None, Tensor? alibi=None, Tensor? rng=None, int threshold=0) -> (Tensor, Tensor, Tensor, "
-      "Tensor)");
+      "Tensor? k_segments=None, Tensor? alibi=None, Tensor? rng=None, int threshold=0, Tensor? bias=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sdpa_cuda, CUDA, library) {

@@ -70,8 +70,8 @@ def backward(
     lengths, packed = (inputs.k_lengths, inputs.q_lengths), (inputs.cu_q, inputs.cu_k, inputs.max_q, inputs.max_k)
     has_sinks = inputs.sinks is not None
     rows = [None if t is None else in_rows(t) for t in (inputs.q_segments, inputs.k_segments, inputs.alibi)]
-    dropout = () if inputs.rng is None else (inputs.rng, philox.threshold(inputs.dropout_p))
-    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *rows, *dropout)
+    dropped = 0 if inputs.rng is None else philox.threshold(inputs.dropout_p)
+    asked = (inputs.softcap, *packed, has_sinks, problem.deterministic, *rows, inputs.rng, dropped, inputs.bias)
     dq, dk, dv, delta = operators()[3](*given, grad_lse, *inputs[3:7], *lengths, *asked)
     return Gradients(dq, dk, dv, None, sinks_grad(inputs.sinks, given[-1], delta) if has_sinks else None)
 

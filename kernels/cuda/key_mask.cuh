@@ -10,7 +10,8 @@ namespace sdpa_cuda {
 template <MaskKind KIND, int BLOCK_M, int BLOCK_N>
 struct KeyMask {
   static constexpr bool SEGMENTS = KIND == MaskKind::kSegments, BAND = SEGMENTS || KIND == MaskKind::kBand,
-                        DROPOUT = KIND == MaskKind::kDropout, CAUSAL = KIND == MaskKind::kCausal || DROPOUT;
+                        SIDED = KIND == MaskKind::kDropout || KIND == MaskKind::kBias,
+                        CAUSAL = KIND == MaskKind::kCausal || SIDED;
   static CUTE_DEVICE Rows queries(FlashParams const& p, int batch) {
     return rows_between(BAND ? p.cu_q : nullptr, batch, p.M);
   }
@@ -24,7 +25,7 @@ struct KeyMask {
 
   CUTE_DEVICE KeyMask(FlashParams const& p, int batch) : N(p.N), rows(p.M) {
     if (CAUSAL) shift = p.shift;
-    if (DROPOUT) right = p.right;
+    if (SIDED) right = p.right;
     if constexpr (BAND) {
       N = keys(p, batch).count, rows = queries(p, batch).count;
       if (p.k_lengths) N = cute::max(0, cute::min(N, p.k_lengths[batch]));
@@ -37,7 +38,7 @@ struct KeyMask {
   // The mask with these numbers, as the one before found them.
   CUTE_DEVICE KeyMask(FlashParams const& p, int keys, int rows_seeing, int beside) : N(p.N), rows(p.M) {
     if (CAUSAL) shift = p.shift;
-    if (DROPOUT) right = p.right;
+    if (SIDED) right = p.right;
     if constexpr (BAND) N = keys, rows = rows_seeing, shift = beside, left = p.left, right = p.right;
   }
 

@@ -43,7 +43,7 @@ struct FlashParams {
   const int32_t *cu_q = nullptr, *cu_k = nullptr;
   int query_rows = 0, key_rows = 0;  // in memory of one head
 
-  // Of instances of MaskKind::kDropout, which also read `right`: 0 or without a limit.
+  // Of instances of MaskKind::kDropout, which also read `right`, as those of kBias do: 0 or without a limit.
   const int64_t* rng = nullptr;  // the key and the offset of Philox
   uint32_t dropped = 0;          // a weight whose random number of 16 bits, times 2^16, is less is dropped
   float kept = 1.f;              // the factor of the others
@@ -95,7 +95,7 @@ struct BackwardParams : FlashParams {
   const float* grad_lse = nullptr;  // as lse; null where no gradient arrives there
   // (B, H, padded_rows): lse * log2(e), or +inf where a row sees no key; and the sum of grad_out * out, less grad_lse.
   // Above head size 64 they are what accumulators begin with instead: base2 / -scale_log2, or -FLT_MAX; and -delta.
-  // With dropout delta keeps its sign, and is divided by `kept`.
+  // With dropout delta keeps its sign, and is divided by `kept`. With a bias base2 is lse, or +inf.
   float *base2 = nullptr, *delta = nullptr;
   float* grad_q_acc = nullptr;  // (B, H, row_blocks, BLOCK_M * D): sums in the order of a WGMMA's registers
   // (B, Hkv, key_blocks, kBackwardKeys * D or Dv), likewise, with the instance's head sizes; null where one work tile
@@ -108,6 +108,9 @@ struct BackwardParams : FlashParams {
   // ALiBi: (B, H), of which one batch entry's row begins slopes_batch numbers after the row before; null: none.
   const float* slopes = nullptr;
   int slopes_batch = 0;
+  // Of instances of MaskKind::kBias: (B, H, M, N), of the dtype of q. A stride of batch entries or heads is 0 where
+  // they share it.
+  View bias;
   // Of instances of MaskKind::kSegments. The kernel find_row_spans fills what follows the ids before the pass begins.
   // Blocks of ids are followed by their range, in kRangeNumbers.
   Ids q_ids, k_ids;              // (B, M), (B, N)
@@ -123,8 +126,8 @@ struct BackwardParams : FlashParams {
 
 enum class Element { kBFloat16, kFloat16 };
 
-// kDropout: every key or a causal mask, with dropout.
-enum class MaskKind { kNone, kCausal, kBand, kSegments, kDropout };
+// kDropout and kBias: every key or a causal mask, with dropout or with a bias, which the backward alone knows.
+enum class MaskKind { kNone, kCausal, kBand, kSegments, kDropout, kBias };
 
 struct Instance {
   Element element;
@@ -155,7 +158,8 @@ struct BackwardInstance {
 
 // Whether rows further down see more keys.
 inline bool grows(MaskKind mask, const FlashParams& p) {
-  if (mask == MaskKind::kBand || mask == MaskKind::kDropout) return p.left == kUnlimited && p.right < kUnlimited;
+  if (mask == MaskKind::kBand || mask == MaskKind::kDropout || mask == MaskKind::kBias)
+    return p.left == kUnlimited && p.right < kUnlimited;
   return mask == MaskKind::kCausal;
 }
 

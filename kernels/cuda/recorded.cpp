@@ -61,7 +61,8 @@ std::vector<void**> pointers_of(BackwardPlan& plan) {
   BackwardParams& p = plan.p;
   std::vector<void**> all = pointers_of(static_cast<FlashParams&>(p));
   all.insert(all.end(), {&p.grad_out.data, &p.grad_q.data, &p.grad_k.data, &p.grad_v.data, place_of(p.grad_lse),
-                         place_of(p.delta_rows), place_of(p.slopes), place_of(p.q_ids.data), place_of(p.k_ids.data)});
+                         place_of(p.delta_rows), place_of(p.slopes), &p.bias.data, place_of(p.q_ids.data),
+                         place_of(p.k_ids.data)});
   return all;
 }
 

@@ -233,7 +233,7 @@ def tile_of(problem: AttentionProblem, tile: Tile) -> Tile:
         return next((t for t in offered if parts_memory(problem, t, target) <= target.shared_memory), offered[-1])
     width = block_size(problem.D) + block_size(problem.Dv)
     small = problem.dtype.itemsize < torch.float32.itemsize and width <= 2 * SMALL_SIZE
-    return staged(SMALL, problem) or tile if problem.full_bias and small else tile
+    return staged(SMALL, problem) or tile if problem.bias_matrices and small else tile
 
 
 def reduction_of(

@@ -116,7 +116,7 @@ def problem_of(asked: Asked) -> AttentionProblem:
         bias_dtype=dtype if "bias" in features else None,
         direction=asked.direction,
         row_mask="padding" in asked.masks and "bias" not in asked.masks,
-        full_bias="bias" in features,
+        bias_matrices=B * H if "bias" in features else 0,
     )  # fmt: skip
 
 

@@ -26,15 +26,17 @@ struct BackwardConfig {
   // Whether grad_q is staged beside the WGMMA of grad_k, and accumulators of scores and dP begin with -lse / scale and
   // -delta. Up to head size 64 either is slower.
   static constexpr bool WIDE = D > 64;
-  // Of dP that is dropped -delta is left, so that with dropout it is subtracted later.
-  static constexpr bool DROPOUT = MASK == MaskKind::kDropout, BEGINS_DP = WIDE && !DROPOUT;
-  static constexpr bool DS_EMPTY = DS_STAGES < 4;  // whether a barrier says when a stage of dS has been read
+  // Of dP that is dropped -delta is left, so that with dropout it is subtracted later. A bias may be large, and so
+  // comes before lse.
+  static constexpr bool DROPOUT = MASK == MaskKind::kDropout, BIAS = MASK == MaskKind::kBias;
+  static constexpr bool BEGINS_SCORES = WIDE && !BIAS, BEGINS_DP = WIDE && !DROPOUT;
+  static constexpr bool DS_EMPTY = DS_STAGES < 4 || BIAS;  // whether a barrier says when a stage of dS has been read
   static constexpr bool SEGMENTS = MASK == MaskKind::kSegments, BAND = SEGMENTS || MASK == MaskKind::kBand;
   static constexpr bool SPLIT_D =
       BLOCK_M == kRows;  // a consumer's half of grad_q is one of the columns, or of the rows
   static constexpr int DQ_COLUMNS = SPLIT_D ? D / 2 : D;
   // Columns of k that consumers have in registers. More of them, or a band's numbers beside them, would spill.
-  static constexpr int HELD = D <= 64 && !BAND && !DROPOUT ? D / 2 : 0;
+  static constexpr int HELD = D <= 64 && !BAND && !DROPOUT && !BIAS ? D / 2 : 0;
   using MaskPolicy = KeyMask<MASK, BLOCK_M, BLOCK_N>;
   static constexpr int THREADS = kThreads * (CONSUMERS + 1);
   static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;  // 24 + 2 x 240 = 3 x 168
@@ -101,7 +103,7 @@ struct BackwardStorage {
   alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutV>> v;
   alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutQ>> q;
   alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDO>> grad_out;
-  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDS>> ds;
+  alignas(kSwizzleBytes) array_aligned<E, cosize_v<typename C::LayoutDS>> ds;  // and before it the step's bias
   alignas(128) float grad_q[C::CONSUMERS * kWarps][C::BLOCK_M * C::D / (C::CONSUMERS * kWarps)];  // of each warp
   int target, key0;  // of grad_q: the block of rows that it is added to, or kNoTile, and the first key of its block
   alignas(128) float base2[C::STAGES][C::BLOCK_M];
@@ -110,7 +112,7 @@ struct BackwardStorage {
   RowsOfStep steps[2 * C::STAGES];
   IdsOfTile<C> ids;
   WorkTileOfKeys tile;  // whose keys are in k
-  uint64_t k_full, v_full, kv_empty, ds_full[C::DS_STAGES], ds_empty[C::DS_STAGES];
+  uint64_t k_full, v_full, kv_empty, ds_full[C::DS_STAGES], ds_empty[C::DS_STAGES], bias_full[C::DS_STAGES];
   uint64_t q_full[C::STAGES], q_empty[C::STAGES], do_full[C::STAGES], do_empty[C::STAGES];
   uint64_t grad_q_full, grad_q_empty;
 
@@ -124,7 +126,10 @@ struct BackwardStorage {
     Full::init(&k_full, 1);
     Full::init(&v_full, 1);
     Empty::init(&kv_empty, C::CONSUMERS * kThreads);  // every thread reads the index, and arrives
-    for (int i = 0; i < C::DS_STAGES; ++i) Empty::init(&ds_full[i], kArrivals), Empty::init(&ds_empty[i], kArrivals);
+    for (int i = 0; i < C::DS_STAGES; ++i) {
+      Empty::init(&ds_full[i], kArrivals), Empty::init(&ds_empty[i], kArrivals);
+      Full::init(&bias_full[i], 1);
+    }
     for (int i = 0; i < C::STAGES; ++i) {
       Full::init(&q_full[i], 1), Empty::init(&q_empty[i], kArrivals);
       Full::init(&do_full[i], 1), Empty::init(&do_empty[i], kArrivals);

@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int bit = kLanes / 2; bit; bit /= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
   if (lane == 0) {
     float const delta = lse == -INFINITY ? 0.f : sum - (p.grad_lse ? p.grad_lse[given] : 0.f);
-    float const base2 = lse * float(M_LOG2E);
-    p.base2[place] =
-        C::WIDE ? (lse == -INFINITY ? -FLT_MAX : -base2 / p.scale_log2) : (lse == -INFINITY ? INFINITY : base2);
+    float const base2 = lse * (C::BIAS ? 1.f : float(M_LOG2E));
+    p.base2[place] = C::BEGINS_SCORES ? (lse == -INFINITY ? -FLT_MAX : -base2 / p.scale_log2)
+                                      : (lse == -INFINITY ? INFINITY : base2);
     p.delta[place] = C::BEGINS_DP ? -delta : C::DROPOUT ? delta / p.kept : delta;
     if (p.delta_rows && row < rows.count) p.delta_rows[given] = delta;
   }

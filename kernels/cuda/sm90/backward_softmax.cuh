@@ -5,7 +5,8 @@
 
 namespace sdpa_cuda {
 
-// With C::WIDE the accumulators of scores and dP begin with -lse / scale and -delta, and nothing is subtracted later.
+// With C::WIDE the accumulators of scores and dP begin with -lse / scale and -delta, and nothing is subtracted later
+// (but for BEGINS_SCORES and BEGINS_DP).
 // Functions get these numbers as a pointer to the number of the thread's first row. A thread has two rows of every
 // eight.
 
@@ -71,11 +72,40 @@ template <class C, class Scores>
 CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, BackwardParams const& p) {
 #pragma unroll
   for (int j = 0; j < size<1>(scores) / 2; ++j) {
-    float2 const base = remaining<C::WIDE>(base2, j);
+    float2 const base = remaining<C::BEGINS_SCORES>(base2, j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scores(i, 2 * j) = exp2f(scores(i, 2 * j) * p.scale_log2 - base.x);
       scores(i, 2 * j + 1) = exp2f(scores(i, 2 * j + 1) * p.scale_log2 - base.y);
+    }
+  }
+}
+
+// The same with a bias: exp(score * scale + bias - lse). The block of the bias lies as dS will (store_transposed), from
+// `first` on. Its sum with the score is first, because it may be as large as lse.
+template <class C, class Scores>
+CUTE_DEVICE void exponentiate_biased(Scores& scores, uint32_t first, float const* lse, float scale) {
+  constexpr int kBytes = 16 * kRows * 2, kGroups = 2;  // of 8 rows
+#pragma unroll
+  for (int i = 0; i < size<1>(scores) / (2 * kGroups); ++i) {
+    uint32_t words[2 * kGroups];  // of each group two keys, of each of these two rows
+    asm volatile("ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(first + kBytes * i)
+                 : "memory");
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      int const j = kGroups * i + group;
+      float2 const row = *reinterpret_cast<float2 const*>(lse + 8 * j);
+#pragma unroll
+      for (int key = 0; key < 2; ++key) {
+        auto const bias = reinterpret_cast<cutlass::Array<typename C::E, 2> const&>(words[2 * group + key]);
+        auto const weight = [&](float& score, float add, float less) {
+          score = exp2f((score * scale + add - less) * float(M_LOG2E));
+        };
+        weight(scores(key, 2 * j), float(bias[0]), row.x);
+        weight(scores(key, 2 * j + 1), float(bias[1]), row.y);
+      }
     }
   }
 }

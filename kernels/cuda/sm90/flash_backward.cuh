@@ -32,6 +32,8 @@
 // dropout only the scores begin so, no part of k stays in registers, and weights are dropped before they become
 // operands, as dP is before delta is subtracted.
 //
+// A bias is read by TMA into the stage of dS that its step will write, which a consumer reads as it will write it.
+//
 // grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
 // a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
 #pragma once
@@ -42,14 +44,17 @@
 
 namespace sdpa_cuda {
 
+struct NoBias {};  // in the place of a bias's TMA
+
 // The producer warp, of which one elected thread runs.
-template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO>
+template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO, class TmaBias>
 struct BackwardProducer {
   using E = typename C::E;
   TmaQ const& tma_q;
   TmaK const& tma_k;
   TmaV const& tma_v;
   TmaDO const& tma_do;
+  TmaBias const& tma_bias;
   BackwardParams const& p;
   BackwardStorage<C>& s;
   PipelineState<C::STAGES> q_state, do_state;
@@ -70,6 +75,23 @@ struct BackwardProducer {
   CUTE_DEVICE void load_keys(Tma const& tma, Source const& source, Target&& target, uint64_t& full) {
     Full::arrive_and_expect_tx(&full, decltype(size(target.layout()))::value * sizeof(E));
     copy(tma.with(full, 0, TMA::CacheHintSm90::EVICT_FIRST), source, target);
+  }
+
+  // The bias of a step, of block m of a head's rows and a block of keys.
+  CUTE_DEVICE void load_bias(uint32_t step, WorkTile const& w, int head, int m) const {
+    if constexpr (C::BIAS) {
+      constexpr uint32_t kBytes = C::BLOCK_M * C::BLOCK_N * sizeof(E);
+      int const i = step % C::DS_STAGES;
+      Empty::wait(&s.ds_empty[i], step / C::DS_STAGES & 1 ^ 1);
+      Full::arrive_and_expect_tx(&s.bias_full[i], kBytes);
+      bool const heads = p.bias.head != 0, entries = p.bias.batch != 0;
+      Tensor bias = tma_bias.get_tma_tensor(make_shape(p.M, p.N, heads ? p.H : 1, entries ? p.B : 1));
+      Tensor block = local_tile(bias(_, _, heads ? head : 0, entries ? w.batch : 0),
+                                Shape<Int<C::BLOCK_M>, Int<C::BLOCK_N>>{}, make_coord(m, w.block));
+      auto const slice = tma_bias.get_slice(_0{});
+      Tensor target = slice.partition_D(make_tensor(make_smem_ptr(s.ds.data()), typename C::LayoutDS{}));
+      copy(tma_bias.with(s.bias_full[i]), slice.partition_S(block), target(_, _, _, i));
+    }
   }
 
   // Of block m of rows and a block of keys.
@@ -139,6 +161,7 @@ struct BackwardProducer {
         Empty::wait(&s.do_empty[i], do_state.phase() ^ 1);
         load(tma_do, tDO(_, _, _, m, head), sDO(_, _, _, i),
              p.delta + int64_t(first_block_of<C>(p, w.batch, head) + m) * C::BLOCK_M, s.delta[i], s.do_full[i]);
+        load_bias(do_state.count, w, head, m);
         do_state.advance();
       };
       bool const any = count > 0;
@@ -335,7 +358,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     // Memory that WGMMAs read answers late: numbers of rows are read a while before the accumulators are needed.
     auto begin_scores = [&](uint32_t step) {
       Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
-      if constexpr (C::WIDE) begin_with(score_rows, s.base2[step % C::STAGES] + pair);
+      if constexpr (C::BEGINS_SCORES) begin_with(score_rows, s.base2[step % C::STAGES] + pair);
       clear_rows_behind(step, sQ);
     };
     auto begin_dp = [&](uint32_t step) {
@@ -344,8 +367,9 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       clear_rows_behind(step, sDO);
     };
     auto issue_scores = [&](uint32_t step) {
-      if constexpr (!C::WIDE) forget(scores);
-      issue_wgmma<!C::WIDE, C::HELD / 16>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores, mma_held, k_held);
+      if constexpr (!C::BEGINS_SCORES) forget(scores);
+      issue_wgmma<!C::BEGINS_SCORES, C::HELD / 16>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores, mma_held,
+                                                   k_held);
     };
     auto issue_dp = [&](uint32_t step) {
       if constexpr (!C::BEGINS_DP) forget(dp);
@@ -359,7 +383,13 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       if (C::BAND && (p.softcap > 0.f || p.slopes))
         adjust<C>(score_rows, coords, base2, p, s.slopes[step % C::STAGES],
                   s.rows_of(step).m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows);
-      exponentiate<C>(score_rows, base2, p);
+      uint32_t const own_ds = ds_first + step % C::DS_STAGES * uint32_t(sizeof(s.ds) / C::DS_STAGES);
+      if constexpr (C::BIAS) {
+        Full::wait(&s.bias_full[step % C::DS_STAGES], step / C::DS_STAGES & 1);
+        exponentiate_biased<C>(score_rows, own_ds, base2, p.scale);
+      } else {
+        exponentiate<C>(score_rows, base2, p);
+      }
       int const key0 = work.key0 + consumer * kRows;
       if (C::MASK == MaskKind::kNone ? key0 + kRows > p.N : s.rows_of(step).flags >> consumer & 1)
         typename C::MaskPolicy(p, work.N, work.rows, work.shift)
@@ -374,8 +404,8 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       // Weights first, because ds has registers that scores had.
       if (C::WIDE) convert(scores, weights);
       convert(dp, ds);
-      if (C::DS_EMPTY) Empty::wait(&s.ds_empty[step % C::DS_STAGES], step / C::DS_STAGES & 1 ^ 1);
-      store_transposed(ds, ds_first + step % C::DS_STAGES * uint32_t(sizeof(s.ds) / C::DS_STAGES));
+      if (C::DS_EMPTY && !C::BIAS) Empty::wait(&s.ds_empty[step % C::DS_STAGES], step / C::DS_STAGES & 1 ^ 1);
+      store_transposed(ds, own_ds);
       cutlass::arch::fence_view_async_shared();
       if (!C::WIDE) convert(scores, weights);
       __syncwarp();
@@ -450,11 +480,12 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   if (signals) wait_until_read();
 }
 
-template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO>
+template <class C, class TmaQ, class TmaK, class TmaV, class TmaDO, class TmaBias>
 __global__ void __launch_bounds__(C::THREADS, 1)
     flash_backward(__grid_constant__ TmaQ const tma_q, __grid_constant__ TmaK const tma_k,
                    __grid_constant__ TmaV const tma_v, __grid_constant__ TmaDO const tma_do,
-                   __grid_constant__ BackwardParams const p, __grid_constant__ KeyScheduler const scheduler) {
+                   __grid_constant__ TmaBias const tma_bias, __grid_constant__ BackwardParams const p,
+                   __grid_constant__ KeyScheduler const scheduler) {
   extern __shared__ __align__(kSwizzleBytes) char aligned_raw[];
   auto& s = *reinterpret_cast<BackwardStorage<C>*>(aligned_raw);
   int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kThreads, 0);
@@ -464,6 +495,7 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     prefetch_tma_descriptor(tma_k.get_tma_descriptor());
     prefetch_tma_descriptor(tma_v.get_tma_descriptor());
     prefetch_tma_descriptor(tma_do.get_tma_descriptor());
+    if constexpr (C::BIAS) prefetch_tma_descriptor(tma_bias.get_tma_descriptor());
   }
   __syncthreads();
   wait_for_kernel_in_front();
@@ -473,10 +505,24 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     // The thread ends here: in a branch beside this one, the producer would not have uniform registers.
     if (threadIdx.x == 32) return add_staged<C>(p, s);
     if (threadIdx.x / 32 == 0 && elect_one_sync())
-      BackwardProducer<C, TmaQ, TmaK, TmaV, TmaDO>{tma_q, tma_k, tma_v, tma_do, p, s}.run(scheduler);
+      BackwardProducer<C, TmaQ, TmaK, TmaV, TmaDO, TmaBias>{tma_q, tma_k, tma_v, tma_do, tma_bias, p, s}.run(scheduler);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::CONSUMER_REGISTERS>();
     consume_backward<C>(p, s, scheduler, warpgroup - 1);
+  }
+}
+
+// The bias for TMA. What is shared is there once, and a dimension of one element has any stride that TMA takes.
+template <class C>
+auto tma_of_bias(BackwardParams const& p) {
+  if constexpr (C::BIAS) {
+    View const& t = p.bias;
+    View const shared{t.data, t.batch ? t.batch : t.row, t.head ? t.head : t.row, t.row};
+    return make_tma_copy(SM90_TMA_LOAD{},
+                         rows_tensor<typename C::E>(shared, p.M, p.N, t.head ? p.H : 1, t.batch ? p.B : 1),
+                         take<0, 2>(typename C::LayoutDS{}), Shape<Int<C::BLOCK_M>, Int<C::BLOCK_N>>{}, _1{});
+  } else {
+    return NoBias{};
   }
 }
 
@@ -492,7 +538,8 @@ int launch_alone(BackwardParams const& p, cudaStream_t stream) {
                              take<0, 2>(typename C::LayoutV{}), Shape<Int<C::BLOCK_N>, Int<C::DV>>{}, _1{});
   auto tma_do = make_tma_copy(SM90_TMA_LOAD{}, rows_tensor<E>(p.grad_out, p.query_rows, p.Dv, p.H, batch),
                               take<0, 2>(typename C::LayoutDO{}), Shape<Int<C::BLOCK_M>, Int<C::DV>>{}, _1{});
-  auto kernel = flash_backward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v), decltype(tma_do)>;
+  auto bias = tma_of_bias<C>(p);
+  auto kernel = flash_backward<C, decltype(tma_q), decltype(tma_k), decltype(tma_v), decltype(tma_do), decltype(bias)>;
   constexpr int bytes = sizeof(BackwardStorage<C>);
   static_assert(bytes <= kSharedBytes);
   cudaError_t const refused = allow_shared_memory<C>(kernel, bytes, p.device);
@@ -500,7 +547,7 @@ int launch_alone(BackwardParams const& p, cudaStream_t stream) {
   KeyScheduler const scheduler(p, C::BLOCK_N);
   if constexpr (C::SEGMENTS) launch_find_row_spans<C>(p, stream);
   launch_prepare_rows<C>(p, stream);
-  launch_early(kernel, scheduler.grid, C::THREADS, bytes, stream, tma_q, tma_k, tma_v, tma_do, p, scheduler);
+  launch_early(kernel, scheduler.grid, C::THREADS, bytes, stream, tma_q, tma_k, tma_v, tma_do, bias, p, scheduler);
   launch_finish_rows<C>(p, stream);
   if (p.grad_k_acc) launch_finish_keys<C>(p, stream);
   return cudaGetLastError();
