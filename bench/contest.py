@@ -21,7 +21,7 @@ from sdpa.bench.calls import our_call, torch_has
 from sdpa.bench.peers import PEERS, TORCH_PEERS, Contestant, Maker, ours, peers_for
 from sdpa.bench.pool import first_line
 from sdpa.bench.problems import Problem
-from sdpa.bench.timing import USUAL, Call, Pace, Racer, Timing, race
+from sdpa.bench.timing import USUAL, Call, OwnNumbers, Pace, Racer, Timing, race
 from sdpa.bench.truth import (
     Distance,
     gradient_error,
@@ -139,7 +139,7 @@ def compete(problem: Problem, options: Options) -> tuple[list[Entry], list[Entry
         else prepare(name, maker, work, judge)
         for name, maker in makers
     ]
-    racers = [racer for _, racer in prepared if racer is not None]
+    racers = [drawing_alone(racer, problem) for _, racer in prepared if racer is not None]
     timings = iter(race(racers, problem.device, problem.host, options.pace))
     entries = [entry if racer is None else timed(entry, next(timings), problem) for entry, racer in prepared]
     for place, kernel in enumerate(options.kernels):
@@ -147,6 +147,15 @@ def compete(problem: Problem, options: Options) -> tuple[list[Entry], list[Entry
         note = entry.note or ("" if torch_has(work) else NOT_TORCHS)
         entries[place] = replace(entry, kernel=name_of(work, entry, kernel), note=note)
     return entries[: len(options.kernels)], entries[len(options.kernels) :]
+
+
+def drawing_alone(racer: Racer, problem: Problem) -> Racer:
+    """With random numbers of its own, where the problem takes any from a GPU's generator."""
+    device = torch.device(problem.device)
+    if problem.call != "dropout" or device.type != "cuda":
+        return racer
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return replace(racer, around=OwnNumbers(racer.around, generator))
 
 
 def maker_of(kernel: str) -> Maker:

@@ -97,7 +97,7 @@ class SeedPools:
 
 
 def mixed(seed: int, block: int) -> int:
-    """A key of 63 bits for a generator's seed and a block of its offsets, by SplitMix64 (Steele et al., OOPSLA 2014).
+    """A key of 62 bits for a generator's seed and a block of its offsets, by SplitMix64 (Steele et al., OOPSLA 2014).
     It differs from the seed, which is the key of torch's own Philox streams."""
     state = seed & WORD64
     for number in (block, 1):
@@ -105,15 +105,15 @@ def mixed(seed: int, block: int) -> int:
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD64
         state ^= state >> 31
-    return state >> 1
+    return state >> 2  # numbers are counted from it on
 
 
 def make_pool(key: int, index: int) -> Tensor:
-    device = torch.device("cuda", index)
+    """Keys and offsets count on from `key`, so that one launch writes all. Where others move the generator on by
+    millions between calls, as torch's efficient kernel does, each of ours makes a pool."""
     with torch.inference_mode(False):  # where a call with gradients may read it later
-        pool = torch.full((SEEDS, 2), key, dtype=torch.int64, device=device)
-        pool[:, 1] = torch.arange(SEEDS, device=device)
-    return pool
+        numbers = torch.arange(key, key + 2 * SEEDS, dtype=torch.int64, device=torch.device("cuda", index))
+    return numbers.view(SEEDS, 2)
 
 
 POOLS = SeedPools(make_pool)

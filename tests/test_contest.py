@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -623,3 +624,27 @@ def test_a_device_race_hides_the_host():
     device, _ = timing.race([Racer(slow), Racer(small.zero_)], "cuda", pace=Pace(20))
     assert device.median < 5e-5
     assert timing.race([Racer(slow)], "cuda", True, Pace(5))[0].median >= 2e-4
+
+
+def test_racers_draw_from_a_generator_that_nobody_else_moves_on():
+    class Generator:
+        offset = 100
+
+        def get_offset(self):
+            return self.offset
+
+        def set_offset(self, offset):
+            self.offset = offset
+
+    generator, told = Generator(), []
+
+    def draw(step):
+        told.append((step, generator.offset))
+        generator.offset += step
+
+    racers = [timing.OwnNumbers(nullcontext, generator) for _ in range(2)]
+    for _ in range(2):
+        for racer, step in zip(racers, (4, 10**6), strict=True):
+            with racer():
+                draw(step)
+    assert told == [(4, 100), (10**6, 100), (4, 104), (10**6, 100 + 10**6)] and generator.offset == 100

@@ -216,7 +216,7 @@ class Generator:
 
 
 def host_pool(key, index):
-    return torch.stack((torch.full((philox.SEEDS,), key), torch.arange(philox.SEEDS)), 1)
+    return torch.arange(key, key + 2 * philox.SEEDS).view(-1, 2)
 
 
 def test_pooled_seeds_follow_the_generators_state():
@@ -242,5 +242,5 @@ def test_pooled_seeds_follow_the_generators_state():
 
 def test_keys_of_pools_differ():
     keys = {philox.mixed(seed, block) for seed in range(64) for block in range(64)}
-    assert len(keys) == 64 * 64 and all(0 <= key < 2**63 for key in keys)
+    assert len(keys) == 64 * 64 and all(0 <= key < 2**62 for key in keys)
     assert philox.mixed(2**64 - 1, 0) != philox.mixed(0, 0)
