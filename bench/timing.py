@@ -191,9 +191,10 @@ def settled(samples: Sequence[float]) -> bool:
 
 
 class OwnNumbers:
-    """What is entered around a racer's calls, and then torch's generator of the device where this racer left it. What
-    racers draw from it is no other's: torch's efficient kernel moves it on by a number for each score, after which each
-    call of ours would make new seeds, which it does once in thousands of calls elsewhere."""
+    """Enters `around`, with torch's generator of the device at the offset where this racer left it.
+
+    Else racers would move it on for one another. torch's efficient kernel does so by a number for each score, after
+    which a call of ours makes new seeds, as it does once in thousands of calls elsewhere."""
 
     def __init__(self, around: Callable[[], AbstractContextManager[Any]], generator: torch.Generator) -> None:
         self.around, self.generator, self.offset = around, generator, generator.get_offset()

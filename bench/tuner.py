@@ -200,22 +200,35 @@ Caller = Callable[[Kernel, "Tile | None"], Call]
 
 
 def caller(inputs: AttentionInputs, asked: AttentionProblem, grad_out: Tensor) -> Caller:
-    """Makes calls of kernels' forwards; or of their backwards, all on the results of one forward."""
-    if asked.direction == "forward":
-        return lambda kernel, tile: repeated(kernel, tile, asked, inputs)
+    """Makes calls of kernels' forwards; or of their backwards, all on the results of one forward. Kernels that need
+    copies of tensors share them: what copies take is estimated for any kernel, and no part of its time."""
+    tensors: tuple[Any, ...] = (inputs,)
+    if asked.direction == "backward":
+        tensors = inputs, results_of(inputs), Results(grad_out, None)
+    moved: dict[frozenset[str], tuple[Any, ...]] = {}
+
+    def call(kernel: Kernel, tile: Tile | None) -> Call:
+        names = kernel.aligned
+        if not kernel.misplaced(asked):
+            return repeated(kernel, tile, asked, *tensors)
+        if names not in moved:
+            moved[names] = placed(names, *tensors)
+        return repeated(kernel, tile, asked.placed(names), *moved[names])
+
+    return call
+
+
+def results_of(inputs: AttentionInputs) -> Any:
+    """Those of a forward whose kernel need not be compiled, if there is one: it cannot fail or hang, and any right
+    result serves."""
     forward = AttentionProblem.of(inputs, extra=frozenset({"lse"}))
     able = [c for c in select.consider(forward) if c.able]
-    # What need not be compiled comes first: it cannot fail or hang, and any right result serves.
     best = min(able, key=lambda c: (c.kernel.materialises, bool(select.tiles_of(c.kernel, forward)), c.seconds))
-    results: Any = select.Choice(best.kernel, best.tile, forward, "").run(inputs)
-    upstream = Results(grad_out, None)
-    return lambda kernel, tile: repeated(kernel, tile, asked, inputs, results, upstream)
+    return select.Choice(best.kernel, best.tile, forward, "", copies=best.copies).run(inputs)
 
 
 def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensors: Any) -> Call:
     """What a call that was made before runs (sdpa.calls): torch's operator, launches run again, or the pass itself."""
-    if kernel.misplaced(asked):  # what copies take is estimated for any kernel, and no part of its time
-        tensors, asked = placed(kernel.aligned, *tensors), asked.placed(kernel.aligned)
     module, inputs = kernel.load(), tensors[0]
     if asked.direction == "forward" and hasattr(module, "native") and inputs.bias is None and inputs.allowed is None:
         native = module.native(inputs)

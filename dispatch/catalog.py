@@ -91,7 +91,7 @@ KERNELS: tuple[Kernel, ...] = (
             {"band", "bottom_right", "k_lengths", "q_lengths", "segments", "sinks", "softcap", "packed", "gqa", "lse"}
             | {"alibi", "bias", "backward", "dropout", "lse_grad"}
         ),
-        summary="ours: CUDA for Hopper; a loader warp, groups whose products and softmax overlap; ALiBi, bias backward",
+        summary="ours: CUDA for Hopper; a loader warp, products beside softmax; backwards with ALiBi or a bias",
         varies_in=("backward",),
         sums_queries=True,
         max_head_size=256,

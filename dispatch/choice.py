@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdpa.dispatch import recovery
 from sdpa.dispatch.kernel import Kernel
-from sdpa.dispatch.placing import call_on_copies
+from sdpa.dispatch.placing import call_on_copies, record_on_copies
 from sdpa.dispatch.refusal import describe
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 
@@ -61,11 +61,10 @@ class Choice:
 
     @property
     def record(self) -> Callable[..., Any] | None:
-        """(tensors, problem, tile) -> (results, again), where the kernel's module has one and reads tensors where they
-        lie. `again` repeats the call for tensors of the same form; of a library of ours it returns a plain tuple."""
-        if self.copies:
-            return None
-        return getattr(self.kernel.load(), "record", None)
+        """(tensors, problem, tile) -> (results, again), where the kernel's module has one. `again` repeats the call for
+        tensors of the same form; of a library of ours it returns a plain tuple."""
+        own = getattr(self.kernel.load(), "record", None)
+        return partial(record_on_copies, own, self.kernel.aligned) if own is not None and self.copies else own
 
     @property
     def native(self) -> Callable[..., Any] | None:

@@ -181,12 +181,14 @@ def masking(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
 
 def elements(problem: AttentionProblem, name: str) -> int:
     """The number of elements of a tensor of PLACED. Who shares a boolean mask, or a bias that repeats along rows or
-    columns, is not told: they count as one matrix for each head."""
+    columns, is not told: they count as one matrix for each head. So does a bias beside a boolean mask, with which it
+    becomes one tensor."""
     p = problem
+    matrices = 0 if "allowed" in p.features else p.bias_matrices
     return {
         "q": p.B * p.H * p.M * p.D,
         "k": p.B * p.Hkv * p.N * p.D,
         "v": p.B * p.Hkv * p.N * p.Dv,
-        "bias": (p.bias_matrices or p.B * p.H) * (1 if p.row_mask else p.M) * p.N,
+        "bias": (matrices or p.B * p.H) * (1 if p.row_mask else p.M) * p.N,
         "lse": p.B * p.H * p.M,
     }.get(name, p.B * p.H * p.M * p.Dv)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sdpa.alignment import BULK_BYTES, alignment_of, has_rows, stride_alignment
 from sdpa.layout import empty_as
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 REPEATING = 3  # dimensions that may keep a stride of 0: all but the last
+LSE_DIMENSIONS = 3
 
 
 def call_on_copies(
@@ -22,6 +23,38 @@ def call_on_copies(
     *tensors, problem, tile = arguments
     assert isinstance(problem, AttentionProblem) and (tile is None or isinstance(tile, Tile))
     return function(*placed(names, *tensors), problem.placed(names), tile)
+
+
+def record_on_copies(
+    record: Callable[..., Any], names: Collection[str], tensors: tuple[Any, ...], problem: AttentionProblem,
+    tile: Tile | None,
+) -> tuple[Any, Callable[..., Any] | None]:  # fmt: skip
+    """What a kernel's `record` does, on such copies: the results, and what does the call again on copies of the same
+    tensors. None where several fields hold one tensor, of which each would get a copy."""
+    moved = placed(names, *tensors)
+    given, read = every(*tensors), every(*moved)
+    results, again = record(moved, problem.placed(names), tile)
+    if again is None or len(given) != len(read):
+        return results, None
+    apart = [one is not other for one, other in zip(given, read, strict=True)]
+
+    def on_copies(*tensors: Tensor) -> Any:
+        if len(tensors) != len(apart):
+            return None
+        return again(*[copied(tensor) if one else tensor for one, tensor in zip(apart, tensors, strict=True)])
+
+    return results, on_copies
+
+
+def every(inputs: AttentionInputs, *rest: Any) -> list[Tensor]:
+    """The tensors of a call, each once, in the order in which a recorded call is given them."""
+    pairs = [(one,) if isinstance(one, Tensor) else one for one in rest]
+    return [*read_of(inputs), *(tensor for pair in pairs for tensor in pair if tensor is not None)]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The copy that `placed` makes of a tensor that needs one."""
+    return tensor.clone() if tensor.dim() == LSE_DIMENSIONS else aligned_copy(tensor)
 
 
 def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple[Any, ...]:
@@ -34,7 +67,7 @@ def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple
         return inputs, *rest
     results, upstream = rest
     out = at_home(results.out) if "out" in names else results.out
-    lse = results.lse.clone() if "lse" in names and alignment_of(results.lse, False) < BULK_BYTES else results.lse
+    lse = copied(results.lse) if "lse" in names and alignment_of(results.lse, False) < BULK_BYTES else results.lse
     grad_out = at_home(upstream.out) if "grad_out" in names else upstream.out
     return inputs, Results(out, lse), upstream._replace(out=grad_out)
 

@@ -176,7 +176,8 @@ def hopper_only(problem: AttentionProblem) -> str | None:
 
 
 LARGEST_IN_ORDER = 128  # flash_backward.cuh; above it flash_backward_pair.cuh adds in any order
-LARGEST_PLAIN = 128  # of the CUDA instances with dropout or a bias, which know one of these and none of the others
+# The CUDA kernel's instances with dropout and those with a bias: their largest head size, and what neither knows.
+LARGEST_PLAIN = 128
 PLAIN_TERMS = ("dropout", "bias")
 BESIDE_NO_TERM = frozenset({"k_lengths", "q_lengths", "segments", "packed", "sinks", "softcap", "alibi"})
 

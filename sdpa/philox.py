@@ -73,8 +73,8 @@ class SeedPools:
     generators, which threads share, it gives a thread no numbers of its own.
     """
 
-    def __init__(self, make: Callable[[int, int], Tensor]) -> None:
-        self.make = make  # (key, device index) -> (SEEDS, 2) int64
+    def __init__(self, make: Callable[[int, torch.device], Tensor]) -> None:
+        self.make = make  # (key, device) -> (SEEDS, 2) int64
         self.pools: OrderedDict[tuple[int, int, int, int], Pool] = OrderedDict()
         self.lock = threading.RLock()
 
@@ -88,7 +88,7 @@ class SeedPools:
             place = index, stream, seed, block
             pool = self.pools.get(place)
             if pool is None:
-                pool = self.pools[place] = Pool(self.make(mixed(seed, block), index))
+                pool = self.pools[place] = Pool(self.make(mixed(seed, block), torch.device("cuda", index)))
                 while len(self.pools) > MAX_POOLS:
                     self.pools.popitem(last=False)
             else:
@@ -108,11 +108,11 @@ def mixed(seed: int, block: int) -> int:
     return state >> 2  # numbers are counted from it on
 
 
-def make_pool(key: int, index: int) -> Tensor:
+def make_pool(key: int, device: torch.device) -> Tensor:
     """Keys and offsets count on from `key`, so that one launch writes all. Where others move the generator on by
     millions between calls, as torch's efficient kernel does, each of ours makes a pool."""
     with torch.inference_mode(False):  # where a call with gradients may read it later
-        numbers = torch.arange(key, key + 2 * SEEDS, dtype=torch.int64, device=torch.device("cuda", index))
+        numbers = torch.arange(key, key + 2 * SEEDS, dtype=torch.int64, device=device)
     return numbers.view(SEEDS, 2)
 
 

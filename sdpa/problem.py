@@ -169,7 +169,7 @@ class AttentionProblem(NamedTuple):
     bias_dtype: torch.dtype | None = None
     direction: str = "forward"  # or "backward", or "weights": exp(score - lse) as a tensor
     row_mask: bool = False  # the dense masks given have one row, as a mask of padding has
-    bias_matrices: int = 0  # of M x N in memory, that the bias given has; 0 where it repeats along rows or columns
+    bias_matrices: int = 0  # how many M x N matrices the given bias has in memory; 0 where rows or columns repeat
     narrow_mask: bool = False  # the dense masks given repeat one column for all keys
     # Tensors (of PLACED) that do not lie at multiples of 16 bytes, and of how many bytes then; 0: the last dimension is
     # not the only one of stride 1 (`alignment.has_rows`).

@@ -119,7 +119,7 @@ def test_tensors_of_a_trace_are_not_asked():
 
 
 NEEDS = {
-    "cuda_flash": {"q", "k", "v", "out", "grad_out"},
+    "cuda_flash": set(PLACED) - {"lse"},
     "triton_hopper": {"q", "k", "v", "bias", "bias_rows", "grad_out"},
     "triton_flash": set(),
     "triton_efficient": set(),
@@ -215,7 +215,38 @@ def test_a_forward_gets_copies_of_just_the_tensors_that_need_one(rows, anywhere,
     for name in ("q", "v", "bias"):
         mine, theirs = getattr(given, name), getattr(got, name)
         assert theirs is not mine and torch.equal(theirs, mine) and alignment_of(theirs) == 16
-    assert choice.record is None and choice.native is None
+    assert choice.native is None
+
+
+def test_a_call_on_copies_is_recorded(rows, anywhere, monkeypatch):
+    """Later calls get copies of what the first one needed copies of, in the same memory order."""
+    (module,) = rows(("fused", None, FUSED))
+    seen = []
+
+    def record(tensors, problem, tile):
+        assert problem.unaligned == ()
+        seen.append(placing.every(*tensors))
+        return "first", lambda *given: seen.append(given)
+
+    monkeypatch.setattr(module, "record", record, raising=False)
+    results = Results(at(1, 1, 2, 16, 8), at(1, 1, 2, 16, dtype=FLOAT32))
+    given = inputs_at(k=1, bias=torch.randn(1, 2, 16, 13, dtype=BFLOAT16))
+    upstream = Results(at(0, 1, 2, 16, 8), None)
+    problem = AttentionProblem.of(given, "backward", others=(*results, upstream.out))
+    choice = select.choose(problem, "", ALL_TOGGLES)
+    assert choice.copies == ("k", "bias_rows", "out", "lse")
+    first, again = choice.record((given, results, upstream), problem, None)
+    tensors = placing.every(given, results, upstream)
+    assert first == "first" and again(*tensors[1:]) is None and len(seen) == 1
+    again(*tensors)
+    for mine, one, other in zip(tensors, *seen, strict=True):
+        assert torch.equal(mine, one) and torch.equal(mine, other) and one.stride() == other.stride()
+        assert (one is mine) == (other is mine)
+    moved = [mine is not one for mine, one in zip(tensors, seen[0], strict=True)]
+    assert moved == [False, True, False, True, True, True, False]
+    shared = inputs_at(q=1)._replace(k=given.q)._replace(q=given.q)
+    odd = at(1, 1, 2, 16, 8)
+    assert placing.record_on_copies(record, PLACED, (shared._replace(q=odd, k=odd),), problem, None)[1] is None
 
 
 def test_a_backward_gets_copies_of_upstream_gradients(rows, anywhere, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import types
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -626,25 +625,40 @@ def test_a_device_race_hides_the_host():
     assert timing.race([Racer(slow)], "cuda", True, Pace(5))[0].median >= 2e-4
 
 
-def test_racers_draw_from_a_generator_that_nobody_else_moves_on():
-    class Generator:
-        offset = 100
+class Generator:
+    offset = 100
 
-        def get_offset(self):
-            return self.offset
+    def get_offset(self):
+        return self.offset
 
-        def set_offset(self, offset):
-            self.offset = offset
+    def set_offset(self, offset):
+        self.offset = offset
 
+
+def test_racers_draw_from_a_generator_that_nobody_else_moves_on(monkeypatch):
     generator, told = Generator(), []
+    monkeypatch.setattr(torch.cuda, "default_generators", [None, generator])
 
     def draw(step):
         told.append((step, generator.offset))
         generator.offset += step
 
-    racers = [timing.OwnNumbers(nullcontext, generator) for _ in range(2)]
-    for _ in range(2):
-        for racer, step in zip(racers, (4, 10**6), strict=True):
-            with racer():
-                draw(step)
+    problem = Problem(1, 1, 8, 8, 8, call="dropout", device="cuda:1")
+    racers = [contest.drawing_alone(Racer(lambda step=step: draw(step)), problem) for step in (4, 10**6)]
+    for racer in racers * 2:
+        with racer.around():
+            racer.call()
     assert told == [(4, 100), (10**6, 100), (4, 104), (10**6, 100 + 10**6)] and generator.offset == 100
+    plain = Racer(draw)
+    others = (replace(problem, call=""), replace(problem, device="cpu"))
+    assert all(contest.drawing_alone(plain, other) is plain for other in others)
+
+
+def test_contestants_draw_alone(monkeypatch):
+    seen, own = [], contest.drawing_alone
+    monkeypatch.setattr(contest, "drawing_alone", lambda *given: seen.append(given) or own(*given))
+    problem = replace(TINY, call="dropout")
+    (row,) = contest.measure_cell("s", problem, FAST)
+    assert row.own.seconds and [given[1] for given in seen] == [problem] * (
+        1 + sum(p.seconds is not None for p in row.peers)
+    )

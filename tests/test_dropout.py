@@ -215,13 +215,12 @@ class Generator:
         self.offset = offset
 
 
-def host_pool(key, index):
-    return torch.arange(key, key + 2 * philox.SEEDS).view(-1, 2)
+CPU = torch.device("cpu")
 
 
 def test_pooled_seeds_follow_the_generators_state():
     made = []
-    pools = philox.SeedPools(lambda key, index: made.append(key) or host_pool(key, index))
+    pools = philox.SeedPools(lambda key, device: made.append(key) or philox.make_pool(key, CPU))
     generator = Generator(7)
     first = [pools.draw(generator, 0, 0).tolist() for _ in range(3)]
     assert len(set(map(tuple, first))) == 3 and generator.offset == 12 and len(made) == 1
@@ -238,6 +237,18 @@ def test_pooled_seeds_follow_the_generators_state():
     assert len(pools.pools) == philox.MAX_POOLS and len(made) == before + 40
     assert pools.draw(Generator(7), 0, 1).tolist() == first[0] and len(made) == before + 41  # another stream's
     assert pools.draw(Generator(7), 1, 0).tolist() == first[0] and len(made) == before + 42  # another device's
+
+
+def test_seeds_of_a_pool_differ_and_so_do_what_they_drop():
+    pool = philox.make_pool(philox.mixed(5, 3), CPU)
+    assert pool.shape == (philox.SEEDS, 2) and pool.is_contiguous() and len(pool.flatten().unique()) == pool.numel()
+    sizes, p = (2, 2, 128, 128), 0.3
+    kept = torch.stack([philox.keep_mask(seed, p, sizes) for seed in pool[:9]]).double() - (1 - p)
+    count = kept[0].numel()
+    for step in (1, 2, 8):  # each pair's product has variance (p (1 - p))^2
+        together = (kept[step:] * kept[:-step]).flatten(1).sum(1) / (count**0.5 * p * (1 - p))
+        assert together.abs().max() < 5, step
+    assert ((kept.flatten(1).sum(1) / (count * p * (1 - p)) ** 0.5).abs() < 5).all()
 
 
 def test_keys_of_pools_differ():

@@ -14,8 +14,9 @@ from sdpa.bench.gpu_grid import Cell
 from sdpa.bench.suites import GPU_SUITES
 from sdpa.bench.timing import Timing
 from sdpa.bench.workload import make_workload
-from sdpa.dispatch import select, tables, tuning
+from sdpa.dispatch import placing, select, tables, tuning
 from sdpa.dispatch.catalog import by_name
+from sdpa.inputs import Options, build_inputs
 from sdpa.problem import AttentionProblem, Results, Tile
 from sdpa.torch_private import float32_precision
 
@@ -221,3 +222,22 @@ def test_backwards_run_on_the_results_of_one_forward(user, monkeypatch):
     monkeypatch.setattr(module, "backward", backward)
     found = tuner.measure(Cell(1, 2, 24, 24, 16, direction="backward"), 0.0)
     assert {"cpu_flash", "math"} <= set(found["ms"]) and len(set(seen)) == 1
+
+
+def test_kernels_that_need_copies_share_them(monkeypatch):
+    """They are timed on the copies, whose making is estimated for any kernel."""
+    monkeypatch.setattr("sdpa.alignment.lies_on_gpu", lambda tensor: True)
+    made, seen = [], []
+    monkeypatch.setattr(tuner, "placed", lambda names, *tensors: made.append(names) or placing.placed(names, *tensors))
+    monkeypatch.setattr(tuner, "repeated", lambda kernel, tile, asked, *tensors: seen.append((asked, *tensors)))
+    q, bias = torch.randn(1, 2, 13, 8), torch.randn(1, 2, 13, 13)
+    inputs = build_inputs(q, q, q, Options(bias))
+    asked = AttentionProblem.of(inputs, "backward")
+    rows = frozenset({"bias", "bias_rows"})
+    needs, reads = (replace(by_name()["cpu_flash"], alignment=n, aligned=rows) for n in (16, 1))
+    call = tuner.caller(inputs, asked, torch.randn_like(q))
+    for kernel, tile in ((needs, None), (needs, Tile(1, 2)), (reads, None)):
+        call(kernel, tile)
+    assert made == [rows] and seen[0][1] is seen[1][1] and seen[2][1] is inputs
+    assert seen[0][0].unaligned == () and seen[2][0] == asked and asked.unaligned == (("bias_rows", 4),)
+    assert seen[0][1].bias.stride() == (2 * 13 * 16, 13 * 16, 16, 1) and torch.equal(seen[0][1].bias, bias)

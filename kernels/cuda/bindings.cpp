@@ -350,8 +350,10 @@ Kept kept_of(BackwardParams& p, const BackwardInstance& instance, bool determini
 MaskKind backward_mask(BackwardParams& p, const Tensor& q, const Tensor& k, const std::optional<Tensor>& q_segments,
                        const std::optional<Tensor>& k_segments, bool deterministic) {
   if (q_segments.has_value() || k_segments.has_value()) {
-    STD_TORCH_CHECK(q_segments.has_value() && k_segments.has_value() && !p.cu_q && !deterministic && !p.rng,
-                    "cuda_flash: expected q_segments and k_segments, neither packed, deterministic nor with dropout");
+    const bool alone = !p.cu_q && !deterministic && !p.rng && !p.bias.data;
+    STD_TORCH_CHECK(
+        q_segments.has_value() && k_segments.has_value() && alone,
+        "cuda_flash: expected q_segments and k_segments, not packed, deterministic, with dropout or a bias");
     p.q_ids = ids_of("q_segments", *q_segments, q.size(2), q);
     p.k_ids = ids_of("k_segments", *k_segments, k.size(2), q);
     return MaskKind::kSegments;

@@ -6,7 +6,8 @@ namespace sdpa_cuda {
 
 // The keys and rows of one batch entry. Keys are counted from its first one, rows likewise.
 //
-// MaskKind::kSegments stands here for its band. Its ids are in key_segments.cuh.
+// MaskKind::kSegments stands here for its band. Its ids are in key_segments.cuh. SIDED are instances with dropout or a
+// bias: `right` says whether their mask is causal.
 template <MaskKind KIND, int BLOCK_M, int BLOCK_N>
 struct KeyMask {
   static constexpr bool SEGMENTS = KIND == MaskKind::kSegments, BAND = SEGMENTS || KIND == MaskKind::kBand,

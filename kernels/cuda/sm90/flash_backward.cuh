@@ -28,11 +28,12 @@
 //
 // (1) Shared memory answers late while WGMMAs read from it. So above head size 64 the accumulators of scores and dP
 // begin with -base2 / scale and -delta, which are read a while before the WGMMAs are issued. Up to head size 64 that is
-// slower. There, without a band, half of k stays in registers, which spares shared memory a part of the reads. With
-// dropout only the scores begin so, no part of k stays in registers, and weights are dropped before they become
-// operands, as dP is before delta is subtracted.
+// slower. There, without a band, dropout or a bias, half of k stays in registers, which spares shared memory a part of
+// the reads. With dropout only the scores begin so, and weights are dropped before they become operands, as dP is
+// before delta is subtracted. With a bias only dP begins so.
 //
-// A bias is read by TMA into the stage of dS that its step will write, which a consumer reads as it will write it.
+// TMA writes a step's block of the bias into the stage of dS that the step will write. Consumers read it from the
+// addresses to which they will write dS.
 //
 // grad_q is one block of rows behind, so that a consumer need not wait for the other one's dS. Before the first block,
 // a grad_q is computed that nobody adds, because a loop with its first step taken out would spill.
