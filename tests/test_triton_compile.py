@@ -213,6 +213,27 @@ def test_decode_compiles_for_every_target(arch, pretend):
                 checked(launch, target)
 
 
+@pytest.mark.parametrize("D", [40, 72, 120])
+@pytest.mark.parametrize("layout", ["bhmd", "bmhd"])
+def test_rows_of_an_odd_multiple_of_16_bytes_are_moved_by_vectors(D, layout, pretend):
+    """Triton by itself sees multiples of 16 numbers alone. It then moves numbers one by one, and spills."""
+    target = pretend(TARGETS["90"])
+    with assume(target):
+        launches = []
+        for N, direction in ((LONGER, "forward"), (LONGER, "backward"), (77, "backward")):
+            inputs = make_inputs(sized(D, N=N, H=4, Hkv=4, layout=layout))
+            problem = problem_of(inputs, direction)
+            launches += launches_for(inputs, problem, tiles.tiles(problem)[0])
+        inputs = make_inputs(sized(D, N=2048, M=3, H=8, layout=layout))
+        problem = problem_of(inputs, "forward")
+        launches += decode.forward_launches(inputs, problem, decode.tiles(problem)[0])[1]
+        found = {name_of(launch): checked(launch, target).asm["ptx"] for launch in launches}
+    del found["combine_kernel"]  # it has a thread for each number of a row
+    assert found.keys() == {*BOTH, "one_block_kernel", "decode_kernel"}
+    for name, ptx in found.items():
+        assert not re.search(r"(ld|st)\.global\S*\.b16", ptx), name
+
+
 WEIGHTS = {
     "none": sized(64, N=512),
     "padding": sized(64, N=512, mask="padding", dropout_p=0.1),

@@ -9,7 +9,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sdpa import packing, philox
-from sdpa.alignment import BULK_BYTES, has_bulk_strides
+from sdpa.alignment import BULK_BYTES, has_bulk_strides, stride_alignment
 from sdpa.kernels.triton.block_ranges import BlockRanges, Ids, find_block_ranges
 from sdpa.kernels.triton.float16_parts import P_EXPONENT
 from sdpa.kernels.triton.kernel_arguments import (
@@ -207,7 +207,7 @@ def forward_pass_of(
 
 
 def strides_of(tensor: Tensor) -> Strides:
-    return Strides(*tensor.stride()[:3])
+    return Strides(*tensor.stride()[:3], FLAG if stride_alignment(tensor) == BULK_BYTES else None)
 
 
 def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: LoopOver) -> Sizes:

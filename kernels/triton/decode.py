@@ -23,7 +23,7 @@ from sdpa.kernels.triton.arguments import (
 )
 from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.forward import attend_range, unit_of
-from sdpa.kernels.triton.kernel_arguments import LoopOver, Strides
+from sdpa.kernels.triton.kernel_arguments import LoopOver
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import VisitedRange, seqlen_info, visited_keys
 from sdpa.kernels.triton.order import ALONE, begin_in_order, in_order
@@ -48,6 +48,18 @@ COMBINE = Tile(1, 32, 4, 1)  # parts read at a time
 
 
 @triton.jit
+def packed_pointers(source, strides, batch, heads, rows, BLOCK_SIZE: tl.constexpr):
+    """[BLOCK_M, BLOCK_SIZE] pointers to rows of several heads (`row_pointers`)."""
+    first = tl.cast(batch, tl.int64) * strides.batch
+    of_head, of_row = heads.to(tl.int64) * strides.head, rows.to(tl.int64) * strides.row
+    if strides.whole is not None:
+        UNIT: tl.constexpr = 128 // source.dtype.element_ty.primitive_bitwidth
+        first, of_head = tl.multiple_of(first, UNIT), tl.multiple_of(of_head, [UNIT, UNIT])
+        of_row = tl.multiple_of(of_row, [UNIT, UNIT])
+    return source + first + of_head + of_row + tl.arange(0, BLOCK_SIZE)[None, :]
+
+
+@triton.jit
 def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_stride, sizes, mask, sinks, dropout,
                   scale, parts, CONFIG: tl.constexpr, SPLIT: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
     """One tile of packed rows over one part of the keys. Grid: parts * blocks * B * Hkv."""
@@ -66,9 +78,8 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     heads = tl.where(inside, heads, 0)
     seqlen = seqlen_info(mask, sizes, batch, heads, kv_head)
     columns = tl.arange(0, BLOCK_D)[None, :]
-    origin = q + tl.cast(batch, tl.int64) * strides.q.batch
-    q_tile = tl.load(origin + heads.to(tl.int64) * strides.q.head + rows.to(tl.int64) * strides.q.row + columns,
-                     mask=inside & (columns < CONFIG.D), other=0.0)  # fmt: skip
+    pointers = packed_pointers(q, strides.q, batch, heads, rows, BLOCK_D)
+    q_tile = tl.load(pointers, mask=inside & (columns < CONFIG.D), other=0.0)
     first_row = block * BLOCK_M // sizes.G
     visited = visited_keys(mask, seqlen, first_row, (block * BLOCK_M + BLOCK_M - 1) // sizes.G + 1 - first_row, CONFIG)
     length = tl.cdiv(tl.cdiv(visited.end - visited.begin, BLOCK_N), parts) * BLOCK_N
@@ -100,8 +111,8 @@ def decode_kernel(q, k, v, out, lse, bias, allowed, strides, part_stride, lse_st
     if dropout is not None:
         acc = acc * dropout.inverse_keep
     columns = tl.arange(0, BLOCK_DV)[None, :]
-    target = out + tl.cast(part, tl.int64) * part_stride + tl.cast(batch, tl.int64) * strides.other.batch
-    pointers = target + heads.to(tl.int64) * strides.other.head + rows.to(tl.int64) * strides.other.row + columns
+    target = out + tl.cast(part, tl.int64) * part_stride
+    pointers = packed_pointers(target, strides.other, batch, heads, rows, BLOCK_DV)
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside & (columns < CONFIG.DV))
     offsets = part * lse_stride + (batch * sizes.H + heads).to(tl.int64) * sizes.M + rows
     if SPLIT:  # two numbers, because the sum of a huge maximum and a logarithm would lose the latter
@@ -187,7 +198,7 @@ def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: T
     if parts > 1:  # and behind them, in one piece of memory, what they are weighted by
         out, lse = torch.empty(parts * rows * (p.Dv + 2), dtype=torch.float32, device=inputs.q.device), None
     given, _ = kernel_args(inputs, problem, tile, LoopOver.SPLIT_KV)
-    own = strides_of(out) if parts == 1 else Strides(p.H * p.M * p.Dv, p.M * p.Dv, p.Dv)
+    own = strides_of(results.out if parts == 1 else out[: rows * p.Dv].view(p.B, p.H, p.M, p.Dv))
     strides = given.strides._replace(other=own)
     args = (
         given.q,

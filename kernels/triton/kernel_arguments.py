@@ -32,6 +32,7 @@ class Strides(NamedTuple):
     batch: int
     head: int
     row: int
+    whole: int | None = None  # flag: they are multiples of 16 bytes
 
 
 class AllStrides(NamedTuple):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, kernel_args
+from sdpa.kernels.triton.arguments import block_size, kernel_args, strides_of
 from sdpa.kernels.triton.float16_parts import TOP, exponent_of, power_of_two
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, KernelArgs, LoopOver, Strides
 from sdpa.kernels.triton.launch import Launch
@@ -59,9 +59,7 @@ class SplitJob(NamedTuple):
     """A tensor (B, heads, rows, size) to be cut into parts, and the programs that do it."""
 
     source: Tensor
-    batch: int  # strides of the source
-    head: int
-    row: int
+    strides: Strides  # of the source
     target: Tensor  # dense
     unit: Tensor
     heads: int
@@ -108,10 +106,9 @@ def split_block(program, job, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZ
     entry, start = program // job.blocks, program % job.blocks * BLOCK
     batch, head = entry // job.heads, entry % job.heads
     at = RowRange(batch, head, start, job.rows)
-    strides = Strides(job.batch, job.head, job.row)
-    tile = split_tile(load_rows(job.source, strides, at, SIZE, BLOCK, BLOCK_SIZE, False, True), PARTS)
+    tile = split_tile(load_rows(job.source, job.strides, at, SIZE, BLOCK, BLOCK_SIZE, False, True), PARTS)
     of_head = tl.cast(job.rows, tl.int64) * WHOLE
-    dense = Strides(job.heads * of_head, of_head, WHOLE)
+    dense = Strides(job.heads * of_head, of_head, WHOLE, 1)
     store_rows(job.target, dense, part_of(at, 0, PARTS), tile.high, WHOLE)
     if PARTS == 2:
         store_rows(job.target, dense, part_of(at, 1, PARTS), tile.low, WHOLE)
@@ -257,7 +254,7 @@ def split_launch(tensors: tuple[Tensor, ...], parts: int) -> tuple[Split, Launch
         blocks = -(-rows // SPLIT_ROWS)
         end = blocks * B * heads + (jobs[-1].end if jobs else 0)
         unit = tensor.new_empty((B, heads, rows))
-        jobs.append(SplitJob(tensor, *tensor.stride()[:3], target, unit, heads, rows, blocks, end))
+        jobs.append(SplitJob(tensor, strides_of(tensor), target, unit, heads, rows, blocks, end))
     split = Split(*(job.target for job in jobs), RowUnits(*(job.unit for job in jobs)))
     D, Dv = tensors[0].shape[3], tensors[2].shape[3]
     arguments = (*jobs, D, Dv, SPLIT_ROWS, block_size(D), block_size(Dv), parts, ALONE.value)
