@@ -63,8 +63,11 @@ class Choice:
     def record(self) -> Callable[..., Any] | None:
         """(tensors, problem, tile) -> (results, again), where the kernel's module has one. `again` repeats the call for
         tensors of the same form; of a library of ours it returns a plain tuple."""
-        own = getattr(self.kernel.load(), "record", None)
-        return partial(record_on_copies, own, self.kernel.aligned) if own is not None and self.copies else own
+        module = self.kernel.load()
+        own = getattr(module, "record", None)
+        if own is None or not self.copies:
+            return own
+        return partial(record_on_copies, own, getattr(module, self.problem.direction), self.kernel.aligned)
 
     @property
     def native(self) -> Callable[..., Any] | None:

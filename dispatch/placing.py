@@ -10,10 +10,9 @@ from torch import Tensor
 
 from sdpa.alignment import BULK_BYTES, alignment_of, has_rows, stride_alignment
 from sdpa.layout import empty_as
-from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, as_batch, read_of
 
 REPEATING = 3  # dimensions that may keep a stride of 0: all but the last
-LSE_DIMENSIONS = 3
 
 
 def call_on_copies(
@@ -26,22 +25,27 @@ def call_on_copies(
 
 
 def record_on_copies(
-    record: Callable[..., Any], names: Collection[str], tensors: tuple[Any, ...], problem: AttentionProblem,
-    tile: Tile | None,
-) -> tuple[Any, Callable[..., Any] | None]:  # fmt: skip
-    """What a kernel's `record` does, on such copies: the results, and what does the call again on copies of the same
-    tensors. None where several fields hold one tensor, of which each would get a copy."""
-    moved = placed(names, *tensors)
+    record: Callable[..., Any], function: Callable[..., Any], names: Collection[str], *call: Any
+) -> tuple[Any, Callable[..., Any] | None]:
+    """A kernel's `record` of a call (tensors, problem, tile), on such copies: the results, and what does the call again
+    for tensors of the same form. None, by the kernel's `function`, where several fields hold one tensor, of which each
+    would get a copy."""
+    tensors, problem, tile = call
+    moved, problem = placed(names, *tensors), problem.placed(names)
     given, read = every(*tensors), every(*moved)
-    results, again = record(moved, problem.placed(names), tile)
-    if again is None or len(given) != len(read):
+    if len(given) != len(read) or copies_lse(tensors, moved):
+        return function(*moved, problem, tile), None
+    results, again = record(moved, problem, tile)
+    if again is None:
         return results, None
-    apart = [one is not other for one, other in zip(given, read, strict=True)]
+    apart, odd = [one is not other for one, other in zip(given, read, strict=True)], list(map(is_odd, given))
 
     def on_copies(*tensors: Tensor) -> Any:
-        if len(tensors) != len(apart):
+        """Which tensors are copied does not change: the launches know the strides of the copies."""
+        if len(tensors) != len(apart) or list(map(is_odd, tensors)) != odd:
             return None
-        return again(*[copied(tensor) if one else tensor for one, tensor in zip(apart, tensors, strict=True)])
+        pairs = zip(apart, tensors, strict=True)
+        return again(*[aligned_copy(as_batch(tensor)) if one else tensor for one, tensor in pairs])
 
     return results, on_copies
 
@@ -52,9 +56,14 @@ def every(inputs: AttentionInputs, *rest: Any) -> list[Tensor]:
     return [*read_of(inputs), *(tensor for pair in pairs for tensor in pair if tensor is not None)]
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """The copy that `placed` makes of a tensor that needs one."""
-    return tensor.clone() if tensor.dim() == LSE_DIMENSIONS else aligned_copy(tensor)
+def copies_lse(tensors: tuple[Any, ...], moved: tuple[Any, ...]) -> bool:
+    """Of a backward, whether the log-sum-exp has a copy."""
+    return len(tensors) > 2 and tensors[1].lse is not moved[1].lse
+
+
+def is_odd(tensor: Tensor) -> bool:
+    """Whether a tensor begins at no multiple of 16 bytes."""
+    return alignment_of(tensor, strides=False) < BULK_BYTES
 
 
 def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple[Any, ...]:
@@ -67,7 +76,7 @@ def placed(names: Collection[str], inputs: AttentionInputs, *rest: Any) -> tuple
         return inputs, *rest
     results, upstream = rest
     out = at_home(results.out) if "out" in names else results.out
-    lse = copied(results.lse) if "lse" in names and alignment_of(results.lse, False) < BULK_BYTES else results.lse
+    lse = results.lse.clone() if "lse" in names and alignment_of(results.lse, False) < BULK_BYTES else results.lse
     grad_out = at_home(upstream.out) if "grad_out" in names else upstream.out
     return inputs, Results(out, lse), upstream._replace(out=grad_out)
 

@@ -17,7 +17,7 @@ from sdpa.dispatch import cost, explain, placing, select
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import ALL_TOGGLES
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, as_batch
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 ON_GPU = AttentionProblem("cuda:0", BFLOAT16, 2, 4, 4, 128, 128, 64, 64)
@@ -218,9 +218,8 @@ def test_a_forward_gets_copies_of_just_the_tensors_that_need_one(rows, anywhere,
     assert choice.native is None
 
 
-def test_a_call_on_copies_is_recorded(rows, anywhere, monkeypatch):
-    """Later calls get copies of what the first one needed copies of, in the same memory order."""
-    (module,) = rows(("fused", None, FUSED))
+def recorder(module, monkeypatch):
+    """What the `record` of a module's fake kernel, and what it records, are given."""
     seen = []
 
     def record(tensors, problem, tile):
@@ -229,12 +228,19 @@ def test_a_call_on_copies_is_recorded(rows, anywhere, monkeypatch):
         return "first", lambda *given: seen.append(given)
 
     monkeypatch.setattr(module, "record", record, raising=False)
-    results = Results(at(1, 1, 2, 16, 8), at(1, 1, 2, 16, dtype=FLOAT32))
+    return seen
+
+
+def test_a_call_on_copies_is_recorded(rows, anywhere, monkeypatch):
+    """Later calls get copies of what the first one needed copies of, in the same memory order."""
+    (module,) = rows(("fused", None, FUSED | {"aligned": frozenset(PLACED) - {"lse"}}))
+    seen = recorder(module, monkeypatch)
+    results = Results(at(1, 1, 2, 16, 8), at(0, 1, 2, 16, dtype=FLOAT32))
     given = inputs_at(k=1, bias=torch.randn(1, 2, 16, 13, dtype=BFLOAT16))
     upstream = Results(at(0, 1, 2, 16, 8), None)
     problem = AttentionProblem.of(given, "backward", others=(*results, upstream.out))
     choice = select.choose(problem, "", ALL_TOGGLES)
-    assert choice.copies == ("k", "bias_rows", "out", "lse")
+    assert choice.copies == ("k", "bias_rows", "out")
     first, again = choice.record((given, results, upstream), problem, None)
     tensors = placing.every(given, results, upstream)
     assert first == "first" and again(*tensors[1:]) is None and len(seen) == 1
@@ -243,10 +249,39 @@ def test_a_call_on_copies_is_recorded(rows, anywhere, monkeypatch):
         assert torch.equal(mine, one) and torch.equal(mine, other) and one.stride() == other.stride()
         assert (one is mine) == (other is mine)
     moved = [mine is not one for mine, one in zip(tensors, seen[0], strict=True)]
-    assert moved == [False, True, False, True, True, True, False]
-    shared = inputs_at(q=1)._replace(k=given.q)._replace(q=given.q)
-    odd = at(1, 1, 2, 16, 8)
-    assert placing.record_on_copies(record, PLACED, (shared._replace(q=odd, k=odd),), problem, None)[1] is None
+    assert moved == [False, True, False, True, True, False, False]
+    q, k, *others = tensors
+    assert again(at(1, *q.shape), at(0, *k.shape), *others) is None, "of another one a copy is needed now"
+    assert again(q, at(0, *k.shape), *others) is None and len(seen) == 2
+
+
+@pytest.mark.parametrize("memory", ["of one head size", "apart", "heads expanded"])
+def test_packed_rows_get_the_copies_that_were_recorded(memory, rows, anywhere, monkeypatch):
+    """A call of packed rows is repeated with (T, H, D), and recorded with (1, H, T, D)."""
+    (module,) = rows(("fused", None, FUSED))
+    seen = recorder(module, monkeypatch)
+    packed = {
+        "of one head size": torch.randn(5, 3, 36, dtype=BFLOAT16),
+        "apart": torch.randn(5, 3, 3 * 64, dtype=BFLOAT16)[..., ::3],
+        "heads expanded": torch.randn(5, 1, 36, dtype=BFLOAT16).expand(5, 3, 36),
+    }[memory]
+    q, k, v = (packed.clone() if memory == "of one head size" else packed[:] for _ in range(3))
+    inputs = AttentionInputs(*map(as_batch, (q, k, v)), 1.0)
+    problem = AttentionProblem.of(inputs)
+    assert {name for name, _ in problem.unaligned} == {"q", "k", "v"}
+    _, again = placing.record_on_copies(module.record, module.forward, PLACED, (inputs,), problem, None)
+    again(q, k, v)
+    for mine, one, other in zip((q, k, v), *seen, strict=True):
+        assert one.stride() == other.stride() and torch.equal(one, other) and torch.equal(one, as_batch(mine))
+
+
+def test_what_several_copies_would_be_made_of_is_not_recorded(rows, anywhere, monkeypatch):
+    (module,) = rows(("fused", None, FUSED))
+    seen, shared = recorder(module, monkeypatch), at(1, 1, 2, 16, 8)
+    inputs = inputs_at()._replace(q=shared, k=shared)
+    problem = AttentionProblem.of(inputs)
+    _, again = placing.record_on_copies(module.record, module.forward, PLACED, (inputs,), problem, None)
+    assert again is None and not seen and module.ran == 1
 
 
 def test_a_backward_gets_copies_of_upstream_gradients(rows, anywhere, monkeypatch):

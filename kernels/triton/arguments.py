@@ -207,7 +207,9 @@ def forward_pass_of(
 
 
 def strides_of(tensor: Tensor) -> Strides:
-    return Strides(*tensor.stride()[:3], FLAG if stride_alignment(tensor) == BULK_BYTES else None)
+    """They are whole where those of dimensions of one are no exception for rows: a block has more of them."""
+    whole = stride_alignment(tensor) == BULK_BYTES and tensor.stride(2) * tensor.element_size() % BULK_BYTES == 0
+    return Strides(*tensor.stride()[:3], FLAG if whole else None)
 
 
 def sizes_of(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile, side: LoopOver) -> Sizes:

@@ -29,7 +29,7 @@ struct BackwardConfig {
   // Of dP that is dropped -delta is left, so that with dropout it is subtracted later. A bias may be large, and so
   // comes before lse.
   static constexpr bool DROPOUT = MASK == MaskKind::kDropout, BIAS = MASK == MaskKind::kBias;
-  static constexpr bool BEGINS_SCORES = WIDE && !BIAS, BEGINS_DP = WIDE && !DROPOUT;
+  static constexpr bool BEGINS_S = WIDE && !BIAS, BEGINS_DP = WIDE && !DROPOUT;
   static constexpr bool DS_EMPTY = DS_STAGES < 4 || BIAS;  // whether a barrier says when a stage of dS has been read
   static constexpr bool SEGMENTS = MASK == MaskKind::kSegments, BAND = SEGMENTS || MASK == MaskKind::kBand;
   static constexpr bool SPLIT_D =

@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kRowThreads)
   if (lane == 0) {
     float const delta = lse == -INFINITY ? 0.f : sum - (p.grad_lse ? p.grad_lse[given] : 0.f);
     float const base2 = lse * (C::BIAS ? 1.f : float(M_LOG2E));
-    p.base2[place] = C::BEGINS_SCORES ? (lse == -INFINITY ? -FLT_MAX : -base2 / p.scale_log2)
-                                      : (lse == -INFINITY ? INFINITY : base2);
+    p.base2[place] =
+        C::BEGINS_S ? (lse == -INFINITY ? -FLT_MAX : -base2 / p.scale_log2) : (lse == -INFINITY ? INFINITY : base2);
     p.delta[place] = C::BEGINS_DP ? -delta : C::DROPOUT ? delta / p.kept : delta;
     if (p.delta_rows && row < rows.count) p.delta_rows[given] = delta;
   }

@@ -6,7 +6,7 @@
 namespace sdpa_cuda {
 
 // With C::WIDE the accumulators of scores and dP begin with -lse / scale and -delta, and nothing is subtracted later
-// (but for BEGINS_SCORES and BEGINS_DP).
+// (but for BEGINS_S and BEGINS_DP).
 // Functions get these numbers as a pointer to the number of the thread's first row. A thread has two rows of every
 // eight.
 
@@ -72,7 +72,7 @@ template <class C, class Scores>
 CUTE_DEVICE void exponentiate(Scores& scores, float const* base2, BackwardParams const& p) {
 #pragma unroll
   for (int j = 0; j < size<1>(scores) / 2; ++j) {
-    float2 const base = remaining<C::BEGINS_SCORES>(base2, j);
+    float2 const base = remaining<C::BEGINS_S>(base2, j);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scores(i, 2 * j) = exp2f(scores(i, 2 * j) * p.scale_log2 - base.x);

@@ -283,6 +283,21 @@ CUTE_DEVICE Dropped next_dropped(BackwardParams const& p, BackwardStorage<C>& s,
   return find_dropped<C>(p, s.rows_of(step), key0 + consumer * kRows, thread);
 }
 
+// Scores become weights, with a bias once its block is there. Returns where this thread will write the step's dS, which
+// is where it reads that block; `ds_first` is where in the first stage.
+template <class C, class Scores>
+CUTE_DEVICE uint32_t find_weights(Scores& scores, BackwardParams const& p, BackwardStorage<C>& s, uint32_t step,
+                                  uint32_t ds_first, float const* base2) {
+  uint32_t const own_ds = ds_first + step % C::DS_STAGES * uint32_t(sizeof(s.ds) / C::DS_STAGES);
+  if constexpr (C::BIAS) {
+    Full::wait(&s.bias_full[step % C::DS_STAGES], step / C::DS_STAGES & 1);
+    exponentiate_biased<C>(scores, own_ds, base2, p.scale);
+  } else {
+    exponentiate<C>(scores, base2, p);
+  }
+  return own_ds;
+}
+
 // A fragment that a consumer's loop does not change. Where registers are full, they have no room for its descriptors.
 template <class C, class Fragment>
 CUTE_DEVICE auto in_loop(Fragment const& fragment) {
@@ -300,7 +315,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   int const thread = threadIdx.x % kThreads;
   bool const signals = thread % 32 == 0;
   typename C::MmaS mma_s;
-  typename C::MmaHeld mma_held;
+  typename C::MmaHeld mma_k;
   typename C::MmaDP mma_dp;
   typename C::MmaDV mma_dv;
   typename C::MmaDK mma_dk;
@@ -315,7 +330,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
   Tensor own_v = local_tile(sV(_, _, _0{}), Shape<Int<kRows>, Int<C::DV>>{}, own_keys);
   Tensor held_columns = local_tile(own_k, Shape<Int<kRows>, Int<C::HELD ? C::HELD : 16>>{}, make_coord(_0{}, _0{}));
   Tensor k = operand_a(mma_s, own_k, thread);                                                // [64, D]
-  Tensor k_held = mma_held.get_slice(thread).partition_fragment_A(held_columns);             // [64, HELD]
+  Tensor held = mma_k.get_slice(thread).partition_fragment_A(held_columns);                  // [64, HELD]
   Tensor v = operand_a(mma_dp, own_v, thread);                                               // [64, DV]
   Tensor q = operand_b(mma_s, sQ, thread), grad_out = operand_b(mma_dp, sDO, thread);        // [BLOCK_M, .., stages]
   Tensor q_t = operand_b(mma_dk, tile(s.q, typename C::LayoutQt{}), thread);                 // [D, BLOCK_M, stages]
@@ -359,7 +374,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     // Memory that WGMMAs read answers late: numbers of rows are read a while before the accumulators are needed.
     auto begin_scores = [&](uint32_t step) {
       Full::wait(&s.q_full[step % C::STAGES], step / C::STAGES & 1);
-      if constexpr (C::BEGINS_SCORES) begin_with(score_rows, s.base2[step % C::STAGES] + pair);
+      if constexpr (C::BEGINS_S) begin_with(score_rows, s.base2[step % C::STAGES] + pair);
       clear_rows_behind(step, sQ);
     };
     auto begin_dp = [&](uint32_t step) {
@@ -368,9 +383,8 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       clear_rows_behind(step, sDO);
     };
     auto issue_scores = [&](uint32_t step) {
-      if constexpr (!C::BEGINS_SCORES) forget(scores);
-      issue_wgmma<!C::BEGINS_SCORES, C::HELD / 16>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores, mma_held,
-                                                   k_held);
+      if constexpr (!C::BEGINS_S) forget(scores);
+      issue_wgmma<!C::BEGINS_S, C::HELD / 16>(mma_s, in_loop<C>(k), q(_, _, _, step % C::STAGES), scores, mma_k, held);
     };
     auto issue_dp = [&](uint32_t step) {
       if constexpr (!C::BEGINS_DP) forget(dp);
@@ -384,13 +398,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
       if (C::BAND && (p.softcap > 0.f || p.slopes))
         adjust<C>(score_rows, coords, base2, p, s.slopes[step % C::STAGES],
                   s.rows_of(step).m * C::BLOCK_M + work.shift - work.key0 - consumer * kRows);
-      uint32_t const own_ds = ds_first + step % C::DS_STAGES * uint32_t(sizeof(s.ds) / C::DS_STAGES);
-      if constexpr (C::BIAS) {
-        Full::wait(&s.bias_full[step % C::DS_STAGES], step / C::DS_STAGES & 1);
-        exponentiate_biased<C>(score_rows, own_ds, base2, p.scale);
-      } else {
-        exponentiate<C>(score_rows, base2, p);
-      }
+      uint32_t const own_ds = find_weights<C>(score_rows, p, s, step, ds_first, base2);
       int const key0 = work.key0 + consumer * kRows;
       if (C::MASK == MaskKind::kNone ? key0 + kRows > p.N : s.rows_of(step).flags >> consumer & 1)
         typename C::MaskPolicy(p, work.N, work.rows, work.shift)
@@ -451,7 +459,7 @@ CUTE_DEVICE void consume_backward(BackwardParams const& p, BackwardStorage<C>& s
     };
     if (step != work.end_step) {
       if (C::BAND) clear_behind<C::BLOCK_N>(sK(_, _, _0{}), work.N - work.key0, keys_end);
-      if constexpr (C::HELD > 0) read_operand(mma_held, held_columns, k_held, thread);
+      if constexpr (C::HELD > 0) read_operand(mma_k, held_columns, held, thread);
       begin_scores(step), issue_scores(step);
       Full::wait(&s.v_full, step / kOddTile);
       if (C::BAND) clear_behind<C::BLOCK_N>(sV(_, _, _0{}), work.N - work.key0, keys_end);
