@@ -213,6 +213,22 @@ def test_decode_compiles_for_every_target(arch, pretend):
                 checked(launch, target)
 
 
+def test_a_boolean_mask_of_one_block_is_read_by_blocks(pretend):
+    """By heads that share it, from a copy whose rows begin at multiples of 16 bytes; a bias is read once."""
+    target = pretend(TARGETS["90"])
+    with assume(target):
+        for mask, bits in (("allowed", 8), ("bias", 16)):
+            inputs = make_inputs(sized(64, N=83, B=20, H=8, Hkv=8, mask=mask))
+            problem = problem_of(inputs, "backward")
+            q, lse = inputs.q, torch.empty(inputs.q.shape[:3])
+            results, upstream = Results(torch.empty_like(q), lse), Results(torch.empty_like(q), None)
+            work = backward.backward_pass(inputs, results, upstream, problem, tiles.tiles(problem)[0])
+            (launch,) = work.launches
+            ptx = checked(launch, target).asm["ptx"]
+            assert name_of(launch) == "one_block_kernel"
+            assert (f"ld.global.b{bits}" in ptx) == (mask == "bias"), mask
+
+
 @pytest.mark.parametrize("D", [40, 72, 120])
 @pytest.mark.parametrize("layout", ["bhmd", "bmhd"])
 def test_rows_of_an_odd_multiple_of_16_bytes_are_moved_by_vectors(D, layout, pretend):

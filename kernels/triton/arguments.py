@@ -57,13 +57,16 @@ FIRST_OPTION, END_OPTIONS = AttentionInputs._fields.index("bias"), AttentionInpu
 FIRST_LATER = AttentionInputs._fields.index("rng")
 # Those whose last stride kernels take to be 1; the others come dense from `inputs.py` and `sequences.py`.
 DENSE_FIELDS = ("q_segments", "k_segments", "alibi", "sinks")
+DENSE_MASKS = ("bias", "allowed")
 
 
-def readable(inputs: AttentionInputs, problem: AttentionProblem | None = None) -> AttentionInputs:
+def readable(
+    inputs: AttentionInputs, problem: AttentionProblem | None = None, dense: tuple[str, ...] = DENSE_MASKS
+) -> AttentionInputs:
     """`inputs` with copies of the small tensors that kernels cannot read as they lie in memory, or only slowly.
 
-    With `problem` these are those of a kernel whose loops use TMA. Two fields that hold the same tensor share a copy.
-    What needs no copy is the same tensor as before.
+    With `problem` these are those of a kernel that reads the dense masks named by TMA, in loops. Two fields that hold
+    the same tensor share a copy. What needs no copy is the same tensor as before.
     """
     copies: dict[str, Tensor] = {}
     for name in DENSE_FIELDS:
@@ -71,10 +74,10 @@ def readable(inputs: AttentionInputs, problem: AttentionProblem | None = None) -
         if tensor is not None and tensor.stride(-1) != 1 and not tensor.is_contiguous():
             same = next((other for other in copies if getattr(inputs, other) is tensor), None)
             copies[name] = tensor.contiguous() if same is None else copies[same]
-    for name in ("bias", "allowed") if problem is not None else ():
-        dense = getattr(inputs, name)
-        if dense is not None and is_worth_a_copy(dense, inputs, problem):
-            copies[name] = in_whole_rows(dense)
+    for name in dense if problem is not None else ():
+        mask = getattr(inputs, name)
+        if mask is not None and is_worth_a_copy(mask, inputs, problem):
+            copies[name] = in_whole_rows(mask)
     return inputs._replace(**copies) if copies else inputs
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import block_size, float16_parts_of, readable, strides_of
+from sdpa.kernels.triton.arguments import DENSE_MASKS, block_size, float16_parts_of, readable, strides_of
 from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
 from sdpa.kernels.triton.block_ranges import range_tables
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
@@ -397,8 +397,9 @@ def backward_pass(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Pass:
     given = with_memory(tensors_of(inputs, results, upstream))
-    looping = problem if one_block_tile(problem) is None else None  # one block is read number by number
-    tensors = readable(inputs, looping), readable_rows(results), readable_rows(upstream)
+    # Of one block of keys a bias is read once for all that share it, but a boolean mask for each.
+    dense = DENSE_MASKS if one_block_tile(problem) is None else ("allowed",)
+    tensors = readable(inputs, problem, dense), readable_rows(results), readable_rows(upstream)
     grads, launches, scratch, bias_parts = backward_launches(*tensors, problem, tile)
     made = (*grads[:3], *scratch, *range_tables(launches), *(() if bias_parts is None else (bias_parts,)))
     finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)
