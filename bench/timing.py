@@ -194,7 +194,8 @@ class OwnNumbers:
     """Enters `around`, with torch's generator of the device at the offset where this racer left it.
 
     Else racers would move it on for one another. torch's efficient kernel does so by a number for each score, after
-    which a call of ours makes new seeds, as it does once in thousands of calls elsewhere."""
+    which a call of ours makes new seeds, as it does once in thousands of calls elsewhere.
+    """
 
     def __init__(self, around: Callable[[], AbstractContextManager[Any]], generator: torch.Generator) -> None:
         self.around, self.generator, self.offset = around, generator, generator.get_offset()

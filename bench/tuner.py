@@ -239,7 +239,7 @@ def repeated(kernel: Kernel, tile: Tile | None, asked: AttentionProblem, *tensor
     again = module.record(tensors, asked, tile)[1] if hasattr(module, "record") else None
     if again is None:
         return lambda: run(*tensors, asked, tile)
-    given = [*read_of(inputs), *(t for results in tensors[1:] for t in results if t is not None)]
+    given = read_of(*tensors)
     return lambda: again(*given) or run(*tensors, asked, tile)
 
 

@@ -32,7 +32,7 @@ def record_on_copies(
     would get a copy."""
     tensors, problem, tile = call
     moved, problem = placed(names, *tensors), problem.placed(names)
-    given, read = every(*tensors), every(*moved)
+    given, read = read_of(*tensors), read_of(*moved)
     if len(given) != len(read) or copies_lse(tensors, moved):
         return function(*moved, problem, tile), None
     results, again = record(moved, problem, tile)
@@ -48,12 +48,6 @@ def record_on_copies(
         return again(*[aligned_copy(as_batch(tensor)) if one else tensor for one, tensor in pairs])
 
     return results, on_copies
-
-
-def every(inputs: AttentionInputs, *rest: Any) -> list[Tensor]:
-    """The tensors of a call, each once, in the order in which a recorded call is given them."""
-    pairs = [(one,) if isinstance(one, Tensor) else one for one in rest]
-    return [*read_of(inputs), *(tensor for pair in pairs for tensor in pair if tensor is not None)]
 
 
 def copies_lse(tensors: tuple[Any, ...], moved: tuple[Any, ...]) -> bool:

@@ -93,13 +93,16 @@ class AttentionInputs(NamedTuple):
     max_k: int = 0  # nor more keys
 
 
-def read_of(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+def read_of(inputs: AttentionInputs, *rest: Results | Tensor) -> tuple[Tensor, ...]:
     """The tensors of a call in the order of their fields, each once where two fields hold the same (cu_k is cu_q).
 
-    A call that a kernel recorded (`record`) is repeated with these. A backward's are followed by out, lse, the gradient
-    of out and, where there is one, that of lse; those of weights by lse.
+    A call that a kernel recorded (`record`) is repeated with these. A backward's (inputs, results, upstream) are
+    followed by out, lse, the gradient of out and, where there is one, that of lse; those of weights (inputs, lse) by
+    lse.
     """
-    return tuple({id(value): value for value in inputs if isinstance(value, Tensor)}.values())
+    own = {id(value): value for value in inputs if isinstance(value, Tensor)}.values()
+    pairs = [(one,) if isinstance(one, Tensor) else one for one in rest]
+    return (*own, *[tensor for pair in pairs for tensor in pair if tensor is not None])
 
 
 def as_batch(rows: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from sdpa.dispatch import cost, explain, placing, select
 from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import ALL_TOGGLES
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import AttentionInputs, AttentionProblem, Results, as_batch
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, as_batch, read_of
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 ON_GPU = AttentionProblem("cuda:0", BFLOAT16, 2, 4, 4, 128, 128, 64, 64)
@@ -224,7 +224,7 @@ def recorder(module, monkeypatch):
 
     def record(tensors, problem, tile):
         assert problem.unaligned == ()
-        seen.append(placing.every(*tensors))
+        seen.append(read_of(*tensors))
         return "first", lambda *given: seen.append(given)
 
     monkeypatch.setattr(module, "record", record, raising=False)
@@ -242,7 +242,7 @@ def test_a_call_on_copies_is_recorded(rows, anywhere, monkeypatch):
     choice = select.choose(problem, "", ALL_TOGGLES)
     assert choice.copies == ("k", "bias_rows", "out")
     first, again = choice.record((given, results, upstream), problem, None)
-    tensors = placing.every(given, results, upstream)
+    tensors = read_of(given, results, upstream)
     assert first == "first" and again(*tensors[1:]) is None and len(seen) == 1
     again(*tensors)
     for mine, one, other in zip(tensors, *seen, strict=True):

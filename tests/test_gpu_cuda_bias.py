@@ -14,10 +14,9 @@ from test_gpu_cuda_backward import deterministic, same
 import sdpa
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.context import ALL_TOGGLES, forced_text
-from sdpa.dispatch.placing import every
 from sdpa.dispatch.select import choose
 from sdpa.inputs import Options, build_inputs
-from sdpa.problem import AttentionProblem, Gradients, Results
+from sdpa.problem import AttentionProblem, Gradients, Results, read_of
 from sdpa.testing import problem_of
 
 __all__ = ["deterministic"]  # a fixture
@@ -123,7 +122,7 @@ def test_calls_are_repeated_with_other_tensors(N):
     choice = choose(problem, forced_text("cuda_flash"), ALL_TOGGLES)
     first, again = choice.record(learning, problem, None)
     assert bool(choice.copies) == (N % 8 > 0) and again is not None
-    same(first, Gradients(*again(*every(*learning))[:3]), sums="qkv")
+    same(first, Gradients(*again(*read_of(*learning))[:3]), sums="qkv")
     for _ in range(4):
         tensors, up, bias = drawn(((256, N), (64, 64)), (2, 2), BFLOAT16, (1, 2))
         bias = bias.contiguous()

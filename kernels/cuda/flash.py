@@ -93,8 +93,7 @@ def record(
     run: Callable[..., Any] = backward if learning else forward
     if is_empty(inputs, problem):
         return run(*tensors, problem, tile), None
-    beside = [tensor for pair in learning for tensor in pair if tensor is not None]
-    given = [*read_of(inputs), *beside]
+    given = read_of(*tensors)
     results, again = by_addresses(tensors, given, problem, tile)
     return results, again if again is not None else refilled(inputs, len(given), problem, tile)
 

@@ -381,12 +381,6 @@ class Backward(NamedTuple):
     bias_parts: Tensor | None  # (parts, *bias.shape), whose sum is the gradient of the bias
 
 
-def tensors_of(inputs: AttentionInputs, results: Results, upstream: Results) -> tuple[Tensor, ...]:
-    """What a backward reads, in the order of a recorded call."""
-    rest = () if upstream.lse is None else (upstream.lse,)
-    return (*read_of(inputs), *results, upstream.out, *rest)
-
-
 def readable_rows(results: Results) -> Results:
     """Results, or their gradients, as kernels read them. The lse of another kernel may be a slice of a padded one."""
     out, lse = results
@@ -396,14 +390,14 @@ def readable_rows(results: Results) -> Results:
 def backward_pass(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Pass:
-    given = with_memory(tensors_of(inputs, results, upstream))
+    given = with_memory(read_of(inputs, results, upstream))
     # Of one block of keys a bias is read once for all that share it, but a boolean mask for each.
     dense = DENSE_MASKS if one_block_tile(problem) is None else ("allowed",)
     tensors = readable(inputs, problem, dense), readable_rows(results), readable_rows(upstream)
     grads, launches, scratch, bias_parts = backward_launches(*tensors, problem, tile)
     made = (*grads[:3], *scratch, *range_tables(launches), *(() if bias_parts is None else (bias_parts,)))
     finish = finish_of(tensors[0], len(read_of(tensors[0])) + 1, None if bias_parts is None else len(made) - 1)
-    return Pass(launches, given, tensors_of(*tensors), made, finish, gradient_fills(inputs))
+    return Pass(launches, given, read_of(*tensors), made, finish, gradient_fills(inputs))
 
 
 def finish_of(

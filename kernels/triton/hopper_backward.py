@@ -22,7 +22,7 @@ from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import tiles as plain_tiles
 from sdpa.layout import empty_as
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 
 SMALL_D, MEDIUM_D = 64, 128
 # As everywhere in a backward, BLOCK_M rows stream and BLOCK_N stay. These are tiles of launches over blocks of keys. At
@@ -166,14 +166,14 @@ def backward_pass(
     inputs: AttentionInputs, results: Results, upstream: Results, problem: AttentionProblem, tile: Tile
 ) -> Pass:
     """The pass of a backward. Tensors that TMA cannot read go to the plain Triton loops: slower, but with no copy."""
-    given = with_memory(plain.tensors_of(inputs, results, upstream))
+    given = with_memory(read_of(inputs, results, upstream))
     row, upstream_row = plain.readable_rows(results), plain.readable_rows(upstream)
     made = backward_launches(inputs, row, upstream_row, problem, tile)
     if made is None:
         return plain.backward_pass(inputs, results, upstream, problem, plain_tiles(problem)[0])
     grads, launches = made
     scratch = (launches[0].args[plain.BASE2], launches[0].args[plain.DELTA])
-    read = plain.tensors_of(inputs, row, upstream_row)
+    read = read_of(inputs, row, upstream_row)
     return Pass(launches, given, read, (*grads[:3], *scratch), GRADIENTS)
 
 

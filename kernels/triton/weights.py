@@ -99,10 +99,10 @@ def weights_launch(
 
 
 def weights_pass(inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile) -> Pass:
-    given = with_memory((*read_of(inputs), lse))
+    given = with_memory(read_of(inputs, lse))
     read, own_lse = readable(inputs, problem), lse.contiguous()  # another kernel's may be a slice of a padded one
     result, launch = weights_launch(read, own_lse, problem, tile)
-    return Pass([launch], given, (*read_of(read), own_lse), (result,), lambda read, made: made[0])
+    return Pass([launch], given, read_of(read, own_lse), (result,), lambda read, made: made[0])
 
 
 def weights(inputs: AttentionInputs, lse: Tensor, problem: AttentionProblem, tile: Tile) -> Tensor:
