@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,26 @@ def compile_ahead(name, cases, kinds=None):
         process.stdin.write(given)
         process.stdin.close()
     assert [process.wait() for process in running] == [0] * count
+
+
+@contextmanager
+def room_for(size, piece=16 << 20):
+    """This process may take `size` bytes of the device more than it has, and what its allocator holds and nobody uses
+    in pieces of less than 16 MiB: larger ones, of which other tests left some, are taken meanwhile."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total, held = torch.cuda.get_device_properties(0).total_memory, []
+    try:
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+        while True:
+            try:
+                held.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                break
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def right(found, about):

@@ -2,17 +2,20 @@
 
 `make gpu-soak CALLS=100000` on a machine with a GPU. Each call of the pool is checked against float64 first, then every
 repetition against that first result: of a forward bit by bit, of gradients, whose sums may have another order, by
-distance. Some tensors begin at odd addresses, and some calls are replays of CUDA graphs.
+distance. Some tensors begin at odd addresses, and some calls are replays of CUDA graphs. What they need is compiled
+before, in several processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 import sdpa
+from sdpa.bench import pool
 
 THREADS = 3
 KINDS = 40  # different calls of each thread
@@ -29,6 +33,8 @@ MASKS = ("none", "causal", "window", "padding", "allowed", "bias", "lengths", "s
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 AGAIN = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 QUEUED = 200  # calls between two waits for the device
+# Seconds after which a thread lets another one run. A backward has a thread of its own, which waits for its turn, too.
+TURN = 2e-4
 
 
 @dataclass
@@ -148,14 +154,14 @@ def prepare(asked: Asked, captured: bool) -> None:
             asked.made = asked.run()
 
 
-def repeat(pool: list[Asked], calls: int, seed: int, wrong: Counter, errors: list[str]) -> None:
-    """One thread: `calls` calls of its pool on its stream. A result that is not the first one is counted."""
+def repeat(kinds: list[Asked], calls: int, seed: int, wrong: Counter, errors: list[str]) -> None:
+    """One thread: so many calls, of its kinds, on its stream. A result that is not the first one is counted."""
     random, stream = Random(seed), torch.cuda.Stream()
     differ: dict[int, Tensor] = {}
     with torch.cuda.stream(stream):
         for number in range(calls):
-            place = random.randrange(len(pool))
-            asked, which = pool[place], random.randrange(len(pool[place].contents))
+            place = random.randrange(len(kinds))
+            asked, which = kinds[place], random.randrange(len(kinds[place].contents))
             try:
                 if asked.changes is not None:
                     asked.changes.copy_(asked.contents[which])
@@ -176,7 +182,28 @@ def repeat(pool: list[Asked], calls: int, seed: int, wrong: Counter, errors: lis
                 stream.synchronize()
         stream.synchronize()
     for place, count in differ.items():
-        wrong[pool[place].label] += int(count)
+        wrong[kinds[place].label] += int(count)
+
+
+@cache
+def drawn_calls(seed: int, count: int) -> list[list[Asked]]:
+    """The kinds of each thread."""
+    torch.manual_seed(seed)
+    random = Random(seed)
+    return [[drawn_call(random) for _ in range(count)] for _ in range(THREADS)]
+
+
+def compile_call(place: tuple[int, int, int, int]) -> None:
+    """In a process of its own: what a call compiles, others find in the caches."""
+    seed, count, thread, number = place
+    drawn_calls(seed, count)[thread][number].run()
+
+
+def compile_all(seed: int, count: int, jobs: int) -> None:
+    places = [(seed, count, thread, number) for thread in range(THREADS) for number in range(count)]
+    for outcome in pool.run_tasks([[(compile_call, place)] for place in places], jobs):
+        if outcome.error:
+            print(f"not compiled: {outcome.error}: {outcome.task[1]}")
 
 
 def main() -> None:
@@ -184,21 +211,22 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--kinds", type=int, default=KINDS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=pool.default_jobs(), help="processes that compile")
     given = parser.parse_args()
-    begin, pools = time.monotonic(), []
-    torch.manual_seed(given.seed)
-    random = Random(given.seed)
-    for _ in range(THREADS):
-        pools.append([drawn_call(random) for _ in range(given.kinds)])
-        for asked in pools[-1]:
-            prepare(asked, random.random() < GRAPHS)
+    begin, random = time.monotonic(), Random(given.seed)
+    compile_all(given.seed, given.kinds, given.jobs)
+    threads_kinds = drawn_calls(given.seed, given.kinds)
+    for asked in itertools.chain.from_iterable(threads_kinds):
+        prepare(asked, random.random() < GRAPHS)
     torch.cuda.synchronize()
     ready = time.monotonic()
+    print(f"{THREADS * given.kinds} kinds of calls are right, after {ready - begin:.0f} s", flush=True)
+    sys.setswitchinterval(TURN)
     wrong, errors = Counter(), []
     each = [given.calls // THREADS + (n < given.calls % THREADS) for n in range(THREADS)]
     threads = [
-        threading.Thread(target=repeat, args=(pool, calls, given.seed + n, wrong, errors))
-        for n, (pool, calls) in enumerate(zip(pools, each, strict=True))
+        threading.Thread(target=repeat, args=(kinds, calls, given.seed + n, wrong, errors))
+        for n, (kinds, calls) in enumerate(zip(threads_kinds, each, strict=True))
     ]
     for thread in threads:
         thread.start()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from gpu_cases import real, right
+from gpu_cases import real, right, room_for
 
 import sdpa
 from sdpa import Mask
@@ -360,16 +360,9 @@ def test_nothing_but_its_own_rows_and_keys():
 def test_out_of_memory_is_torchs_error_and_names_kernel_and_problem():
     """The library's allocations fail with an error of their own, which the dispatcher has to know."""
     q, k, v = (torch.randn(1, 16, 1 << 16, 64, device="cuda", dtype=BFLOAT16) for _ in range(3))
-    torch.cuda.empty_cache()
-    room = torch.cuda.memory_reserved() + (16 << 20)
-    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"kernel cuda_flash ran out of memory .*needs 132 MiB of device 0"
-        ):
-            sdpa.scaled_dot_product_attention(q, k, v, kernel="cuda_flash")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    told = r"kernel cuda_flash ran out of memory .*needs 132 MiB of device 0"
+    with room_for(16 << 20), pytest.raises(torch.OutOfMemoryError, match=told):
+        sdpa.scaled_dot_product_attention(q, k, v, kernel="cuda_flash")
 
 
 BEYOND = {

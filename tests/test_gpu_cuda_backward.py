@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from gpu_cases import right
+from gpu_cases import right, room_for
 from test_gpu_cuda import CORNERS, LENGTHS, packed
 
 import sdpa
@@ -190,7 +190,7 @@ def test_alibi_of_packed_sequences(D):
 @pytest.mark.parametrize("H, Hkv", [(16, 1), (14, 2)])
 def test_heads_that_share_keys_add_up(D, H, Hkv):
     """Under masks by which blocks of keys see different numbers of rows: from so many rows on (kRowsToSum in
-    bindings.cpp) each head of a group adds to float32 sums. Below that one work tile visits one after the other."""
+    bindings.cpp) each head of a group adds to float32 sums. Below that a work tile may visit several."""
     fewest = -(-by_name()["cuda_flash"].sums_groups // (H // Hkv - 1))
     lengths = torch.tensor([fewest + 17, 130], device="cuda")
     for M, N, softcap in (
@@ -206,6 +206,19 @@ def test_heads_that_share_keys_add_up(D, H, Hkv):
             checked(build_inputs(q, k, v, options), (M, N, softcap, mask))
     for mask in (CORNERS["causal"], CORNERS["bottom_right"]):
         checked(packed(LENGTHS, LENGTHS[::-1], D, mask, behind=65, heads=(H, Hkv)), mask)
+
+
+@pytest.mark.parametrize("D", [64, 72, 128, 192, 256])
+@pytest.mark.parametrize("B, H, Hkv", [(1, 16, 1), (2, 12, 2), (9, 8, 1), (40, 8, 2)])
+def test_work_tiles_of_some_heads(D, B, H, Hkv):
+    """So few blocks of keys that heads which share them have work tiles of their own; of some, of two, of all."""
+    for M, N in ((60, 60), (155, 155), (300, 90)):
+        q = torch.randn(B, H, M, D, device="cuda", dtype=BFLOAT16)
+        k, v = (torch.randn(B, Hkv, N, D, device="cuda", dtype=BFLOAT16) for _ in range(2))
+        ids = torch.arange(max(M, N), device="cuda", dtype=torch.int32) // 37
+        for mask in (None, CORNERS["causal"], Mask(window=(40, 3)), Mask(segments=(ids[:M], ids[:N]))):
+            checked(build_inputs(q, k, v, Options(mask, enable_gqa=True)), (M, N, mask))
+    checked(packed((150, 40, 1), (90, 155, 5), D, None, behind=65, heads=(H, Hkv)), "packed")
 
 
 @pytest.mark.parametrize("D", [40, 64, 96, 128, 192, 256])
@@ -406,14 +419,8 @@ def learn_beyond(room, kernel):
     """Gradients where the process may take `room` bytes more than the tensors of the forward have."""
     leaves = [torch.randn(1, 16, 1 << 15, 64, device="cuda", dtype=BFLOAT16, requires_grad=True) for _ in range(3)]
     out, up = sdpa.scaled_dot_product_attention(*leaves, kernel=kernel), torch.randn_like(leaves[0])
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    limit = torch.cuda.memory_reserved() + room
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    try:
+    with room_for(room):
         return torch.autograd.grad(out, leaves, up)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_workspace_that_does_not_fit():

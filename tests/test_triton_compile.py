@@ -119,6 +119,10 @@ EVERYWHERE = {
         lambda: make_inputs(sized(64, N=LONGER, mask="segments", dtype=torch.float16)),
         {*BOTH, "block_ranges_kernel"},
     ),
+    "few_keys": (
+        lambda: make_inputs(sized(64, N=LONGER, H=8, Hkv=1, mask="causal")),
+        {*BOTH, "sum_heads_kernel"},
+    ),
     "few_rows": (lambda: make_inputs(sized(64, mask="bias_causal", dropout_p=0.1)), {*BOTH, "bias_grad_kernel"}),
     "windows": (
         lambda: make_inputs(sized(32, N=49, mask="bias")),
@@ -139,11 +143,12 @@ def check_order(launch, ptx, overlap):
 
 
 # Parts of a bias' gradient on one device that reads them by descriptors and one that has none; others compile the rest.
+ON_TWO = ("bias_float32", "few_rows", "few_keys")
 ON_TARGETS = [
     (arch, name)
     for arch in TARGETS
     for name in EVERYWHERE
-    if name not in ("bias_float32", "few_rows") or arch in ("90", MI300 if name == "bias_float32" else "100")
+    if name not in ON_TWO or arch in ("90", MI300 if name == "bias_float32" else "100")
 ]
 
 

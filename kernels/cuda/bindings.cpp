@@ -26,9 +26,10 @@ constexpr double kRowsCacheShare = 0.6;
 constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
 // Heads that share keys have work tiles of their own where rows of queries times (G - 1) are at least this.
 constexpr int64_t kRowsToSum = 3000;
-// What a work tile of the backward takes beside its blocks of rows, and what sums of the gradients of k and v take, in
-// the time of a block of rows, by docs/log/dropout-and-windows.md. Work tiles have parts of so many blocks at least.
-constexpr double kTileBlocks = 4, kSumBlocks = 8;
+// In the time of a block of rows: what a work tile of the backward takes beside its blocks; what the kernels take that
+// clear and write sums of the gradients of k and v; and how many numbers of these are cleared, added to and written.
+// Fitted to docs/log/dropout-and-windows.md. Work tiles have parts of so many blocks at least.
+constexpr double kTileBlocks = 5, kSumBlocks = 2, kSummedNumbers = 170e3;
 constexpr int64_t kFewestBlocks = 4, kMostWaves = 4;  // no parts are made where they would take more waves
 // The largest head size of the instances that add in one order and are of single thread blocks, not of pairs; and the
 // fewest rows of a block of prepare_rows.
@@ -291,30 +292,41 @@ const float* lse_of(const char* name, const Tensor& t, const Tensor& q) {
   return static_cast<const float*>(t.data_ptr());
 }
 
-// Whether each head of a group adds to sums of the gradients of k and v. If one work tile visits all of them, these
+// Whether each head of a group adds to sums of the gradients of k and v in any case. If one work tile visits all, these
 // gradients stay in registers. But where blocks of keys see different numbers of rows, thread blocks then leave a head
 // at different times, and all heads' rows together are more than the cache holds. Few rows do not repay the sums.
 bool sums_groups(MaskKind mask, const BackwardParams& p) {
   return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.M} >= kRowsToSum;
 }
 
-// Into how many parts the rows of work tiles are cut, without which few blocks of keys leave multiprocessors idle.
-int parts_of(const BackwardParams& p, const BackwardInstance& instance, MaskKind mask, int at_once) {
-  if (mask == MaskKind::kSegments) return 1;  // whose blocks of keys see few rows
-  const int64_t tiles = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B * (p.H / p.tile_heads);
+// What a work tile has of the rows that see a block of keys: of so many heads that share these, one of so many parts.
+struct Cut {
+  int heads, parts;
+};
+
+// The cut that takes the least time: few work tiles leave multiprocessors idle, several for a block of keys need sums.
+Cut cut_of(const BackwardParams& p, const BackwardInstance& instance, MaskKind mask, int at_once) {
+  const int64_t blocks = (int64_t{p.N} + kBackwardKeys - 1) / kBackwardKeys * p.B;
   const int64_t rows = std::min(int64_t{p.M}, int64_t{p.left} + p.right + kBackwardKeys);
   const int64_t longest = (rows + instance.BLOCK_M - 1) / instance.BLOCK_M;
-  const auto time = [&](int64_t parts) {
-    const double most = double((longest + parts - 1) / parts * p.tile_heads) + kTileBlocks;
-    const double sums = parts > 1 && p.tile_heads == p.group ? kSumBlocks : 0;
-    if (!grows(mask, p)) return double((tiles * parts + at_once - 1) / at_once) * most + sums;
-    const double mean = double(longest * p.tile_heads) / parts / 2 + kTileBlocks;
-    return std::max(most, double(tiles * parts) / at_once * mean) + sums;
+  const auto tiles = [&](Cut cut) { return blocks * (p.H / cut.heads) * cut.parts; };
+  const double numbers = double(p.B) * p.Hkv * p.N * (p.D + p.Dv);
+  const auto time = [&](Cut cut) {
+    const double most = double((longest + cut.parts - 1) / cut.parts * cut.heads) + kTileBlocks;
+    const double sums = cut.heads < p.group || cut.parts > 1 ? kSumBlocks + numbers / kSummedNumbers : 0;
+    if (!grows(mask, p)) return double((tiles(cut) + at_once - 1) / at_once) * most + sums;
+    const double mean = double(longest * cut.heads) / cut.parts / 2 + kTileBlocks;
+    return std::max(most, double(tiles(cut)) / at_once * mean) + sums;
   };
-  int64_t best = 1;
-  for (int64_t parts = 2; parts * kFewestBlocks <= longest && tiles * parts <= kMostWaves * at_once; ++parts)
-    if (time(parts) < time(best)) best = parts;
-  return static_cast<int>(best);
+  const int64_t most_parts = mask == MaskKind::kSegments ? 1 : longest / kFewestBlocks;  // such blocks see few rows
+  Cut best{sums_groups(mask, p) ? 1 : p.group, 1};
+  for (int heads = best.heads; heads > 0; --heads)
+    for (int parts = 1; p.group % heads == 0 && parts <= std::max(most_parts, int64_t{1}); ++parts) {
+      const Cut cut{heads, parts};
+      if (tiles(cut) > kMostWaves * at_once) break;
+      if (time(cut) < time(best)) best = cut;
+    }
+  return best;
 }
 
 // One kernel has a thread block for each kFewestRows rows of each sequence, as if all had the rows of the longest.
@@ -442,9 +454,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   STD_TORCH_CHECK(instance, "cuda_flash: no instance of the backward for head sizes ", p.D, " and ", p.Dv);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   p.sm_count = device_of(p.device).sm_count, p.group = p.H / p.Hkv;
-  p.tile_heads = !deterministic && sums_groups(mask, p) ? 1 : p.group;
   const int at_once = std::max(p.D, p.Dv) > kLargestInOrder ? p.sm_count / 2 : p.sm_count;  // pairs, or thread blocks
-  p.parts = deterministic ? 1 : parts_of(p, *instance, mask, at_once);
+  const Cut cut = deterministic ? Cut{p.group, 1} : cut_of(p, *instance, mask, at_once);
+  p.tile_heads = cut.heads, p.parts = cut.parts;
   const Kept kept = kept_of(p, *instance, deterministic);
   const Need need{p.device,
                   2 * (q.numel() + k.numel() + v.numel()) + 4 * (kept.all() + (delta_wanted ? lse.numel() : 0))};

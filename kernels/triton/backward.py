@@ -18,6 +18,7 @@ from torch import Tensor
 from sdpa.kernels.triton.arguments import DENSE_MASKS, block_size, float16_parts_of, readable, strides_of
 from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
 from sdpa.kernels.triton.block_ranges import range_tables
+from sdpa.kernels.triton.head_sums import parts_of_heads, sum_heads_launch
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import GRADIENTS, Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import (
@@ -59,7 +60,7 @@ from sdpa.kernels.triton.row_parts import (
     split_launch,
 )
 from sdpa.kernels.triton.target import target_of
-from sdpa.kernels.triton.tiles import Part, one_block_tile, passes, queries_tile, registers_of
+from sdpa.kernels.triton.tiles import Part, heads_of_program, one_block_tile, passes, queries_tile, registers_of
 from sdpa.layout import empty_as, with_dense_rows
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile, read_of
 from sdpa.sinks import sinks_grad
@@ -224,8 +225,9 @@ def accumulate_head(grads, keys, given, seqlen, visited, scale, CONFIG: tl.const
 
 @triton.jit
 def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, strides, dk_strides, dv_strides, sizes,
-                mask, dropout, scale, CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
-    """dK and dV, or one of them, of one block of keys, summed over the heads of its group. Grid: blocks * B * Hkv."""
+                heads, mask, dropout, scale, CONFIG: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
+    """dK and dV, or one of them, of one block of keys, summed over `heads` of those that share them. dK and dV have
+    (B, H / heads) heads. Grid: blocks * B * H / heads."""
     # Parts of keys and values were written before, and of packed sequences a program may end before it loads any.
     EARLY: tl.constexpr = CONFIG.PACKED or CONFIG.FLOAT16_PARTS > 0
     if EARLY:
@@ -234,19 +236,21 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
     block, entry = locate(sizes.blocks, sizes.entries, sizes.section, CONFIG.REVERSED)
-    kv_heads = sizes.H // sizes.G
-    batch, kv_head = entry // kv_heads, entry % kv_heads
+    shares = sizes.H // heads
+    batch, own = entry // shares, entry % shares
+    head = own * heads
+    kv_head = head // sizes.G
     column = block * BLOCK_N
-    seqlen = seqlen_info(mask, sizes, batch, kv_head * sizes.G, kv_head)
+    seqlen = seqlen_info(mask, sizes, batch, head, kv_head)
     limit = sizes.N
     if CONFIG.PACKED:
         if mask.k_lengths is None:
-            if batch == sizes.entries // kv_heads - 1:
+            if batch == sizes.entries // shares - 1:
                 first, total = tl.load(mask.cu_k + batch + 1) + column, sizes.key_rows
                 if CONFIG.KEYS:
-                    clear_behind(dk, dk_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_D, CONFIG.D)
+                    clear_behind(dk, dk_strides, own, first, total, sizes.blocks, BLOCK_N, BLOCK_D, CONFIG.D)
                 if CONFIG.VALUES:
-                    clear_behind(dv, dv_strides, kv_head, first, total, sizes.blocks, BLOCK_N, BLOCK_DV, CONFIG.DV)
+                    clear_behind(dv, dv_strides, own, first, total, sizes.blocks, BLOCK_N, BLOCK_DV, CONFIG.DV)
         limit = seqlen.k_length
         if column >= limit:
             end_in_order(ORDER)
@@ -266,14 +270,14 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32))
     if CONFIG.ONE_LOOP and mask.query_ranges is None:
         visited = visited_queries(mask, seqlen, column, CONFIG)
-        grads = accumulate_in_one_loop(grads, keys, given, seqlen, visited, sizes.G, scale, CONFIG.GROUPED, CONFIG)
+        grads = accumulate_in_one_loop(grads, keys, given, seqlen, visited, heads, scale, CONFIG.GROUPED, CONFIG)
     else:
-        for g in range(sizes.G):
-            own_seqlen = of_head(seqlen, kv_head * sizes.G + g)
+        for g in range(heads):
+            own_seqlen = of_head(seqlen, head + g)
             visited = visited_queries(mask, own_seqlen, column, CONFIG)
             grads = accumulate_head(grads, keys, given, own_seqlen, visited, scale, CONFIG)
     rows = column + tl.arange(0, BLOCK_N)[:, None]
-    target = RowRange(memory, kv_head, seqlen.k_first + column, seqlen.k_first + limit)
+    target = RowRange(memory, own, seqlen.k_first + column, seqlen.k_first + limit)
     if CONFIG.KEYS:
         store_rows(dk, dk_strides, target, tl.where(rows < seqlen.k_length, grads[0] * scale, 0.0), CONFIG.D)
     if CONFIG.VALUES:
@@ -443,7 +447,9 @@ def backward_launches(
     if float16_parts_of(problem):
         split, second = split_launch((*inputs[:3], upstream.out), float16_parts_of(problem))
         before.append(second)
-    ranges, launches = dkdv_launches(inputs, problem, tile, row, grads, split)
+    heads = heads_of_program(problem, tile)
+    parts = grads if heads == problem.G else parts_of_heads(inputs, heads)
+    ranges, launches = dkdv_launches(inputs, problem, tile, row, parts, split)
     more_ranges, launch = dq_launch(inputs, problem, tile, row, grads, split)
     launches.append(launch)
     bias_parts = None
@@ -451,7 +457,10 @@ def backward_launches(
         bias_parts, launch = bias_grad_launch(inputs, problem, tile, row, split)
         launches.append(launch)
     scratch = () if split is None else (*split[:-1], *split.units)
-    launches = in_order(target_of(problem.device), [*before, *ranges, *more_ranges], launches)
+    summed = []
+    if parts is not grads:
+        summed, scratch = [sum_heads_launch(parts, grads)], (*scratch, parts.k, parts.v)
+    launches = in_order(target_of(problem.device), [*before, *ranges, *more_ranges], launches, summed)
     return Backward(grads, launches, (delta, *scratch), bias_parts)
 
 
@@ -510,14 +519,16 @@ def dkdv_launches(
     split: Split | None,
 ) -> tuple[list[Launch], list[Launch]]:
     """The launches that find block ranges, and those of dK and dV: one for both, or two where the registers do not hold
-    both sums."""
-    ranges, launches = [], []
+    both sums. A program sums as many heads of queries as share one of `grads`."""
+    ranges, launches, heads = [], [], problem.H // grads.k.shape[1]
     for part, parts_tile in passes(problem, tile):
         given, units, before = backward_args(inputs, problem, parts_tile, LoopOver.QUERIES, row, split)
-        config = given.config._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS)
+        config = given.config._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS, GROUPED=heads > 1)
+        sizes = given.sizes._replace(entries=problem.B * problem.H // heads)
         targets = (grads.k, grads.v, row.lse, row.delta, units, given.strides, strides_of(grads.k), strides_of(grads.v))
-        args = (*given.tensors, *targets, given.sizes, given.mask, given.dropout, inputs.scale, config, ALONE.value)
-        grid = (given.sizes.blocks * given.sizes.entries,)
+        rest = (given.mask, given.dropout, inputs.scale, config, ALONE.value)
+        args = (*given.tensors, *targets, sizes, heads, *rest)
+        grid = (sizes.blocks * sizes.entries,)
         ranges += before
         launches.append(Launch(dkdv_kernel, grid, args, parts_tile, registers=registers_of(problem)))
     return ranges, launches

@@ -110,6 +110,9 @@ BLOCKS_FLOAT32 = (
 # Tiles that a program may take one after the other where programs do not fill the device, in half precision and where
 # float32 is cut into parts: two passes have a program for each head of queries.
 LONGEST, LONGEST_FLOAT32 = 4, 2
+# Programs over keys share the heads of a group where each would go through more blocks of queries than this, and where
+# it takes this factor less time.
+FEWEST_STEPS, SUMS_GAIN = 8, 1.5
 SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
 # Stages of loads, tried in this order (docs/log/dropout-and-windows.md).
 STAGES = (3, 2, 1)
@@ -147,6 +150,22 @@ def queries_tile(problem: AttentionProblem, tile: Tile) -> Tile:
     """The tile of the launch over blocks of queries. There, too, the side that stays is the larger one."""
     tile = half(tile) if is_split(problem, tile) else tile
     return tile._replace(BLOCK_M=tile.BLOCK_N, BLOCK_N=tile.BLOCK_M)
+
+
+def heads_of_program(problem: AttentionProblem, tile: Tile) -> int:
+    """How many of the heads that share keys a program over keys visits. All of them need no parts that are added up;
+    fewer leave fewer cores idle where there are few keys."""
+    G, cores = problem.G, target_of(problem.device).cores
+    programs = problem.B * problem.Hkv * -(-problem.N // tile.BLOCK_N)
+    steps = G * -(-problem.M // tile.BLOCK_M)
+    if "packed" in problem.features or programs >= cores or steps <= FEWEST_STEPS:
+        return G
+
+    def time(heads: int) -> int:
+        return -(-programs * (G // heads) // cores) * heads
+
+    best = min((heads for heads in range(G, 0, -1) if G % heads == 0), key=time)
+    return best if SUMS_GAIN * time(best) <= time(G) else G
 
 
 def is_split(problem: AttentionProblem, tile: Tile) -> bool:
