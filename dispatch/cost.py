@@ -95,7 +95,8 @@ def traffic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
 
 
 def summing(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
-    """Seconds in which a backward adds up float32 gradients of the keys that heads share."""
+    """Seconds in which a backward adds up float32 gradients of the keys that heads share, where keys and rows are many.
+    Of few keys these sums are small."""
     growing = problem.left == UNLIMITED and problem.right != UNLIMITED
     fewest = kernel.sums_groups
     if problem.direction == "forward" or not (fewest and growing and (problem.G - 1) * problem.M >= fewest):

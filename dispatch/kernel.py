@@ -61,8 +61,8 @@ class Kernel:
     efficiency: float = 0.5
     overhead: float = 5e-6
     backward_overhead: float | None = None
-    # From so many rows of queries on, times (G - 1), its backward adds up gradients of keys in float32 where heads of
-    # queries share these and later rows see more of them; 0: it never does.
+    # From so many rows of queries on, times (G - 1), its backward adds up gradients of keys in float32 in any
+    # case where heads of queries share these and later rows see more of them. 0: never for that.
     sums_groups: int = 0
     sums_queries: bool = False  # its backward adds up gradients of queries in float32, in memory beside its results
     mask_launches: int = 0  # on a GPU, beside its own: a dense mask is converted, and rows without a key are zeroed

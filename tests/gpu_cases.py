@@ -58,8 +58,8 @@ def compile_ahead(name, cases, kinds=None):
 
 @contextmanager
 def room_for(size, piece=16 << 20):
-    """This process may take `size` bytes of the device more than it has, and what its allocator holds and nobody uses
-    in pieces of less than 16 MiB: larger ones, of which other tests left some, are taken meanwhile."""
+    """This process may take `size` more bytes of the device. Free pieces of 16 MiB and more that its allocator holds
+    are taken meanwhile. Smaller ones remain free."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total, held = torch.cuda.get_device_properties(0).total_memory, []

@@ -187,7 +187,7 @@ def repeat(kinds: list[Asked], calls: int, seed: int, wrong: Counter, errors: li
 
 @cache
 def drawn_calls(seed: int, count: int) -> list[list[Asked]]:
-    """The kinds of each thread."""
+    """The kinds of each thread. A process draws them once."""
     torch.manual_seed(seed)
     random = Random(seed)
     return [[drawn_call(random) for _ in range(count)] for _ in range(THREADS)]

@@ -24,13 +24,15 @@ constexpr double kKeysCacheShare = 0.4;
 // of rows it works on kFewestGrowing at least, so that the longest blocks of all of these come first.
 constexpr double kRowsCacheShare = 0.6;
 constexpr int64_t kMostHeads = 16, kFewestGrowing = 8;
-// Heads that share keys have work tiles of their own where rows of queries times (G - 1) are at least this.
+// Heads that share keys have work tiles of their own in any case where rows of queries times (G - 1) are at least this,
+// under masks by which later rows see more keys.
 constexpr int64_t kRowsToSum = 3000;
-// In the time of a block of rows: what a work tile of the backward takes beside its blocks; what the kernels take that
-// clear and write sums of the gradients of k and v; and how many numbers of these are cleared, added to and written.
-// Fitted to docs/log/dropout-and-windows.md. Work tiles have parts of so many blocks at least.
-constexpr double kTileBlocks = 5, kSumBlocks = 2, kSummedNumbers = 170e3;
-constexpr int64_t kFewestBlocks = 4, kMostWaves = 4;  // no parts are made where they would take more waves
+// In the time of a block of rows, fitted to docs/log/dropout-and-windows.md:
+constexpr double kTileBlocks = 5;         // what a work tile of the backward takes beside its blocks
+constexpr double kSumBlocks = 2;          // the launches that clear and write sums of the gradients of k and v
+constexpr double kSummedNumbers = 170e3;  // so many numbers are cleared, added to and written in that time
+// Parts of a work tile's rows have so many blocks at least, and no cut has more waves of work tiles.
+constexpr int64_t kFewestBlocks = 4, kMostWaves = 4;
 // The largest head size of the instances that add in one order and are of single thread blocks, not of pairs; and the
 // fewest rows of a block of prepare_rows.
 constexpr int kLargestInOrder = 128, kFewestRows = 8;
@@ -294,7 +296,7 @@ const float* lse_of(const char* name, const Tensor& t, const Tensor& q) {
 
 // Whether each head of a group adds to sums of the gradients of k and v in any case. If one work tile visits all, these
 // gradients stay in registers. But where blocks of keys see different numbers of rows, thread blocks then leave a head
-// at different times, and all heads' rows together are more than the cache holds. Few rows do not repay the sums.
+// at different times, and all heads' rows together are more than the cache holds. Of fewer rows cut_of decides.
 bool sums_groups(MaskKind mask, const BackwardParams& p) {
   return p.group > 1 && grows(mask, p) && (p.group - 1) * int64_t{p.M} >= kRowsToSum;
 }
@@ -318,14 +320,17 @@ Cut cut_of(const BackwardParams& p, const BackwardInstance& instance, MaskKind m
     const double mean = double(longest * cut.heads) / cut.parts / 2 + kTileBlocks;
     return std::max(most, double(tiles(cut)) / at_once * mean) + sums;
   };
-  const int64_t most_parts = mask == MaskKind::kSegments ? 1 : longest / kFewestBlocks;  // such blocks see few rows
+  // Blocks of keys of segments see few rows.
+  const int64_t most_parts = mask == MaskKind::kSegments ? 1 : std::max(longest / kFewestBlocks, int64_t{1});
   Cut best{sums_groups(mask, p) ? 1 : p.group, 1};
-  for (int heads = best.heads; heads > 0; --heads)
-    for (int parts = 1; p.group % heads == 0 && parts <= std::max(most_parts, int64_t{1}); ++parts) {
-      const Cut cut{heads, parts};
-      if (tiles(cut) > kMostWaves * at_once) break;
-      if (time(cut) < time(best)) best = cut;
+  double least = time(best);
+  for (int heads = best.heads; heads > 0; --heads) {
+    if (p.group % heads != 0) continue;
+    for (int parts = 1; parts <= most_parts && tiles({heads, parts}) <= kMostWaves * at_once; ++parts) {
+      const double taken = time({heads, parts});
+      if (taken < least) least = taken, best = {heads, parts};
     }
+  }
   return best;
 }
 

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.arguments import DENSE_MASKS, block_size, float16_parts_of, readable, strides_of
+from sdpa.kernels.triton.arguments import DENSE_MASKS, block_size, float16_parts_of, readable, section_of, strides_of
 from sdpa.kernels.triton.bias_grad import bias_grad_launch, sum_parts
 from sdpa.kernels.triton.block_ranges import range_tables
-from sdpa.kernels.triton.head_sums import parts_of_heads, sum_heads_launch
+from sdpa.kernels.triton.head_sums import partial_sums, sum_heads_launch
 from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import GRADIENTS, Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import (
@@ -236,8 +236,8 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
     BLOCK_D: tl.constexpr = CONFIG.BLOCK_D
     BLOCK_DV: tl.constexpr = CONFIG.BLOCK_DV
     block, entry = locate(sizes.blocks, sizes.entries, sizes.section, CONFIG.REVERSED)
-    shares = sizes.H // heads
-    batch, own = entry // shares, entry % shares
+    subgroups = sizes.H // heads
+    batch, own = entry // subgroups, entry % subgroups
     head = own * heads
     kv_head = head // sizes.G
     column = block * BLOCK_N
@@ -245,7 +245,7 @@ def dkdv_kernel(q, k, v, grad_out, bias, allowed, dk, dv, lse, delta, units, str
     limit = sizes.N
     if CONFIG.PACKED:
         if mask.k_lengths is None:
-            if batch == sizes.entries // shares - 1:
+            if batch == sizes.entries // subgroups - 1:
                 first, total = tl.load(mask.cu_k + batch + 1) + column, sizes.key_rows
                 if CONFIG.KEYS:
                     clear_behind(dk, dk_strides, own, first, total, sizes.blocks, BLOCK_N, BLOCK_D, CONFIG.D)
@@ -381,7 +381,8 @@ class Backward(NamedTuple):
 
     grads: Gradients
     launches: list[Launch]
-    scratch: tuple[Tensor, ...]  # delta (B, H, M), where no single pass finds it for itself, and float16 parts
+    # delta (B, H, M), where no single pass finds it for itself, float16 parts, and partial sums of dK and dV
+    scratch: tuple[Tensor, ...]
     bias_parts: Tensor | None  # (parts, *bias.shape), whose sum is the gradient of the bias
 
 
@@ -448,8 +449,8 @@ def backward_launches(
         split, second = split_launch((*inputs[:3], upstream.out), float16_parts_of(problem))
         before.append(second)
     heads = heads_of_program(problem, tile)
-    parts = grads if heads == problem.G else parts_of_heads(inputs, heads)
-    ranges, launches = dkdv_launches(inputs, problem, tile, row, parts, split)
+    sums = grads if heads == problem.G else partial_sums(inputs, heads)
+    ranges, launches = dkdv_launches(inputs, problem, tile, row, sums, split)
     more_ranges, launch = dq_launch(inputs, problem, tile, row, grads, split)
     launches.append(launch)
     bias_parts = None
@@ -458,8 +459,8 @@ def backward_launches(
         launches.append(launch)
     scratch = () if split is None else (*split[:-1], *split.units)
     summed = []
-    if parts is not grads:
-        summed, scratch = [sum_heads_launch(parts, grads)], (*scratch, parts.k, parts.v)
+    if sums is not grads:
+        summed, scratch = [sum_heads_launch(sums, grads)], (*scratch, sums.k, sums.v)
     launches = in_order(target_of(problem.device), [*before, *ranges, *more_ranges], launches, summed)
     return Backward(grads, launches, (delta, *scratch), bias_parts)
 
@@ -515,17 +516,18 @@ def dkdv_launches(
     problem: AttentionProblem,
     tile: Tile,
     row: BackwardRows,
-    grads: Gradients,
+    sums: Gradients,
     split: Split | None,
 ) -> tuple[list[Launch], list[Launch]]:
     """The launches that find block ranges, and those of dK and dV: one for both, or two where the registers do not hold
-    both sums. A program sums as many heads of queries as share one of `grads`."""
-    ranges, launches, heads = [], [], problem.H // grads.k.shape[1]
+    both. A program visits as many heads of queries as share one of `sums`."""
+    ranges, launches, heads = [], [], problem.H // sums.k.shape[1]
+    entries = problem.B * problem.H // heads
     for part, parts_tile in passes(problem, tile):
         given, units, before = backward_args(inputs, problem, parts_tile, LoopOver.QUERIES, row, split)
         config = given.config._replace(KEYS=part is not Part.VALUES, VALUES=part is not Part.KEYS, GROUPED=heads > 1)
-        sizes = given.sizes._replace(entries=problem.B * problem.H // heads)
-        targets = (grads.k, grads.v, row.lse, row.delta, units, given.strides, strides_of(grads.k), strides_of(grads.v))
+        sizes = given.sizes._replace(entries=entries, section=section_of(problem, entries))
+        targets = (sums.k, sums.v, row.lse, row.delta, units, given.strides, strides_of(sums.k), strides_of(sums.v))
         rest = (given.mask, given.dropout, inputs.scale, config, ALONE.value)
         args = (*given.tensors, *targets, sizes, heads, *rest)
         grid = (sizes.blocks * sizes.entries,)

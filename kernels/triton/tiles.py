@@ -110,8 +110,8 @@ BLOCKS_FLOAT32 = (
 # Tiles that a program may take one after the other where programs do not fill the device, in half precision and where
 # float32 is cut into parts: two passes have a program for each head of queries.
 LONGEST, LONGEST_FLOAT32 = 4, 2
-# Programs over keys share the heads of a group where each would go through more blocks of queries than this, and where
-# it takes this factor less time.
+# The heads of a group are divided among programs over keys where one program would visit more blocks of queries than
+# this, and where all together take this factor less time: the sums take a launch more. Chosen without measuring others.
 FEWEST_STEPS, SUMS_GAIN = 8, 1.5
 SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
 # Stages of loads, tried in this order (docs/log/dropout-and-windows.md).
@@ -153,11 +153,12 @@ def queries_tile(problem: AttentionProblem, tile: Tile) -> Tile:
 
 
 def heads_of_program(problem: AttentionProblem, tile: Tile) -> int:
-    """How many of the heads that share keys a program over keys visits. All of them need no parts that are added up;
-    fewer leave fewer cores idle where there are few keys."""
+    """How many of the heads that share keys a program over keys visits. Where it visits all, its sums are complete;
+    where it visits fewer, fewer cores are idle, and the sums of a group's programs are added up."""
     G, cores = problem.G, target_of(problem.device).cores
     programs = problem.B * problem.Hkv * -(-problem.N // tile.BLOCK_N)
-    steps = G * -(-problem.M // tile.BLOCK_M)
+    rows = min(problem.M, problem.width(problem.M) + tile.BLOCK_N)
+    steps = G * -(-rows // tile.BLOCK_M)
     if "packed" in problem.features or programs >= cores or steps <= FEWEST_STEPS:
         return G
 
