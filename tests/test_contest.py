@@ -513,34 +513,6 @@ def test_extra_bytes_are_the_peak_over_what_was_there(direction, monkeypatch):
     assert contest.extra_bytes(contestant, TINY) is None
 
 
-def under_dropout(scale, kept=None):
-    """A step of attention written out, whose kept weights are multiplied by `scale`. `kept`: what each call keeps."""
-    work = workload.make_workload(Problem(1, 2, 64, 64, 16, mask="causal", direction="backward", call="dropout"))
-    q, k, v = work.qkv
-    seen = torch.ones(64, 64, dtype=torch.bool).tril()
-
-    def forward():
-        weights = (q @ k.mT * 16**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        keep = torch.rand(weights.shape) >= calls.DROPOUT if kept is None else kept
-        return weights * keep * scale @ v
-
-    class Noisy(peers.Contestant):
-        def gradients(self, out, retain=True):
-            return tuple(g * (1 + 1e-6 * torch.rand(())) for g in super().gradients(out, retain))
-
-    one = Noisy("fake", forward, work.leaves, work.grad_out)
-    return contest.Judge(work).error(one, one.forward())
-
-
-def test_dropout_is_judged_by_its_mean():
-    torch.manual_seed(5)
-    assert under_dropout(1 / (1 - calls.DROPOUT)).rms < truth.DROPOUT_TOLERANCE
-    with pytest.raises(workload.WrongResult, match="relative distance"):
-        under_dropout(1.0)
-    with pytest.raises(workload.WrongResult, match=r"calls with dropout of 0\.1 agree"):
-        under_dropout(1.0, kept=torch.ones(()))  # gradients that differ as by the order of sums do not hide it
-
-
 def test_contestants_draw_alone(monkeypatch):
     seen, own = [], contest.drawing_alone
     monkeypatch.setattr(contest, "drawing_alone", lambda *given: seen.append(given) or own(*given))
