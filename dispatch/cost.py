@@ -84,7 +84,8 @@ def arithmetic(kernel: Kernel, problem: AttentionProblem, device: Device) -> flo
     if kernel.materialises:
         share = problem.visible_share()
         flops = flops / share if share else flops  # computes what a mask hides, too
-    return flops / (device.peak(problem.dtype, problem.tf32) * kernel.efficiency)
+    efficiency = kernel.efficiency * (kernel.dense_efficiency if has_dense_mask(problem) else 1.0)
+    return flops / (device.peak(problem.dtype, problem.tf32) * efficiency)
 
 
 def traffic(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
@@ -174,10 +175,14 @@ def launch_overhead(problem: AttentionProblem) -> float:
 
 def masking(kernel: Kernel, problem: AttentionProblem, device: Device) -> float:
     """Seconds of the operations of torch's that prepare a dense mask for a kernel and settle the rows without a key."""
-    if not kernel.mask_launches or not problem.features & {"bias", "allowed"}:
+    if not kernel.mask_launches or not has_dense_mask(problem):
         return 0.0
     moved = kernel.mask_launches * elements(problem, "bias") * problem.dtype.itemsize
     return moved / device.bandwidth + kernel.mask_launches * launch_overhead(problem)
+
+
+def has_dense_mask(problem: AttentionProblem) -> bool:
+    return bool(problem.features & {"bias", "allowed"})
 
 
 def elements(problem: AttentionProblem, name: str) -> int:

@@ -42,8 +42,9 @@ class Kernel:
 
     `why_not` is about correctness and does not depend on measurements. `efficiency` and `overhead` are about speed, and
     are used only where no table has a measured time. `efficiency` is the share of the device's peak that the kernel
-    reaches on a large problem. `overhead` is the host's time for a repeated call, in seconds; `backward_overhead` is
-    that for a backward, where it is another.
+    reaches; those of GPUs are fitted to choices (docs/log/choice.md), and less than some reach on large problems.
+    `overhead` is what a repeated call takes at least, in seconds; `backward_overhead` is that for a backward, where it
+    is another.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Kernel:
     varies_in: tuple[str, ...] = ()  # directions in which its sums come in any order without that, and bits vary
     order_cost: float = 1.0  # the factor of time in these directions where bits must not vary
     efficiency: float = 0.5
+    dense_efficiency: float = 1.0  # the factor of that where it reads a dense mask or a bias
     overhead: float = 5e-6
     backward_overhead: float | None = None
     # From so many rows of queries on, times (G - 1), its backward adds up gradients of keys in float32 in any
