@@ -1,5 +1,5 @@
-"""Who is measured beside us: torch's backends one by one, FlexAttention, FlashAttention-4, and on CPUs ZenTorch and
-OpenVINO; each in its best form.
+"""Who is measured beside us: torch's backends one by one, FlexAttention, FlashAttention-3 and -4, FlashInfer, and on
+CPUs ZenTorch and OpenVINO; each in its best form.
 
 A maker takes a Workload and returns a Contestant, or raises Refusal in a sentence; whatever else it or its calls raise
 is told as its refusal too.
@@ -25,6 +25,7 @@ from sdpa.bench.problems import Problem
 from sdpa.bench.timing import Call
 from sdpa.bench.workload import Refusal, Workload, alibi_slopes, pack, unpack
 
+FLASHINFER_WORKSPACE = 128 << 20  # bytes, as its documentation has them
 # The math backend writes scores out in float32; more than this takes its time without winning.
 MOST_SCORES = 8e9
 
@@ -150,8 +151,8 @@ def compiled_flex(device: str) -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flash4(work: Workload) -> Contestant:
-    """FlashAttention-4 in CuTe DSL; its tensors are (B, N, H, D), and its documents packed sequences."""
+def flash_attention(name: str, module: str, work: Workload) -> Contestant:
+    """FlashAttention-3, or FlashAttention-4 in CuTe DSL; tensors are (B, N, H, D), and documents packed sequences."""
     p = work.problem
     if p.call not in ("", "varlen"):
         require_plain(p)
@@ -159,12 +160,11 @@ def flash4(work: Workload) -> Contestant:
         raise Refusal(f"asked for the masks none, causal, window and segments, got {p.mask}")
     if p.mask != "none" and p.M != p.N:
         raise Refusal(f"its causal mask is aligned to the bottom right, got M={p.M} and N={p.N}")
-    return flash4_packed(work) if p.mask == "segments" else flash4_batched(work)
+    package = import_module(module)
+    return flash_packed(name, package, work) if p.mask == "segments" else flash_batched(name, package, work)
 
 
-def flash4_batched(work: Workload) -> Contestant:
-    from flash_attn.cute import flash_attn_func
-
+def flash_batched(name: str, package: Any, work: Workload) -> Contestant:
     p = work.problem
     masked: dict[str, dict[str, Any]] = {"window": {"window_size": (p.window, 0)}, "causal": {"causal": True}}
 
@@ -173,13 +173,11 @@ def flash4_batched(work: Workload) -> Contestant:
 
     q, k, v = (swap(t.detach()).contiguous().requires_grad_(p.needs_grad) for t in work.qkv)
     grad_out = swap(swap(work.grad_out).contiguous())
-    forward = partial(flash_attn_func, q, k, v, **masked.get(p.mask, {}), **in_order(p))
-    return Contestant("fa4", lambda: swap(first(forward())), (q, k, v), grad_out, standard=swap)
+    forward = partial(package.flash_attn_func, q, k, v, **masked.get(p.mask, {}), **in_order(p))
+    return Contestant(name, lambda: swap(first(forward())), (q, k, v), grad_out, standard=swap)
 
 
-def flash4_packed(work: Workload) -> Contestant:
-    from flash_attn.cute import flash_attn_varlen_func
-
+def flash_packed(name: str, package: Any, work: Workload) -> Contestant:
     rows = work.packed
     options = {
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), rows.ends),
@@ -188,13 +186,34 @@ def flash4_packed(work: Workload) -> Contestant:
         **in_order(work.problem),
     }
     read = partial(unpack, B=work.problem.B)
-    forward = partial(flash_attn_varlen_func, *rows.leaves, **options)
-    return Contestant("fa4", lambda: first(forward()), rows.leaves, pack(work.grad_out), standard=read, read=read)
+    forward = partial(package.flash_attn_varlen_func, *rows.leaves, **options)
+    return Contestant(name, lambda: first(forward()), rows.leaves, pack(work.grad_out), standard=read, read=read)
 
 
 def in_order(p: Problem) -> dict[str, bool]:
-    """FlashAttention-4 has an argument and does not read torch's mode."""
+    """They have an argument and do not read torch's mode."""
     return {"deterministic": True} if p.deterministic else {}
+
+
+def flashinfer(work: Workload) -> Contestant:
+    """FlashInfer's attention for prefill, of batch entries one after the other. What it plans for these sizes is made
+    once, as a model does for all its layers."""
+    p = work.problem
+    require_plain(p)
+    if p.differentiates:
+        raise Refusal("FlashInfer's attention has no backward")
+    if p.mask not in ("none", "lower_right") and (p.mask not in ("causal", "window") or p.M != p.N):
+        told = f"got {p.mask}, M={p.M} and N={p.N}"
+        raise Refusal(f"FlashInfer is asked for no mask, or a causal one or a window at the bottom right, {told}")
+    package = import_module("flashinfer")
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=p.device)
+    ends = [length * torch.arange(p.B + 1, dtype=torch.int32, device=p.device) for length in (p.M, p.N)]
+    planned = package.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    options = {"causal": p.mask != "none", "window_left": p.window if p.mask == "window" else -1}
+    planned.plan(*ends, p.H, p.Hkv, p.D, p.Dv, q_data_type=work.q.dtype, **options)
+    rows = tuple(pack(t.detach()) for t in work.qkv)
+    read = partial(unpack, B=p.B)
+    return Contestant("flashinfer", partial(planned.run, *rows), rows, work.grad_out, standard=read, read=read)
 
 
 def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -283,12 +302,16 @@ PEERS: dict[str, Maker] = {
     "torch": torch_default,
     **{name: partial(torch_backend, name, backend) for name, backend in TORCH_BACKENDS.items()},
     "flex": flex,
-    "fa4": flash4,
+    "fa3": partial(flash_attention, "fa3", "flash_attn_interface"),
+    "fa4": partial(flash_attention, "fa4", "flash_attn.cute"),
+    "flashinfer": flashinfer,
     "zentorch": zentorch,
     "openvino": openvino,
 }
 # Inference on a CPU; they take part where they are installed.
 CPU_PEERS = ("zentorch", "openvino")
+# Of a GPU, they take part where they are installed, too.
+GPU_PACKAGES = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}
 # Calls that torch makes in one way, whatever its backends.
 ONE_WAY = ("softcap", "return_lse", "varlen", "module")
 # Those that are torch's: the bar of most suites is the best of them.
@@ -302,9 +325,15 @@ def peers_for(problem: Problem, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
     if asked:
         return asked
     if problem.device == "cpu" and not (problem.call or problem.differentiates):
-        return ("torch", *(name for name in CPU_PEERS if importlib.util.find_spec(name) is not None))
+        return ("torch", *(name for name in CPU_PEERS if is_installed(name)))
     if not problem.device.startswith("cuda") or problem.call in ONE_WAY:
         return ("torch",)
     plain = problem.mask in ("none", "causal") and problem.H == problem.Hkv
-    left_out = {*CPU_PEERS, *({"flex"} if plain or problem.host else ()), *(() if problem.host else ("torch",))}
+    missing = (name for name, package in GPU_PACKAGES.items() if not is_installed(package))
+    others = (*({"flex"} if plain or problem.host else ()), *(() if problem.host else ("torch",)))
+    left_out = {*CPU_PEERS, *missing, *others}
     return tuple(name for name in PEERS if name not in left_out)
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

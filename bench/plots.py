@@ -16,7 +16,8 @@ PANEL = (7.5, 3.4)  # inches
 GROUP_WIDTH = 0.86  # of the distance between two lengths
 PEER_COLORS = {
     "torch": "#555555", "cudnn": "#76b900", "flash": "#4c72b0", "efficient": "#dd8452", "math": "#b8b8b8",
-    "flex": "#937860", "fa4": "#8172b3", "zentorch": "#da8bc3", "openvino": "#8c8c8c",
+    "flex": "#937860", "fa3": "#64b5cd", "fa4": "#8172b3", "flashinfer": "#ccb974", "zentorch": "#da8bc3",
+    "openvino": "#8c8c8c",
 }  # fmt: skip
 OUR_COLORS = ("#2a7f62", "#c44e52", "#1b4d3e", "#e377c2")
 

@@ -32,7 +32,7 @@ from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.dispatch.device import device_of
 
-PACKAGES = ("torch", "numpy", "triton", "flash-attn-4", "zentorch", "openvino")
+PACKAGES = ("torch", "numpy", "triton", "flash-attn-3", "flash-attn-4", "flashinfer-python", "zentorch", "openvino")
 # What the driver reports about a GPU, by the names of nvidia-smi; clocks in MHz, as they are when a run begins.
 DRIVER_FACTS = {"driver": "driver_version", "sm_clock_max": "clocks.max.sm", "sm_clock": "clocks.sm"}
 

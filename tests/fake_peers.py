@@ -1,4 +1,5 @@
-"""What stands for packages of peers where they are not installed: of ZenTorch and OpenVINO what `sdpa bench` uses."""
+"""What stands for packages of peers where they are not installed: of ZenTorch, OpenVINO and FlashInfer what `sdpa
+bench` uses."""
 
 from __future__ import annotations
 
@@ -65,3 +66,30 @@ class OpenVINOs:
         given = (self.views[place].torchs() for place in range(len(self.inputs)))
         out = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=self.causal)
         self.written.torchs().copy_(out)
+
+
+class FlashInfers:
+    """Its attention for prefill, by torch's; notes the (queries, keys) of a batch entry that are planned."""
+
+    def __init__(self, plans) -> None:
+        self.plans = plans
+
+    def BatchPrefillWithRaggedKVCacheWrapper(self, workspace, kv_layout):
+        assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
+        return self
+
+    def plan(self, qo_indptr, kv_indptr, H, Hkv, D, Dv, *, causal, window_left, q_data_type):
+        assert qo_indptr.dtype == kv_indptr.dtype == torch.int32 and len(qo_indptr) == len(kv_indptr)
+        self.M, self.N, self.causal, self.window = int(qo_indptr[1]), int(kv_indptr[1]), causal, window_left
+        self.shapes = (H, D), (Hkv, D), (Hkv, Dv)
+        self.plans.append((self.M, self.N))
+
+    def run(self, q, k, v):
+        assert tuple(t.shape[1:] for t in (q, k, v)) == self.shapes
+        q, k, v = (t.unflatten(0, (-1, n)).transpose(1, 2) for t, n in ((q, self.M), (k, self.N), (v, self.N)))
+        distance = torch.arange(self.M)[:, None] + self.N - self.M - torch.arange(self.N)
+        seen = (distance >= 0) | torch.tensor(not self.causal)
+        if self.window >= 0:
+            seen &= distance <= self.window
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_peers import OpenVINOs, zentorchs
+from fake_peers import FlashInfers, OpenVINOs, zentorchs
 
 import sdpa
 from sdpa.bench import calls, contest, peers, record, truth, workload
@@ -275,9 +275,10 @@ def test_peers_refuse_in_a_sentence(monkeypatch):
     assert "M=4 and N=40" in row.peers[0].reason
 
 
+@pytest.mark.parametrize("peer", ["fa3", "fa4"])
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_flash4_gets_its_own_layout(direction, pair, monkeypatch):
+def test_flash_attention_gets_its_own_layout(direction, pair, peer, monkeypatch):
     """And torch's mode as its argument."""
     seen = []
 
@@ -290,11 +291,15 @@ def test_flash4_gets_its_own_layout(direction, pair, monkeypatch):
 
     package = types.ModuleType("flash_attn")
     package.cute = types.ModuleType("flash_attn.cute")
-    package.cute.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", package.cute)
+    package.cute.flash_attn_func = package.flash_attn_func = flash_attn_func
+    for name, module in {
+        "flash_attn": package,
+        "flash_attn.cute": package.cute,
+        "flash_attn_interface": package,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
     problem = replace(TINY, mask="causal", direction=direction, deterministic=pair)
-    (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("fa4",)))
+    (row,) = contest.measure_cell("s", problem, replace(FAST, peers=(peer,)))
     assert row.peers[0].seconds and set(seen) == {((2, 40, 4, 8), True, pair)}, row.peers
 
 
@@ -398,6 +403,33 @@ def test_the_peers_of_a_cpu_that_are_not_installed(monkeypatch):
     assert all(peer.name in peer.reason and peer.seconds is None for peer in row.peers) and row.own.seconds
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mask": "causal"}, {"M": 9, "mask": "lower_right"}, {"mask": "window", "window": 7}, {"M": 3}],
+    ids=str,
+)
+def test_flashinfer_plans_once_and_gets_rows(changes, monkeypatch):
+    plans = []
+    monkeypatch.setitem(sys.modules, "flashinfer", FlashInfers(plans))
+    problem = replace(TINY, B=2, H=4, Hkv=2, **changes)
+    (row,) = contest.measure_cell("s", problem, replace(FAST, peers=("flashinfer",)))
+    assert row.peers[0].seconds and row.peers[0].error < 1e-5, row.peers[0]
+    assert plans == [(problem.M, problem.N)]
+
+
+def test_flashinfer_refuses_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", FlashInfers([]))
+    asked = replace(FAST, peers=("flashinfer",))
+    for changes, told in (
+        ({"direction": "backward"}, "no backward"),
+        ({"mask": "padding"}, "got padding, M=40 and N=40"),
+        ({"M": 4, "mask": "causal"}, "got causal, M=4 and N=40"),
+        ({"call": "softcap"}, "got a call of the kind softcap"),
+    ):
+        (row,) = contest.measure_cell("s", replace(TINY, **changes), asked)
+        assert told in row.peers[0].reason and row.peers[0].seconds is None, row.peers[0]
+
+
 def installed(monkeypatch, *names):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name if name in names else None)
 
@@ -425,6 +457,8 @@ def test_which_peers_take_part(monkeypatch):
     assert "flex" in peers.peers_for(replace(plain, mask="window")) and "flex" in peers.peers_for(replace(plain, Hkv=2))
     host = peers.peers_for(replace(plain, mask="padding", host=True))
     assert "torch" in host and "flex" not in host
+    installed(monkeypatch, "flash_attn_interface", "flashinfer")
+    assert peers.peers_for(plain)[-3:] == ("fa3", "fa4", "flashinfer")
     assert peers.peers_for(plain, ("flex",)) == ("flex",)
 
 
