@@ -42,7 +42,7 @@ class Kernel:
 
     `why_not` is about correctness and does not depend on measurements. `efficiency` and `overhead` are about speed, and
     are used only where no table has a measured time. `efficiency` is the share of the device's peak that the kernel
-    reaches; those of GPUs are fitted to choices (docs/log/choice.md), and less than some reach on large problems.
+    reaches, of Triton's less: with such numbers the fastest is chosen more often on an H200 (docs/log/choice.md).
     `overhead` is what a repeated call takes at least, in seconds; `backward_overhead` is that for a backward, where it
     is another.
     """

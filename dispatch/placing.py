@@ -29,7 +29,7 @@ def record_on_copies(
 ) -> tuple[Any, Callable[..., Any] | None]:
     """A kernel's `record` of a call (tensors, problem, tile), on such copies: the results, and what does the call again
     for tensors of the same form. None, by the kernel's `function`, where several fields hold one tensor, of which each
-    would get a copy, and where the log-sum-exp has one."""
+    would get a copy, or where the log-sum-exp is copied."""
     tensors, problem, tile = call
     moved, problem = placed(names, *tensors), problem.placed(names)
     given, read = read_of(*tensors), read_of(*moved)

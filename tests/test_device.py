@@ -166,6 +166,26 @@ def test_a_tile_too_large_for_the_device_comes_last(monkeypatch):
     assert estimates["h200"][0] <= estimates["h200"][1]
 
 
+HALVES = {"triton_flash", "triton_efficient", "vendor_cudnn", "vendor_flash", "vendor_efficient"}
+
+
+@pytest.mark.parametrize("name", ["a100", "mi300"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("changes,fastest", [
+    ({}, {"triton_flash", "vendor_cudnn"}),
+    ({"features": frozenset({"band"}), "right": 0}, {"triton_flash", "vendor_cudnn"}),
+    ({"features": frozenset({"allowed"})}, {"triton_efficient"}),
+    ({"features": frozenset({"bias"}), "bias_matrices": 16}, {"triton_efficient"}),
+])  # fmt: skip
+def test_whom_estimates_choose_where_nothing_was_measured(name, direction, changes, fastest, monkeypatch):
+    """On cards without Hopper's kernels: ours of large problems, or cuDNN, which AMD has not; ours under dense masks."""
+    monkeypatch.setattr(cost, "device_of", lambda _: DEVICES[name])
+    large = AttentionProblem("cuda:0", torch.bfloat16, 4, 16, 16, 4096, 4096, 128, 128, direction=direction, **changes)
+    able = [kernel for kernel in map(by_name().get, HALVES) if large.features <= kernel.features]
+    times = {k.name: cost.estimate(k, large) for k in able if name == "a100" or k.name != "vendor_cudnn"}
+    assert min(times, key=times.get) in fastest, times
+
+
 # Apple's specifications and reviews: TFLOP/s in float32, GB/s, GPU cores.
 APPLE_SHEETS = {
     "M1": (2.6, 68, 8), "M1 Max": (10.4, 400, 32), "M1 Ultra": (21, 800, 64), "M2": (3.6, 100, 10),

@@ -221,14 +221,15 @@ def test_work_tiles_of_some_heads(D, B, H, Hkv):
     checked(packed((150, 40, 1), (90, 155, 5), D, None, behind=65, heads=(H, Hkv)), "packed")
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, 128, 192])
 def test_work_tiles_of_some_heads_and_parts_of_rows(D):
-    ids = torch.arange(1024, device="cuda", dtype=torch.int32) // 300
-    for (B, H, Hkv), N in itertools.product(((1, 32, 8), (2, 32, 4)), (705, 1024)):
-        q = torch.randn(B, H, N, D, device="cuda", dtype=BFLOAT16)
+    """On 132 multiprocessors two or three heads and two or more parts, for at least one of these at each head size."""
+    ids = torch.arange(2048, device="cuda", dtype=torch.int32) // 300
+    for (B, H, Hkv), (M, N) in itertools.product(((1, 32, 8), (1, 12, 2)), ((705, 705), (900, 900), (2048, 77))):
+        q = torch.randn(B, H, M, D, device="cuda", dtype=BFLOAT16)
         k, v = (torch.randn(B, Hkv, N, D, device="cuda", dtype=BFLOAT16) for _ in range(2))
-        for mask in (None, CORNERS["causal"], Mask(segments=ids[:N])):
-            checked(build_inputs(q, k, v, Options(mask, enable_gqa=True)), (B, H, Hkv, N, mask))
+        for mask in (None, CORNERS["causal"], Mask(segments=(ids[:M], ids[:N]))):
+            checked(build_inputs(q, k, v, Options(mask, enable_gqa=True)), (B, H, Hkv, M, N, mask))
 
 
 @pytest.mark.parametrize("D", [40, 64, 96, 128, 192, 256])

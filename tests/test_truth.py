@@ -38,7 +38,7 @@ def test_dropout_is_judged_by_its_mean():
 
 
 def test_a_first_row_that_was_often_dropped_is_no_wrong_result():
-    """It is one value under a causal mask, as large as the means of all other rows together."""
+    """Under a causal mask it is the first row of v alone, as large as all others that are compared together."""
     torch.manual_seed(5)
     right = torch.randn(1, 256, 64, dtype=torch.float64) / torch.arange(1, 4097, 16)[:, None].sqrt()
     unlucky = right.clone()
@@ -48,6 +48,11 @@ def test_a_first_row_that_was_often_dropped_is_no_wrong_result():
     assert truth.distance_under_dropout("out", unlucky, right, rows=True).rms > truth.DROPOUT_TOLERANCE / 2
     for wrong in (right * 0.9, torch.where(torch.arange(256)[:, None] < 200, 0.9 * right, right)):
         with pytest.raises(workload.WrongResult, match="relative distance"):
+            truth.distance_under_dropout("out", wrong, right, rows=True)
+    for factor in (0.0, 2.0):
+        wrong = right * (1 + 0.04 * torch.randn(256, 1))
+        wrong[:, 0] = factor * right[:, 0]
+        with pytest.raises(workload.WrongResult, match=r"tolerance 0\.3"):
             truth.distance_under_dropout("out", wrong, right, rows=True)
     right[:, 7] = 0.0  # a row that sees no key
     truth.distance_under_dropout("out", right, right, rows=True)

@@ -31,7 +31,7 @@ constexpr int64_t kRowsToSum = 3000;
 constexpr double kTileBlocks = 5;         // what a work tile of the backward takes beside its blocks
 constexpr double kSumBlocks = 2;          // the launches that clear and write sums of the gradients of k and v
 constexpr double kSummedNumbers = 170e3;  // so many numbers are cleared, added to and written in that time
-// Parts of a work tile's rows have so many blocks at least, and no cut has more waves of work tiles.
+// Parts of a work tile's rows have so many blocks at least. Of more waves of work tiles no other cut is tried.
 constexpr int64_t kFewestBlocks = 4, kMostWaves = 4;
 // The largest head size of the instances that add in one order and are of single thread blocks, not of pairs; and the
 // fewest rows of a block of prepare_rows.

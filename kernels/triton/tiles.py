@@ -111,7 +111,7 @@ BLOCKS_FLOAT32 = (
 # float32 is cut into parts: two passes have a program for each head of queries.
 LONGEST, LONGEST_FLOAT32 = 4, 2
 # The heads of a group are divided among programs over keys where one program would visit more blocks of queries than
-# this, and where all together take this factor less time: the sums take a launch more. Chosen without measuring others.
+# this, and where all together take this factor less time: the sums take a launch more. No other values were measured.
 FEWEST_STEPS, SUMS_GAIN = 8, 1.5
 SUMMED = 64  # keys of which a program keeps the sum of the bias's gradient, too
 # Stages of loads, tried in this order (docs/log/dropout-and-windows.md).

@@ -50,7 +50,9 @@ class Sizes(click.ParamType):
         except ValueError:
             sizes = ()
         if len(sizes) != wanted or any(size is not None and size < self.lowest for size in sizes):
-            self.fail(f"expected {self.names} as {wanted} integers >= {self.lowest}, got {value!r}", param, ctx)
+            none = " or 'none'" if self.optional else ""
+            told = f"expected {self.names} as {wanted} integers >= {self.lowest}{none}, got {value!r}"
+            self.fail(told, param, ctx)
         return sizes
 
 

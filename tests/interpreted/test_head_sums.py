@@ -25,6 +25,7 @@ def sums(monkeypatch):
     counts = []
 
     def counted(partial, grads):
+        assert partial.k.dtype == partial.v.dtype == torch.float32
         counts.append(partial.k.shape[1] // grads.k.shape[1])
         return head_sums.sum_heads_launch(partial, grads)
 
@@ -62,7 +63,7 @@ def test_some_heads_a_program(mask, judge, sums, targets):
 
 
 @pytest.mark.parametrize("mask", MASKS[:4])
-def test_sums_are_rounded_once(mask, judge, sums, targets):
+def test_sums_of_float16_are_float32(mask, judge, sums, targets):
     inputs = make_inputs(Case(**LONGER, dtype=torch.float16, mask=mask))
     judge(inputs, tile=TILE, target=targets[0]._replace(cores=132))
     assert sums == [3]
