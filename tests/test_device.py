@@ -178,7 +178,7 @@ HALVES = {"triton_flash", "triton_efficient", "vendor_cudnn", "vendor_flash", "v
     ({"features": frozenset({"bias"}), "bias_matrices": 16}, {"triton_efficient"}),
 ])  # fmt: skip
 def test_whom_estimates_choose_where_nothing_was_measured(name, direction, changes, fastest, monkeypatch):
-    """On cards without Hopper's kernels: ours of large problems, or cuDNN, which AMD has not; ours under dense masks."""
+    """On cards without Hopper's kernels: ours of large problems, or cuDNN where it is; ours under dense masks."""
     monkeypatch.setattr(cost, "device_of", lambda _: DEVICES[name])
     large = AttentionProblem("cuda:0", torch.bfloat16, 4, 16, 16, 4096, 4096, 128, 128, direction=direction, **changes)
     able = [kernel for kernel in map(by_name().get, HALVES) if large.features <= kernel.features]
