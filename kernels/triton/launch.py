@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,12 +15,16 @@ from triton.runtime import driver
 
 from sdpa.alignment import has_memory
 from sdpa.kernels.triton.assembler import MARK, assembler_for, assembling
-from sdpa.kernels.triton.target import target_of
+from sdpa.kernels.triton.target import Target, target_of
+from sdpa.kernels.triton.triton_private import compiling_together
 from sdpa.problem import Gradients, Results, Tile
 
 # What a pass returns, by the numbers of the tensors that it made.
 OUTPUT_ALONE, WITH_LSE = (0, -1), (0, 1)
 GRADIENTS = (0, 1, 2, -1, -1)  # of q, k and v
+
+SEEN: set[Hashable] = set()  # kinds of launches
+LOCK = threading.Lock()
 
 Tensors = TypeVar("Tensors", bound=Sequence[Tensor])
 
@@ -43,6 +49,11 @@ class Launch(NamedTuple):
             sizes["maxnreg"] = self.registers
         return sizes
 
+    @property
+    def kind(self) -> Hashable:
+        """Equal for most launches that are compiled alike, whatever their sizes."""
+        return (self.kernel, self.tile, self.pdl, self.registers, *map(kind_of, self.args))
+
     def __call__(self, backend: str, arch: int | str) -> Any:
         """Run on the current device, which is what `backend` and `arch` say; the compiled kernel, where there was
         something to do and Triton compiles."""
@@ -57,7 +68,10 @@ class Launch(NamedTuple):
         target = driver.active.get_current_target()
         path = assembler_for(self.kernel, target.backend, target.arch)
         with assembling(path):
-            return self.kernel.warmup(*self.args, grid=self.grid, **self.options, **(MARK if path else {}))
+            return self.compile_with(path)
+
+    def compile_with(self, path: str | None) -> Any:
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.options, **(MARK if path else {}))
 
 
 class Pass(NamedTuple):
@@ -107,7 +121,35 @@ def run(launches: list[Launch], problem: Placed) -> list:
     index = device_index(problem.device)
     elsewhere = index is not None and index != torch.cuda.current_device()
     with torch.cuda.device(index) if elsewhere else nullcontext():
+        if target.backend != "interpreter":
+            compile_together(launches, target)
         return [launch(target.backend, target.arch) for launch in launches]
+
+
+def compile_together(launches: list[Launch], target: Target) -> None:
+    """Compile those launches of a pass side by side, in threads, whose kinds this process has not seen. Triton compiles
+    one when it is launched, and the next one then. What fails here fails again, and is told of, where it is launched.
+    """
+    with LOCK:
+        new = {kind: launch for launch in launches if (kind := launch.kind) not in SEEN and launch.grid[0]}
+        SEEN.update(new)
+    by_assembler: dict[str | None, list[Launch]] = {}
+    for launch in new.values():
+        path = assembler_for(launch.kernel, target.backend, target.arch)
+        by_assembler.setdefault(path, []).append(launch)
+    for path, alike in by_assembler.items():
+        if len(alike) > 1:
+            with ThreadPoolExecutor(len(alike)) as threads, assembling(path), compiling_together(threads) as able:
+                for launch in alike if able else ():
+                    launch.compile_with(path)
+
+
+def kind_of(arg: Any) -> Hashable:
+    """Of an argument: the dtype of a tensor, a configuration as it is, of others whether they are there."""
+    tensor = getattr(arg, "base", arg)
+    if isinstance(tensor, Tensor):
+        return tensor.dtype
+    return arg if hasattr(arg, "BLOCK_M") else arg is None
 
 
 @lru_cache(maxsize=64)

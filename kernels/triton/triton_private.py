@@ -7,11 +7,15 @@ own launcher: slower, never wrong.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton import knobs
+from triton.runtime import driver
 
 # Releases whose JITFunction.run ends in `compiled.run` with the arguments of `launcher_of`.
 KNOWN = ((3, 4), (3, 5), (3, 6), (3, 9))
@@ -62,6 +66,36 @@ def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[...
         return launcher, [*grid, no_stream, function, *rest]
     kinds = launcher.launch_cooperative_grid, launcher.launch_pdl, *no_scratch
     return launcher.launch, [*grid, no_stream, function, *kinds, *rest]
+
+
+@contextmanager
+def compiling_together(executor: Executor) -> Iterator[bool]:
+    """Inside of it Triton compiles in the executor, and at its end all is compiled but what failed. It gives whether
+    that is so: not in a release that cannot, nor where who calls us does the same."""
+
+    def submit(compile_one: Callable[[], Any]) -> Future[Any]:
+        return executor.submit(lambda: with_launcher(compile_one()))
+
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+        busy, builders = active_mode.get() is not None, SimpleNamespace(submit=submit)
+        mode = None if busy else AsyncCompileMode(builders, ignore_errors=True)
+    except (ImportError, TypeError):
+        mode = None
+    if mode is None:
+        yield False
+        return
+    with mode:
+        yield True
+
+
+def with_launcher(compiled: Any) -> Any:
+    """The compiled kernel, for which the C compiler has built what launches it. That stays among the files that Triton
+    keeps, where the first launch finds it."""
+    with suppress(Exception):
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
 
 
 def is_untried() -> bool:
