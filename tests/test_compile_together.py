@@ -1,7 +1,9 @@
-"""The launches of a pass are compiled side by side where none of their kind was before."""
+"""The launches of a pass are compiled side by side where none of their kind was before, and else as ever."""
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,21 +13,22 @@ from sdpa.problem import Results, Tile
 from sdpa.testing import Case, make_inputs, problem_of
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
+_async_compile = pytest.importorskip("triton.runtime._async_compile", reason="this Triton compiles one by one")
 
 from ahead import FakeDriver  # noqa: E402
+from triton.runtime import driver  # noqa: E402
 
-from sdpa.kernels.triton import backward, forward, launch  # noqa: E402
+from sdpa.kernels.triton import backward, forward, hopper_backward, launch, triton_private  # noqa: E402
 from sdpa.kernels.triton.target import Target, assume  # noqa: E402
 
 HOPPER = Target("cuda", 90, 227 << 10, 132, 50 << 20)
 SMALL = Tile(16, 16, 1, 1)  # compiles in the least time
+KERNELS = (backward.delta_kernel, backward.dkdv_kernel, backward.dq_kernel)
 
 
 @pytest.fixture
 def pools(monkeypatch, tmp_path):
-    """How many threads were asked for, each time; on an assumed Hopper where nothing was compiled or seen before."""
-    from triton.runtime import driver
-
+    """How many threads were asked for, each time; on an assumed Hopper where nothing was compiled or tried before."""
     asked = []
 
     class Pool(ThreadPoolExecutor):
@@ -34,14 +37,16 @@ def pools(monkeypatch, tmp_path):
             super().__init__(threads)
 
     monkeypatch.setattr(driver, "_active", FakeDriver(HOPPER))
-    monkeypatch.setattr(launch, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(triton_private, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(launch, "SEEN", set())
-    with triton.knobs.cache.scope():
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    with triton.knobs.cache.scope(), assume(HOPPER):
         triton.knobs.cache.dir = str(tmp_path)
         yield asked
 
 
-def launches_of(direction, dtype=torch.bfloat16, **sizes):
+def launches_of(direction="backward", dtype=torch.bfloat16, **sizes):
     case = Case(**{"B": 1, "H": 3, "Hkv": 3, "M": 300, "N": 300, "D": 16, "Dv": 16, "dtype": dtype, **sizes})
     inputs = make_inputs(case)
     problem = problem_of(inputs, direction)
@@ -52,56 +57,141 @@ def launches_of(direction, dtype=torch.bfloat16, **sizes):
     return backward.backward_launches(inputs, results, Results(torch.empty_like(out), None), problem, SMALL).launches
 
 
+def compiled_before(launches):
+    """Which of the launches need not be compiled any more."""
+    return [bool(one.kernel.device_caches[driver.active.get_current_device()][0]) for one in launches]
+
+
 def test_a_pass_is_compiled_at_once(pools, monkeypatch):
     """And what launches its kernels is built, though one of these builds fails."""
-    from triton.runtime import driver
-
-    built = []
+    names = []
 
     def launcher(source, metadata):
-        built.append(source.fn.__name__)
+        names.append(source.fn.__name__)
         if source.fn.__name__ == "delta_kernel":
             raise OSError("no C compiler")
 
     monkeypatch.setattr(driver.active, "launcher_cls", launcher, raising=False)
-    with assume(HOPPER):
-        launches = launches_of("backward")
-        launch.compile_together(launches, HOPPER)
-        assert pools == [len(launches)] and len(launches) == 3
-        assert sorted(built) == ["delta_kernel", "dkdv_kernel", "dq_kernel"]
-        for one in launches:
-            monkeypatch.setattr(one.kernel, "compile", None)
-            assert one.compile().asm["ptx"], "found, and not compiled again"
+    launches, filters = launches_of(), list(warnings.filters)
+    launch.compile_together(launches, HOPPER)
+    assert pools == [3] and sorted(names) == ["delta_kernel", "dkdv_kernel", "dq_kernel"]
+    assert compiled_before(launches) == [True] * 3 and warnings.filters == filters
+    for one in launches:
+        monkeypatch.setattr(one.kernel, "compile", None)
+        assert one.compile().asm["ptx"], "found, and not compiled again"
 
 
-def test_what_was_seen_is_not_compiled_at_once_again(pools):
-    """Whatever its sizes; another dtype is another kind."""
-    with assume(HOPPER):
-        kinds = [{one.kind for one in launches_of("backward", **sizes)} for sizes in ({}, {"M": 200}, {"B": 2})]
-        other = {one.kind for one in launches_of("backward", dtype=torch.float16)}
-        assert kinds[0] == kinds[1] == kinds[2] and not kinds[0] & other
-        launch.SEEN.update(kinds[0])
-        launch.compile_together(launches_of("backward", M=200), HOPPER)
-        launch.compile_together(launches_of("forward"), HOPPER)
-        assert pools == [], "a single launch needs no threads"
+def test_what_was_tried_is_not_again(pools):
+    """Whatever its sizes. Another dtype is another kind; another device is, too; and one launch needs no threads."""
+    kinds = [{one.kind for one in launches_of(**sizes)} for sizes in ({}, {"M": 200}, {"B": 2})]
+    assert kinds[0] == kinds[1] == kinds[2]
+    launch.compile_together(launches_of(), HOPPER)
+    launch.compile_together(launches_of(M=200), HOPPER)
+    launch.compile_together(launches_of("forward"), HOPPER)
+    assert pools == [3]
+    launch.compile_together(launches_of(dtype=torch.float16), HOPPER)
+    launch.compile_together(launches_of(), HOPPER._replace(arch=80))
+    assert pools == [3, 3, 3]
 
 
-def test_who_compiles_in_an_executor_already_goes_on(pools):
-    with assume(HOPPER), ThreadPoolExecutor(1) as threads, triton.AsyncCompileMode(threads) as mode:
-        launch.compile_together(launches_of("backward"), HOPPER)
-        assert not mode.future_kernels
+def test_kernels_of_one_assembler_are_compiled_together(pools, monkeypatch):
+    """Gluon's by Triton's own choice, others by a sound one."""
+    seen = []
+    monkeypatch.setattr(launch.Launch, "compile_with", lambda one, path: seen.append((one.kernel.is_gluon(), path)))
+    monkeypatch.setattr(launch, "assembler_for", lambda kernel, *_: None if kernel.is_gluon() else "ptxas")
+    inputs = make_inputs(Case(B=1, H=2, Hkv=2, M=300, N=300, D=64, Dv=64, dtype=torch.bfloat16))
+    problem = problem_of(inputs, "backward")
+    results = Results(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3]))
+    tile = hopper_backward.tiles(problem)[0]
+    _, launches = hopper_backward.backward_launches(inputs, results, Results(inputs.q, None), problem, tile)
+    launch.compile_together(launches, HOPPER)
+    assert pools == [2] and seen == [(True, None)] * 2 and len(launches) == 3
+    launch.compile_together([*launches_of(), launches_of()[0]._replace(grid=(0,), registers=99)], HOPPER)
+    assert pools == [2, 3] and seen[2:] == [(False, "ptxas")] * 3, "a launch of nothing needs no kernel"
+
+
+def test_a_pass_that_runs_is_compiled_first(pools, monkeypatch):
+    monkeypatch.setattr(launch.Launch, "__call__", lambda one, backend, arch: len(pools))
+    launches = launches_of()
+    assert launch.run(launches, problem_of(make_inputs(Case()), "backward")) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("who", ["mode", "hook", "listener", "before", "thread"])
+def test_somebody_who_looks_on_sees_what_ever_was(who, pools, monkeypatch):
+    launches, seen = launches_of(), []
+    with triton.knobs.runtime.scope(), triton.knobs.compilation.scope(), ThreadPoolExecutor(1) as threads:
+        if who == "hook":
+            triton.knobs.runtime.jit_post_compile_hook = lambda **told: seen.append(told)
+        elif who == "listener":
+            triton.knobs.compilation.listener = lambda **told: seen.append(told)
+        elif who == "before":
+            monkeypatch.setattr(launches[0].kernel, "pre_run_hooks", [lambda *args, **told: seen.append(told)])
+        if who == "mode":
+            with triton.AsyncCompileMode(threads) as mode:
+                launch.compile_together(launches, HOPPER)
+                assert not mode.future_kernels
+        elif who == "thread":
+            with triton_private.TOGETHER:
+                launch.compile_together(launches, HOPPER)
+        else:
+            launch.compile_together(launches, HOPPER)
+    assert not pools and not seen and not any(compiled_before(launches))
+    assert not triton_private.TOGETHER.locked()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_interrupts_leaves_nothing_behind(error, pools, monkeypatch):
+    """Ctrl-C while it waits is the caller's; an error is not."""
+    launches = launches_of()
+    with monkeypatch.context() as patched:
+
+        def interrupted(futures):
+            raise error
+
+        patched.setattr(_async_compile, "as_completed", interrupted)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                launch.compile_together(launches, HOPPER)
+        else:
+            launch.compile_together(launches, HOPPER)
+    assert pools == [3] and _async_compile.active_mode.get() is None and not triton_private.TOGETHER.locked()
+    assert all(one.compile().asm["ptx"] for one in launches)
+
+
+def test_no_threads_to_be_had(pools, monkeypatch):
+    """As at the end of a process, or in a container that has reached their number."""
+
+    class NoPool(ThreadPoolExecutor):
+        def submit(self, *args):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(triton_private, "ThreadPoolExecutor", NoPool)
+    launches = launches_of()
+    launch.compile_together(launches, HOPPER)
+    assert not any(compiled_before(launches)) and _async_compile.active_mode.get() is None
+    assert launches[0].compile().asm["ptx"]
 
 
 def test_a_kernel_that_does_not_compile_is_told_of_where_it_is_launched(pools, monkeypatch):
-    with assume(HOPPER):
-        launches = launches_of("backward", D=40, Dv=24)  # of which no other test compiled any
+    launches = launches_of()
 
-        def fails(*args, **options):
-            raise RuntimeError("no such kernel")
+    def fails(*args, **options):
+        raise RuntimeError("no such kernel")
 
-        for one in launches:
-            monkeypatch.setattr(one.kernel, "compile", fails)
-        launch.compile_together(launches, HOPPER)
-        assert pools == [len(launches)]
-        with pytest.raises(RuntimeError, match="no such kernel"):
-            launches[0].compile()
+    assert not any(compiled_before(launches))  # which makes their binders
+    monkeypatch.setattr(launches[0].kernel, "compile", fails)
+    launch.compile_together(launches, HOPPER)
+    assert pools == [3] and compiled_before(launches) == [False, True, True]
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        launches[0].compile()
+
+
+def test_other_releases(pools, monkeypatch):
+    """One whose mode has no such argument, and one that has no mode."""
+    launches = launches_of()
+    monkeypatch.setattr(_async_compile, "AsyncCompileMode", lambda executor: None)
+    launch.compile_together(launches, HOPPER)
+    monkeypatch.delattr(_async_compile, "AsyncCompileMode")
+    launch.SEEN.clear()
+    launch.compile_together(launches, HOPPER)
+    assert not pools and not any(compiled_before(launches))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +22,7 @@ from sdpa.problem import Gradients, Results, Tile
 OUTPUT_ALONE, WITH_LSE = (0, -1), (0, 1)
 GRADIENTS = (0, 1, 2, -1, -1)  # of q, k and v
 
-SEEN: set[Hashable] = set()  # kinds of launches
+SEEN: set[Hashable] = set()  # kinds of launches that were tried to compile together
 LOCK = threading.Lock()
 
 Tensors = TypeVar("Tensors", bound=Sequence[Tensor])
@@ -51,7 +50,8 @@ class Launch(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """Equal for most launches that are compiled alike, whatever their sizes."""
+        """Equal for most launches that are compiled alike, and for some that are not: sizes do not count, of which some
+        are constants. These are compiled one by one."""
         return (self.kernel, self.tile, self.pdl, self.registers, *map(kind_of, self.args))
 
     def __call__(self, backend: str, arch: int | str) -> Any:
@@ -127,11 +127,18 @@ def run(launches: list[Launch], problem: Placed) -> list:
 
 
 def compile_together(launches: list[Launch], target: Target) -> None:
-    """Compile those launches of a pass side by side, in threads, whose kinds this process has not seen. Triton compiles
-    one when it is launched, and the next one then. What fails here fails again, and is told of, where it is launched.
+    """Compile those launches of a pass side by side, in threads, of whose kind none was tried for such a device. Triton
+    compiles one when it is launched, and the next one then. What fails here is told of where it is launched.
+
+    Who launches a kernel for Hopper in another thread meanwhile waits for the assembler, for as long as the longest.
     """
+    if len(launches) < 2:
+        return
+    kinds = {(target.backend, target.arch, launch.kind): launch for launch in launches if launch.grid[0]}
+    if SEEN.issuperset(kinds):
+        return
     with LOCK:
-        new = {kind: launch for launch in launches if (kind := launch.kind) not in SEEN and launch.grid[0]}
+        new = {kind: launch for kind, launch in kinds.items() if kind not in SEEN}
         SEEN.update(new)
     by_assembler: dict[str | None, list[Launch]] = {}
     for launch in new.values():
@@ -139,7 +146,8 @@ def compile_together(launches: list[Launch], target: Target) -> None:
         by_assembler.setdefault(path, []).append(launch)
     for path, alike in by_assembler.items():
         if len(alike) > 1:
-            with ThreadPoolExecutor(len(alike)) as threads, assembling(path), compiling_together(threads) as able:
+            kernels = [launch.kernel for launch in alike]
+            with suppress(Exception), assembling(path), compiling_together(kernels) as able:
                 for launch in alike if able else ():
                     launch.compile_with(path)
 

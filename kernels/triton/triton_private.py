@@ -7,8 +7,11 @@ own launcher: slower, never wrong.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +37,8 @@ ALIGNMENT = 16  # bytes by which Triton tells addresses apart
 MAP_SIZE, MAP_OFFSET = 128, 128
 SCRATCH_SIZES = ("global_scratch_size", "profile_scratch_size")
 HOOKS = ("launch_enter_hook", "launch_exit_hook")
+JIT_HOOKS = ("jit_cache_hook", "jit_post_compile_hook")
+TOGETHER = threading.Lock()  # held by whoever compiles kernels together
 
 
 def can_record() -> bool:
@@ -69,25 +74,45 @@ def launcher_of(compiled: Any, grid: tuple[int, int, int]) -> tuple[Callable[...
 
 
 @contextmanager
-def compiling_together(executor: Executor) -> Iterator[bool]:
-    """Inside of it Triton compiles in the executor, and at its end all is compiled but what failed. It gives whether
-    that is so: not in a release that cannot, nor where who calls us does the same."""
-
-    def submit(compile_one: Callable[[], Any]) -> Future[Any]:
-        return executor.submit(lambda: with_launcher(compile_one()))
-
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode, active_mode
-
-        busy, builders = active_mode.get() is not None, SimpleNamespace(submit=submit)
-        mode = None if busy else AsyncCompileMode(builders, ignore_errors=True)
-    except (ImportError, TypeError):
-        mode = None
-    if mode is None:
+def compiling_together(kernels: Sequence[Any]) -> Iterator[bool]:
+    """Inside of it Triton compiles each of the kernels in a thread, and at its end all are compiled but those that
+    failed. Yields whether it does so: not in a release that cannot, inside of a caller's own AsyncCompileMode, while
+    another thread does it, or where somebody wants to see what is compiled, and in which thread."""
+    mode_class, active = async_compilation()
+    if mode_class is None or active.get() is not None or is_seen(kernels) or not TOGETHER.acquire(blocking=False):
         yield False
         return
-    with mode:
-        yield True
+    try:
+        # Triton's code generator changes the process's filters of warnings, and threads restore one another's.
+        with warnings.catch_warnings(), ThreadPoolExecutor(len(kernels)) as threads:
+            as_executor = SimpleNamespace(submit=lambda compile_one: threads.submit(built, compile_one))
+            try:
+                with mode_class(as_executor, ignore_errors=True):
+                    yield True
+            finally:  # what interrupts its end would leave it active
+                active.set(None)
+    finally:
+        TOGETHER.release()
+
+
+def async_compilation() -> tuple[Any, Any]:
+    """Triton's mode of compiling in an executor, and the variable that holds an active one; None in other releases."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:
+        return None, None
+    known = "ignore_errors" in inspect.signature(AsyncCompileMode).parameters
+    return (AsyncCompileMode, active_mode) if known else (None, None)
+
+
+def is_seen(kernels: Sequence[Any]) -> bool:
+    """Whether a hook or a listener wants to hear of what is compiled, or of what is about to run."""
+    told = [getattr(knobs.runtime, name, None) for name in JIT_HOOKS]
+    return any((*told, getattr(knobs.compilation, "listener", None), *map(pre_run_hooks, kernels)))
+
+
+def built(compile_one: Callable[[], Any]) -> Any:
+    return with_launcher(compile_one())
 
 
 def with_launcher(compiled: Any) -> Any:
