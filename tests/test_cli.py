@@ -197,7 +197,7 @@ def test_explain_a_kernel_that_cannot():
         (("--shape", "1,8,4,4,8", "--kernel", "flsh"), "unknown kernel or backend 'flsh'; known families: flash"),
         (("--shape", "1,8,4,4,8", "--device", "gpu"), "expected a device such as cpu or cuda:0, got 'gpu'"),
         (("--shape", "1,8,4,4,8", "--dtype", "int8"), "'int8' is not one of"),
-        (("--shape", "1,8,4,4,8", "--window", "-3,0"), "expected L,R as 2 integers >= 0, got '-3,0'"),
+        (("--shape", "1,8,4,4,8", "--window", "-3,0"), "expected L,R as 2 integers >= 0 or 'none', got '-3,0'"),
         ((), "Missing option '--shape'"),
     ],
 )
