@@ -194,6 +194,21 @@ def test_a_compiled_model_is_one_graph(name, padded, rows):
     assert rows_of_masks(graph) == rows
 
 
+def test_it_comes_into_a_graph_that_began_before():
+    """As of models whose own code breaks the graph between the mask and a layer."""
+    fields = Mask(causal=True, lengths=torch.tensor([3, 2]))
+    mask, module = FieldMask(fields, (2, 1, 4, 4), "cpu"), torch.nn.Module()
+    q = torch.randn(2, 2, 4, 8)
+
+    def layer(q, mask):
+        return integration.attention_forward(module, q, q, q, mask)[0]
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for keys in (mask, FieldMask(Mask(causal=True), (2, 1, 4, 4), "cpu")):
+        torch.testing.assert_close(compiled(q, keys), layer(q, keys))
+    assert not torch.equal(compiled(q, mask), compiled(q, keys))
+
+
 def test_a_model_may_treat_it_as_a_tensor():
     mask = FieldMask(Mask(causal=True, lengths=torch.tensor([3, 2])), (2, 1, 4, 4), "cpu")
     tensor = mask[...]

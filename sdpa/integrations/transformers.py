@@ -147,8 +147,8 @@ def documents_and_indices(others: dict[str, Any], mask: Mask | Tensor | None, N:
 
 def mask_of(given: Tensor | FieldMask | None, device: torch.device, N: int) -> Mask | Tensor | None:
     """For the first N keys; a mask longer than those is aligned with the first."""
-    if type(given) is FieldMask and given.shape[-1] == N:
-        return given.mask if given.device == device else given.mask.to(device)
+    if type(given) is FieldMask and given.sizes[-1] == N:
+        return given.mask if given.place == device else given.mask.to(device)
     return given if given is None else given[..., :N]
 
 

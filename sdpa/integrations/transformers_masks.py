@@ -53,9 +53,13 @@ class FieldMask:
     def __init__(self, mask: Mask, shape: Sequence[int], device: torch.device | str) -> None:
         """The shape is (B, 1, M, N)."""
         self.mask, self.shape, self.device = mask, torch.Size(shape), torch.device(device)
+        self.sizes, self.place = self.shape, self.device
 
     ndim, dtype = 4, torch.bool
     shape, device = torch.Size(()), torch.device("cpu")  # of each its own; Dynamo looks for tensors' names in the class
+    # Where a mask comes into a graph that began before, Dynamo asks whether this is torch's, and then finds torch's
+    # `shape` and `device` of it, but `sizes` and `place` of ours.
+    __torch_dispatch__ = None
 
     def tensor(self) -> Tensor:
         return self.mask.dense(*self.shape).to(self.device)
