@@ -112,12 +112,9 @@ def is_seen(kernels: Sequence[Any]) -> bool:
 
 
 def built(compile_one: Callable[[], Any]) -> Any:
-    return with_launcher(compile_one())
-
-
-def with_launcher(compiled: Any) -> Any:
-    """The compiled kernel, for which the C compiler has built what launches it. That stays among the files that Triton
-    keeps, where the first launch finds it."""
+    """A compiled kernel, for which the C compiler has built what launches it, too. That stays among the files that
+    Triton keeps, where the first launch finds it."""
+    compiled = compile_one()
     with suppress(Exception):
         driver.active.launcher_cls(compiled.src, compiled.metadata)
     return compiled

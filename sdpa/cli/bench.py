@@ -100,8 +100,7 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
     ratio = the best peer's time / ours, above 1 means ours is faster; the next column is the same with torch's backends
     alone, and spread our interquartile range over our median. On a CPU: beside torch's default choice, by the least
     time. On a GPU: beside every backend of torch, FlexAttention, FlashAttention and FlashInfer, by the median on cold
-    caches.
-    What raises or is wrong is not timed.
+    caches. What raises or is wrong is not timed.
 
     Exit code 1 when a result of ours is wrong or raises.
     """
