@@ -118,12 +118,16 @@ def no_row_limit(problem: AttentionProblem) -> str | None:
     return f"takes at most {MAX_GRID_YZ} batch entries and heads, got B = {problem.B}, H = {problem.H}"
 
 
-def cudnn_head_size(problem: AttentionProblem) -> str | None:
-    if problem.D % HALF_ALIGNMENT:
-        return f"needs a head size that is a multiple of {HALF_ALIGNMENT}, got D = {problem.D}"
-    limit = CUDNN_MAX_HEAD_SIZE if capability(problem.device) < HOPPER else CUDNN_MAX_HEAD_SIZE_HOPPER
-    if problem.D > limit:
-        return f"takes head sizes up to {limit} on this device, got D = {problem.D}"
+def cudnn_head_sizes(problem: AttentionProblem) -> str | None:
+    """cuDNN has kernels for D and Dv that differ from Hopper on: (192, 128) of multi-head latent attention first."""
+    hopper = capability(problem.device) >= HOPPER
+    if problem.D != problem.Dv and not hopper:
+        return same_head_sizes(problem)
+    if problem.D % HALF_ALIGNMENT or problem.Dv % HALF_ALIGNMENT:
+        return f"needs head sizes that are multiples of {HALF_ALIGNMENT}, got D = {problem.D}, Dv = {problem.Dv}"
+    limit = CUDNN_MAX_HEAD_SIZE_HOPPER if hopper else CUDNN_MAX_HEAD_SIZE
+    if max(problem.D, problem.Dv) > limit:
+        return f"takes head sizes up to {limit} on this device, got D = {problem.D}, Dv = {problem.Dv}"
     return None if problem.N > 1 else "needs more than one key, got N = 1"
 
 

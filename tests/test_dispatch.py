@@ -18,11 +18,10 @@ import torch
 import helpers
 import sdpa
 from helpers import ON_GPU
-from sdpa.dispatch import apple, candidates, cost, device, explain, select, tuning
+from sdpa.dispatch import apple, candidates, cost, device, explain, rules, select, tuning
 from sdpa.dispatch.catalog import ALL_DTYPES, EVERYTHING, KERNELS, by_name, kernels_for
 from sdpa.dispatch.context import ALL_TOGGLES, Setting
 from sdpa.dispatch.kernel import FAMILIES, Kernel
-from sdpa.dispatch.rules import cudnn_low_scores
 from sdpa.problem import FEATURES, AttentionProblem
 
 attention = sdpa.scaled_dot_product_attention
@@ -87,7 +86,12 @@ SENTENCES = {
         "needs the bias in the query's dtype torch.bfloat16, got torch.float32",
     ),
     "grid": ("vendor_flash", {"B": 70000}, "takes at most 65535 batch entries and heads, got B = 70000, H = 4"),
-    "cudnn_multiple": ("vendor_cudnn", {"D": 20}, "needs a head size that is a multiple of 8, got D = 20"),
+    "cudnn_multiple": (
+        "vendor_cudnn",
+        {"D": 20, "Dv": 20},
+        "needs head sizes that are multiples of 8, got D = 20, Dv = 20",
+    ),
+    "cudnn_head_sizes": ("vendor_cudnn", {"D": 64, "Dv": 32}, "needs D == Dv, got D = 64, Dv = 32"),
     "cudnn_one_key": ("vendor_cudnn", {"N": 1}, "needs more than one key, got N = 1"),
     "cudnn_one_query": (
         "vendor_cudnn",
@@ -200,7 +204,17 @@ MACS = {
     {"N": 200, "features": frozenset({"bias"})}, {"M": 2, "N": 100}, {"M": 1, "direction": "forward"},
 ], ids=str)  # fmt: skip
 def test_cudnn_is_not_refused_where_its_gradients_are_finite(change):
-    assert cudnn_low_scores(ON_GPU._replace(**{"direction": "backward", **change})) is None
+    assert rules.cudnn_low_scores(ON_GPU._replace(**{"direction": "backward", **change})) is None
+
+
+@pytest.mark.parametrize(("sizes", "sentence"), [
+    ((192, 128), None), ((64, 128), None), ((256, 256), None),
+    ((192, 100), "needs head sizes that are multiples of 8, got D = 192, Dv = 100"),
+    ((128, 264), "takes head sizes up to 256 on this device, got D = 128, Dv = 264"),
+], ids=str)  # fmt: skip
+def test_cudnn_takes_other_head_sizes_of_values_on_hopper(sizes, sentence, monkeypatch):
+    monkeypatch.setattr(rules, "capability", lambda device: (9, 0))
+    assert rules.cudnn_head_sizes(ON_GPU._replace(D=sizes[0], Dv=sizes[1])) == sentence
 
 
 @pytest.mark.parametrize("name", MACS)

@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sdpa
 from sdpa.dispatch.catalog import kernels_for
 
-D, SCORE = 64, -120.0
+SCORE = -120.0
+HEADS, LATENT = (64, 64), (192, 128)  # head sizes of q and k, and of v
 SIZES = ((1, 128), (1, 64), (64, 64), (64, 192), (192, 192), (100, 64), (130, 320))
 # Where cuDNN is asked, too: these are none that dispatch/rules.py refuses.
 SIZES += ((130, 128), (100, 72), (64, 200))
@@ -37,10 +38,11 @@ GPU = [(name, torch.bfloat16) for name in named("cuda")]
 GPU += [(name, torch.float16) for name in ("vendor_cudnn", "vendor_flash", "cuda_flash")]
 
 
-def tensors(M: int, N: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+def tensors(M: int, N: int, dtype: torch.dtype, device: str, heads: tuple[int, int]) -> list[Tensor]:
     """q, k and v. All scores are near SCORE: the first elements give it, the others are small."""
     generator = torch.Generator().manual_seed(M + 1000 * N)
-    q, k, v = (torch.randn(1, 2, length, D, generator=generator) for length in (M, N, N))
+    D, Dv = heads
+    q, k, v = (torch.randn(1, 2, *sizes, generator=generator) for sizes in ((M, D), (N, D), (N, Dv)))
     q, k = q * 0.1, k * 0.1
     q[..., 0], k[..., 0] = 1.0, SCORE * math.sqrt(D)
     return [t.to(device, dtype).requires_grad_() for t in (q, k, v)]
@@ -52,8 +54,10 @@ def gradients(attend: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tenso
     return torch.autograd.grad(out, given, upstream)
 
 
-def check(name: str, dtype: torch.dtype, sizes: tuple[int, int], form: str, device: str) -> None:
-    given = tensors(*sizes, dtype, device)
+def check(
+    name: str, dtype: torch.dtype, sizes: tuple[int, int], form: str, device: str, heads: tuple[int, int] = HEADS
+) -> None:
+    given = tensors(*sizes, dtype, device, heads)
     mask = torch.ones(1, 1, *sizes, dtype=torch.bool, device=device) if form == "masked" else None
     kernel = None if name == "default" else name
     causal = form == "causal"
@@ -93,3 +97,10 @@ def test_on_a_cpu(name, dtype, sizes, form):
 @pytest.mark.parametrize(("name", "dtype"), GPU, ids=str)
 def test_on_a_gpu(name, dtype, sizes, form):
     check(name, dtype, sizes, form, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "form"), FORMS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [one for one in GPU if one[0] in ("default", "vendor_cudnn")], ids=str)
+def test_on_a_gpu_of_head_sizes_that_differ(name, dtype, sizes, form):
+    check(name, dtype, sizes, form, "cuda", LATENT)
