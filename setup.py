@@ -21,13 +21,7 @@ from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
 from setuptools.command.build import build  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
 
-MAPPED = {
-    "sdpa": "sdpa",
-    "sdpa.dispatch": "dispatch",
-    "sdpa.kernels": "kernels",
-    "sdpa.tuning_tables": "tuning_tables",
-    "sdpa.bench": "bench",
-}
+MAPPED = {"sdpa": "sdpa"} | {f"sdpa.{name}": name for name in ("dispatch", "kernels", "tuning_tables", "bench")}
 LIBRARY = "kernels/cpu/libsdpa_cpu.so"
 CUDA_LIBRARY = "kernels/cuda/libsdpa_cuda.so"
 # The operators of programs without Python, which finds the CPU's library beside itself.
@@ -172,7 +166,17 @@ def require_platform() -> None:
 
 
 def common_flags() -> str:
-    return COMMON_FLAGS + (f" -DSDPA_{family()}" if family() else "")
+    return COMMON_FLAGS + (f" -DSDPA_{family()}" if family() else "") + given("CXXFLAGS")
+
+
+def given(variable: str) -> str:
+    """The flags of a standard variable, CXXFLAGS or LDFLAGS, to stand behind ours."""
+    return " ".join(["", *os.environ.get(variable, "").split()])
+
+
+def torch_flags(torch: Path) -> str:
+    """Finds torch's headers; what their checks say names a header, and not where it lies on the machine that builds."""
+    return f"-isystem {torch}/include -fmacro-prefix-map={torch}/include/="
 
 
 def isa_flags(source: Path) -> str | None:
@@ -244,7 +248,7 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule compile_bindings",
-        f"  command = {cxx()} {common_flags()} -DUSE_CUDA -isystem {torch}/include -isystem {home}/include "
+        f"  command = {cxx()} {common_flags()} -DUSE_CUDA {torch_flags(torch)} -isystem {home}/include "
         "-MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
@@ -252,7 +256,7 @@ def cuda_text(torch: Path, compiler: str, headers: Path) -> list[str]:
         f"  command = {cxx()} -shared -fPIC -Wl,-soname,libtorch_cuda.so $in -o $out",
         "rule link_cuda",
         f"  command = {cxx()} -shared $objects -o $out -L{made} -L{torch}/lib -L{home}/lib64 -lcudart_static -ldl -lrt "
-        "-lpthread -ltorch_cpu -l:libtorch_cuda.so -Wl,--exclude-libs,ALL,-z,defs",
+        f"-lpthread -ltorch_cpu -l:libtorch_cuda.so -Wl,--exclude-libs,ALL,-z,defs{given('LDFLAGS')}",
         f"build {made}/libtorch_cuda.so: stub {made}/stub.cpp",
     ]
     objects = [f"{made}/{source.stem}.o" for source in sorted((ROOT / folder).glob("*.cpp"))]
@@ -296,19 +300,18 @@ def ninja_text(torch: Path) -> str:
     lines = [
         f"builddir = {OBJECTS}",
         "rule compile",
-        f"  command = {cxx()} {common_flags()} $isa -isystem {torch}/include -MMD -MF $out.d -c $in -o $out",
+        f"  command = {cxx()} {common_flags()} $isa {torch_flags(torch)} -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = {cxx()} -shared $in -o $out -L{torch}/lib {MAC_LINK_FLAGS if is_for_mac() else LINK_FLAGS}",
+        f"  command = {cxx()} -shared $in -o $out -L{torch}/lib {MAC_LINK_FLAGS if is_for_mac() else LINK_FLAGS}"
+        + given("LDFLAGS"),
     ]
     objects = []
     for source in sorted((ROOT / LIBRARY).parent.glob("*.cpp")):
-        flags = isa_flags(source)
-        if flags is None:
-            continue
-        objects.append(f"{OBJECTS}/{source.stem}.o")
-        lines += [f"build {objects[-1]}: compile {source.relative_to(ROOT)}", f"  isa = {flags}"]
+        if (flags := isa_flags(source)) is not None:
+            objects.append(f"{OBJECTS}/{source.stem}.o")
+            lines += [f"build {objects[-1]}: compile {source.relative_to(ROOT)}", f"  isa = {flags}"]
     lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
     alone = f"{OBJECTS}/standalone.o"
     lines += [f"build {alone}: compile {STANDALONE_SOURCE}", f"build {STANDALONE}: link {alone}"]
@@ -336,18 +339,15 @@ def python_text() -> list[str]:
         return []
     flags = "-std=c++17 -O3 -DNDEBUG -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -Wall -Wextra"
     sources = sorted((ROOT / REPEATED).parent.glob("*.cpp"))
-    objects = [f"{OBJECTS}/python/{source.stem}.o" for source in sources]
+    objects = {f"{OBJECTS}/python/{source.stem}.o": source.relative_to(ROOT) for source in sources}
     return [
         "rule compile_python",
-        f"  command = {cxx()} {flags} -isystem {include} -MMD -MF $out.d -c $in -o $out",
+        f"  command = {cxx()} {flags}{given('CXXFLAGS')} -isystem {include} -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link_python",
-        f"  command = {cxx()} -shared $in -o $out {MAC_PYTHON_LINK_FLAGS if is_for_mac() else ''}",
-        *(
-            f"build {made}: compile_python {source.relative_to(ROOT)}"
-            for made, source in zip(objects, sources, strict=True)
-        ),
+        f"  command = {cxx()} -shared $in -o $out {MAC_PYTHON_LINK_FLAGS if is_for_mac() else ''}" + given("LDFLAGS"),
+        *(f"build {made}: compile_python {source}" for made, source in objects.items()),
         f"build {REPEATED}: link_python {' '.join(objects)}",
     ]
 

@@ -19,7 +19,7 @@ PEER_COLORS = {
     "flex": "#937860", "fa3": "#64b5cd", "fa4": "#8172b3", "flashinfer": "#ccb974", "zentorch": "#da8bc3",
     "openvino": "#8c8c8c",
 }  # fmt: skip
-OUR_COLORS = ("#2a7f62", "#c44e52", "#1b4d3e", "#e377c2")
+OUR_COLORS = ("#2a7f62", "#c44e52", "#e377c2", "#17a2a2", "#1b4d3e", "#9c2f6b")
 
 
 # One group of bars: what stands below it, and the figure of each contestant.
@@ -91,7 +91,8 @@ def figures_of(records: Sequence[Record]) -> dict[Problem, dict[str, float]]:
     def place(problem: Problem) -> tuple[Any, ...]:
         kind = (DIRECTIONS.index(problem.direction), problem.deterministic, problem.dtype)
         asked = (problem.precision != "highest", problem.D, CALLS.index(problem.call), MASKS.index(problem.mask))
-        return (*kind, *asked, problem.H, problem.Hkv, problem.N, problem.B, problem.M)
+        shared = (problem.H, problem.Hkv) if problem.H != problem.Hkv else (0, 0)
+        return (*kind, *asked, *shared, problem.N, problem.B, problem.M, problem.H)
 
     return {problem: found[problem] for problem in sorted(found, key=place)}
 

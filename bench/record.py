@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,7 @@ PACKAGES = ("torch", "numpy", "triton", "flash-attn-3", "flash-attn-4", "flashin
 DRIVER_FACTS = {"driver": "driver_version", "sm_clock_max": "clocks.max.sm", "sm_clock": "clocks.sm"}
 
 COMMENT = "# "
+DATE = re.compile(r"\d{4}-\d\d-\d\dT")  # with which the header of a run begins
 COLUMNS = (
     "suite", "problem", "asked", "kernel", "ms", "tflops_or_gbs", "unit", "best_peer", "best_peer_value", "ratio",
     "best_torch", "best_torch_value", "torch_ratio", "our_error", "our_rms_error", "peer_error", "our_bytes", "peers",
@@ -104,6 +106,31 @@ def header_lines(header: dict[str, Any]) -> list[str]:
     threads = f"threads {header['threads']}"
     facts = [header["date"], f"{header['description']} ({header['device']})", driver or threads, versions]
     return [COMMENT + "; ".join(facts), COMMENT + header["command"]]
+
+
+class Run(NamedTuple):
+    """What the comments of a CSV tell of one run."""
+
+    date: str
+    device: str
+    conditions: str  # driver and clocks, or threads; empty where an older file has neither
+    versions: str
+    command: str
+    remarks: tuple[str, ...] = ()  # the lines below its command
+
+
+def runs_of(comments: Iterable[str]) -> list[Run]:
+    """The runs that `header_lines` told of, and the remarks below each. What stands before the first run is of none."""
+    runs: list[Run] = []
+    lines = iter(line.removeprefix(COMMENT) for line in comments)
+    for line in lines:
+        facts = line.split("; ")
+        if DATE.match(line) and len(facts) > 2:
+            device, *conditions, versions = facts[1:]
+            runs.append(Run(facts[0], device, "; ".join(conditions), versions, next(lines, "")))
+        elif runs:
+            runs[-1] = runs[-1]._replace(remarks=(*runs[-1].remarks, line))
+    return runs
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -247,11 +274,18 @@ def as_csv(records: Iterable[Record]) -> str:
 
 def read(path: Path) -> tuple[list[str], list[Record]]:
     """Comment lines and records, whose later columns are empty where an older file lacks them. Raises ValueError where
-    the columns are not those of a contest."""
-    lines = path.read_text().splitlines()
+    it is no such file, and where the columns are not those of a contest."""
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not what sdpa bench --csv writes") from None
     comments = [line for line in lines if line.startswith(COMMENT)]
     reader = csv.DictReader(line for line in lines if not line.startswith(COMMENT))
     missing = [name for name in COLUMNS if name not in (*(reader.fieldnames or ()), *LATER)]
     if missing:
         raise ValueError(f"expected a CSV of `sdpa bench --csv`, got {str(path)!r} without the column {missing[0]}")
-    return comments, [dict.fromkeys(LATER, "") | record for record in reader]
+    records = [dict.fromkeys(LATER, "") | record for record in reader]
+    for number, record in enumerate(records, 1):
+        if None in (*record, *record.values()):
+            raise ValueError(f"expected as many cells as columns, got others in row {number} of {str(path)!r}")
+    return comments, records

@@ -82,7 +82,8 @@ def warm_up(function: Callable[..., Any], *args: Any, jobs: int | None = None, *
 
     Args:
         function: a module or function that calls attention of this library, or of torch inside of `sdpa.patch()`.
-        args, kwargs: what it will be called with. Of tensors only sizes, strides, dtypes and devices matter.
+        *args: what it will be called with. Of tensors only sizes, strides, dtypes and devices matter.
+        **kwargs: likewise.
         jobs: processes that compile for a GPU at once; 1: none but this one. Not given: up to 4 where there are more
             than 3 different calls, else this one alone.
 

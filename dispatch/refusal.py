@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from sdpa.dispatch.candidates import Candidate, allows, consider
-from sdpa.dispatch.catalog import by_name
+from sdpa.dispatch.catalog import KERNELS, by_name
 from sdpa.dispatch.context import Setting, enabled_families
 from sdpa.dispatch.kernel import FAMILIES
 from sdpa.problem import UNLIMITED, AttentionProblem
@@ -28,7 +28,7 @@ class NoKernelError(RuntimeError):
 
 
 def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candidate]) -> str:
-    """All reasons of all allowed kernels, in the form users paste into bug reports."""
+    """All reasons of all allowed kernels, in the form users paste into bug reports, and who takes the problem."""
     asked = f" (asked for: {', '.join(setting.allowed)})" if setting.allowed else ""
     lines = [
         f"{NO_KERNEL}No kernel can run this problem{asked}:",
@@ -37,6 +37,11 @@ def refusal(problem: AttentionProblem, setting: Setting, candidates: list[Candid
     for candidate in candidates:
         lines.append(f"  {candidate.kernel.name}:")
         lines.extend(f"    - {reason}" for reason in candidate.reasons)
+    refused = {candidate.kernel.name for candidate in candidates}
+    # By their limits alone: whether they are available would import their modules.
+    others = [kernel.name for kernel in KERNELS if kernel.name not in refused and not kernel.limits(problem)]
+    if others:
+        lines.append(f"  Others take it: {', '.join(others)}. Ask for one of these, or leave the choice open.")
     return "\n".join(lines)
 
 

@@ -134,7 +134,7 @@ def read_once(path: str, stamp: tuple[int, ...]) -> Table | None:
     try:
         return parse(path, load(Path(path).read_text()))
     except (OSError, yaml.YAMLError, ValueError) as error:
-        warnings.warn(f"tuning table {path} is ignored: {error}", stacklevel=2)
+        warnings.warn(f"tuning table {path} is ignored: {' '.join(str(error).split())}", stacklevel=2)
         return None
 
 

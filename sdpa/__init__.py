@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sdpa import pytrees  # noqa: F401  registers pytrees for torch.export and torch.func
+from sdpa import installed, pytrees  # noqa: F401  a sentence where torch is absent or old; pytrees for torch.export and torch.func
 from sdpa.checkpointing import save_attention
 from sdpa.decomposed import decomposed, decomposition_table
 from sdpa.dispatch.autotune import autotune

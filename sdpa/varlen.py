@@ -46,7 +46,12 @@ def varlen_attention(
         max_k: the same of keys.
         attn_mask: a `Mask` of causal, align, window, lengths and query_lengths (the valid ones of each document),
             prefix and alibi.
-        dropout_p, scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
+        dropout_p: as in `scaled_dot_product_attention`.
+        scale: as in `scaled_dot_product_attention`.
+        enable_gqa: as in `scaled_dot_product_attention`.
+        softcap: as in `scaled_dot_product_attention`.
+        sinks: as in `scaled_dot_product_attention`.
+        kernel: as in `scaled_dot_product_attention`.
         is_causal: query i of a document sees its keys 0..i; `Mask(causal=True, align="bottom_right")` aligns the ends.
         return_lse: also return the log-sum-exp of each row, (H, T), natural log; it is differentiable.
 
@@ -105,7 +110,11 @@ def paged_attention(
             align="bottom_right", because the queries are the last positions.
         is_causal: every query sees the keys up to its own, aligned to the bottom right; without it all valid keys.
         dropout_p: as in `scaled_dot_product_attention`; it drops the same weights as that would with the keys in order.
-        scale, enable_gqa, softcap, sinks, kernel: as in `scaled_dot_product_attention`.
+        scale: as in `scaled_dot_product_attention`.
+        enable_gqa: as in `scaled_dot_product_attention`.
+        softcap: as in `scaled_dot_product_attention`.
+        sinks: as in `scaled_dot_product_attention`.
+        kernel: as in `scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of each row, (B, H, M), natural log; with `cu_q` (H, T).
         cu_q: (B + 1,) int32, cumulative query lengths from 0, on the query's device and never read on the host.
         max_q: the most queries of a sequence; the result of one with more is not specified.

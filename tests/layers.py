@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "sdpa.problem",
         "sdpa.alignment",
         "sdpa.environment",
+        "sdpa.installed",
         "sdpa.philox",
         "sdpa.layout",
         "sdpa.scalars",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,15 +143,101 @@ def test_rows_are_written_as_they_come(tiny_gpu_suite, monkeypatch, tmp_path):
     ("arguments", "said"),
     [
         (("--suite", "tiny-gpu", "--merge"), "--merge needs --csv FILE"),
-        (("--from-csv", "x.csv"), "--from-csv needs --plot FILE"),
+        (("--from-csv", "x.csv"), "--from-csv needs --plot FILE or --race FILE"),
+        (("--from-json", "x.json"), "--from-json needs --plot FILE"),
+        (
+            ("--from-csv", "x.csv", "--race", "p.html", "--threads", "1"),
+            "--from-csv measures nothing, and does not go with",
+        ),
+        (("--from-csv", "x.csv", "--race", "p.html", "--device", "cpu"), "does not go with --device"),
+        (
+            ("--from-json", "x.json", "--plot", "p.png", "--kernel", "math"),
+            "--from-json measures nothing, and does not go",
+        ),
+        (("--from-csv", "x.csv", "--from-csv", "y.csv", "--plot", "p.png"), "--plot draws one CSV, got 2"),
         (("--suite", "tiny-gpu", "--csv", "/no/such/folder/f.csv"), "expected a file in a folder that exists"),
         (("--suite", "tiny-gpu", "--device", "cpu", "--kernel", "x"), "unknown kernel or backend 'x'"),
         (("--suite", "tiny-gpu", "--suite", "nope"), "unknown suite 'nope'"),
         (("--suite", "models", "--deterministic"), "suite models runs alone"),
+        (("--suite", "models", "--race", "p.html"), "suite models runs alone"),
+        (("--suite", "cold", "--race", "p.html"), "suite cold runs alone"),
     ],
 )
 def test_bench_complains_in_one_sentence(tiny_gpu_suite, arguments, said):
     assert said in call(*arguments, code=2)
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--race", "--plot"])
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    option, tiny_gpu_suite, monkeypatch, tmp_path
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(contest, "measure_cell", None)
+    refused = {"/no/such/folder/f": "expected a file in a folder that exists", str(tmp_path): "is a directory"}
+    refused[str(tmp_path / ("f" * 300))] = "cannot write"
+    if Path("/proc/self").is_dir():  # which takes no file, whoever asks
+        refused["/proc/self/f"] = "cannot write '/proc/self/f': No such file or directory"
+    for path, said in refused.items():
+        text = call("--suite", "tiny-gpu", "--device", "cpu", option, path, code=2)
+        assert said in text and len(text.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_file_is_not_replaced_by_a_csv(tiny_gpu_suite, monkeypatch, tmp_path):
+    monkeypatch.setattr(contest, "measure_cell", None)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    said = call("--suite", "tiny-gpu", "--device", "cpu", "--csv", str(path), code=2)
+    assert "expected a file, got" in said and path.is_fifo()
+
+
+def test_a_file_that_is_there_is_kept_until_it_is_written(tiny_gpu_suite, tmp_path):
+    for option in ("--json", "--csv", "--race"):
+        path = tmp_path / option
+        path.write_text("before")
+        call("--suite", "tiny-gpu", "--device", "cpu", option, str(path), "--kernel", "x", code=2)
+        assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+        path.unlink()
+
+
+def test_a_race_of_a_run_and_of_its_csv(tiny_gpu_suite, tmp_path):
+    rows, run, again = (tmp_path / name for name in ("r.csv", "run.html", "again.html"))
+    call("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--csv", str(rows), "--race", str(run))
+    call("--from-csv", str(rows), "--from-csv", str(rows), "--race", str(again))
+    texts = [path.read_text() for path in (run, again)]
+    for text in texts:
+        assert "In 2 cells the default choice has" in text and "float32 1,2,9,8 causal forward" in text
+        assert "suite=tiny-gpu cells=2 geomean=" in text and "cpu_flash" in text
+    assert str(rows) in texts[1] and str(rows) not in texts[0].split("<h2>How to repeat it</h2>")[0]
+    call("--from-csv", str(rows), "--race", str(again), "--only", "causal")
+    assert "In 1 cell the default choice has" in again.read_text()
+    call("--suite", "random", "--seed", "3", "--problems", "1", "--device", "cpu", "--repeat", "1", "--race", str(run))
+    assert "<h3" in run.read_text() and "random" in run.read_text()
+
+
+def test_a_race_complains_of_a_csv(tiny_gpu_suite, tmp_path):
+    page, file = ("--race", str(tmp_path / "p.html")), tmp_path / "r.csv"
+
+    def said(text: str, *arguments: str) -> str:
+        file.write_text(text)
+        told = call("--from-csv", str(file), *page, *arguments, code=1)
+        assert len(told.splitlines()) == 1 and not (tmp_path / "p.html").exists()
+        return told
+
+    titles = ",".join(record.COLUMNS) + "\n"
+    assert "without the column suite" in said("a,b\n1,2\n")
+    assert "without rows" in said(titles)
+    assert "as many cells as columns" in said(titles + "tiny,cut\n")
+    assert "No such file" in call("--from-csv", str(tmp_path / "none.csv"), *page, code=1)
+    call("--suite", "tiny-gpu", "--device", "cpu", "--repeat", "1", "--csv", str(file))
+    good = file.read_text()
+    for told in ("torch", "torch:0", "torch:nan", "flash:1"):
+        assert " in row 1 of " in said(re.sub(",torch:[^,]*", f",{told}", good, count=1))
+    assert "expected a number, got 'fast' as ms in row 1" in said(
+        re.sub("cpu_flash,[^,]*", "cpu_flash,fast", good, count=1)
+    )
+    assert "one of tiny-gpu, got 'tiny'" in said(good, "--suite", "tiny")
+    assert "no problem of suite tiny-gpu contains 'alibi'" in said(good, "--only", "alibi")
 
 
 def test_bench_complains_of_a_csv(tiny_gpu_suite, tmp_path):

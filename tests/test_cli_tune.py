@@ -256,6 +256,16 @@ def test_tune_of_an_unknown_kernel():
     assert "unknown kernel 'warp'; known kernels: " in complaint("tune", "--kernel", "warp")
 
 
+def test_tune_of_a_kernel_of_another_device():
+    """Told before minutes are spent on a check after which nothing can be measured."""
+    assert "kernel cuda_flash runs on cuda, got --device cpu" in complaint("tune", "--kernel", "cuda_flash")
+
+
+def test_tune_without_a_clock():
+    assert "expected a number >= 0, got 'nan'" in complaint("tune", "--time-limit", "nan")
+    assert "expected --threads up to 4096, got 99999999999" in complaint("tune", "--threads", "99999999999")
+
+
 def test_tune_does_not_mix_torch_versions(tiny_grid, tmp_path):
     call("tune", "--out", str(tmp_path))
     path = table_in(tmp_path)

@@ -54,7 +54,9 @@ def test_it_complains_in_one_sentence():
     said = "--mask segments needs as many queries as keys, got M=4 and N=8"
     assert said in complaint("warm-up", "--shape", "1,4,4,8,8", "--mask", "segments")
     assert "expected B,H,M,N,D as 5 integers >= 1, got '1,2,3'" in complaint("warm-up", "--shape", "1,2,3")
-    assert "Missing option '--shape'" in complaint("warm-up")
+    assert "Missing option '--shape'. For example: --shape 1,32,4096,4096,128" in complaint("warm-up")
+    assert "as integers up to 1099511627776" in complaint("warm-up", "--shape", "1,8,64,64," + 23 * "9")
+    assert "got 'meta': it computes nothing" in complaint("warm-up", "--shape", "1,4,4,8,8", "--device", "meta")
     assert "'--jobs'" in complaint(*SHAPE, "--jobs", "0")
 
 

@@ -105,6 +105,31 @@ def test_where_nothing_is_built(setup, compiler, monkeypatch, system, target, to
         setup["ninja_text"](Path("torch"))
 
 
+def test_flags_of_the_user_stand_behind_ours(setup, compiler, monkeypatch):
+    """And without them nothing changes, so that nothing is compiled again."""
+    compiler("aarch64-linux-gnu")
+    for variable in ("CXXFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    plain = commands(setup["ninja_text"](Path("torch")))
+    monkeypatch.setenv("CXXFLAGS", "-g  -O1")
+    monkeypatch.setenv("LDFLAGS", "-Lstubs")
+    rules = commands(setup["ninja_text"](Path("torch")))
+    assert (
+        " -DSDPA_ARM -g -O1 $isa " in rules["compile"] and rules["compile"].replace(" -g -O1", "") == plain["compile"]
+    )
+    assert rules["link"] == f"{plain['link']} -Lstubs"
+    for name in set(rules) & {"compile_python", "link_python"}:  # not there without Python's headers
+        assert "-g -O1" in rules[name] or rules[name].endswith(" -Lstubs"), rules[name]
+
+
+def test_messages_name_no_folder_of_the_builders(setup, compiler):
+    """torch's checks name their headers, as `__FILE__`, in what users see."""
+    compiler("aarch64-linux-gnu")
+    assert (
+        "-fmacro-prefix-map=/there/torch/include/= " in commands(setup["ninja_text"](Path("/there/torch")))["compile"]
+    )
+
+
 CLANG = next(filter(None, map(shutil.which, ("clang++-19", "clang++"))), "")
 ARM_HEADERS = Path("/usr/aarch64-linux-gnu/include")
 

@@ -429,6 +429,16 @@ def test_explain_of_backward_and_of_a_setting():
     assert {row.kernel: row.status for row in result.rows}["math"] == "disabled"
 
 
+def test_a_refusal_says_who_takes_the_problem():
+    """What to change is then the name alone."""
+    with pytest.raises(sdpa.NoKernelError) as refused:
+        sdpa.scaled_dot_product_attention(*qkv(), kernel="vendor_cudnn")
+    told = str(refused.value).splitlines()
+    assert told[-2] == "    - takes bfloat16, float16, got float32"
+    assert told[-1].startswith("  Others take it: cpu_flash, ") and "cudnn" not in told[-1]
+    assert told[-1].endswith(", vendor_math, math. Ask for one of these, or leave the choice open.")
+
+
 def test_explain_without_a_kernel():
     with sdpa.sdpa_kernel("cudnn"):
         result = sdpa.explain(*qkv())

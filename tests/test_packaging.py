@@ -50,8 +50,8 @@ def rival(tmp_path_factory) -> Path:
 def wheel(tmp_path_factory, rival) -> Path:
     """The wheel, built offline from a copy of the tree; objects that are up to date are not compiled again."""
     tree, out = tmp_path_factory.mktemp("tree") / "project", tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns("aarch64", ".git", ".venv*", "dist", "*.egg-info", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, tree, ignore=ignored)
+    unwanted = ("aarch64", "wheelhouse", ".git", ".venv*", "dist", "*.egg-info", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*unwanted))
     stale = tree / "build" / "lib" / "sdpa" / "removed_long_ago.py"
     stale.parent.mkdir(parents=True, exist_ok=True)
     stale.touch()
@@ -103,6 +103,82 @@ def test_wheel_runs_without_a_compiler_or_the_checkout(installed, tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(installed), "PATH": ""}
     assert python(code, cwd=tmp_path, env=environment).strip() == str(installed / "sdpa" / "__init__.py")
+
+
+def broken_wheel(installed: Path, to: Path, keep: int | None) -> str:
+    """What the first import and a call say, on standard error, where the CPU library is cut off or absent."""
+    shutil.copytree(installed, to)
+    library = to / LIBRARY
+    if keep is None:
+        library.unlink()
+    else:
+        library.write_bytes(library.read_bytes()[:keep])
+    code = "import torch, sdpa; q = torch.randn(1, 2, 8, 4); sdpa.scaled_dot_product_attention(q, q, q)"
+    environment = os.environ | {"PYTHONPATH": str(to)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=to, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file off")
+@pytest.mark.parametrize(
+    ("keep", "what"),
+    [
+        (None, "does not exist"),
+        (0, "was cut off"),
+        (10, "was cut off"),
+        (5000, "was cut off"),
+        (900_000, "was cut off"),
+    ],
+)
+def test_a_broken_library_is_a_sentence_with_its_remedy(installed, tmp_path, keep, what):
+    """A bus error would end the process where a library that was cut off is loaded."""
+    said = broken_wheel(installed, tmp_path / "installed", keep)
+    assert f"{tmp_path}/installed/{LIBRARY} {what}" in said and "Traceback" not in said
+    assert "pip install --force-reinstall --no-deps sdpa" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("sdpa-0.1.0-py3-none-win_amd64.whl", None, "is not a supported wheel on this platform"),
+        ("sdpa-0.1.0-py3-none-any.whl", 10_000, "is invalid"),
+    ],
+)
+def test_pip_refuses_what_cannot_work(wheel, tmp_path, name, size, said):
+    (tmp_path / name).write_bytes(wheel.read_bytes()[:size])
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--dry-run", "--target", tmp_path / "to"]
+    done = subprocess.run([*pip, tmp_path / name], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and said in done.stderr, done.stderr
+
+
+def test_the_command_comes_with_what_it_needs(installed):
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    required = {
+        line.partition(": ")[2] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist")
+    }
+    assert {"torch>=2.10", "click", "rich", "numpy", "pyyaml"} <= required
+    assert "sdpa = sdpa.cli:main" in (metadata.parent / "entry_points.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        ("__version__ = '2.9.1+cu128'", "and got 2.9.1+cu128: pip install --upgrade 'torch>=2.10'"),
+        ("raise ModuleNotFoundError('none', name='torch')", "and there is none: pip install 'torch>=2.10'"),
+    ],
+)
+def test_a_torch_that_is_too_old_is_one_sentence(installed, tmp_path, torch, said):
+    (tmp_path / "torch.py").write_text(torch)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(installed)])}
+    for command in (("-c", "import sdpa"), ("-m", "sdpa.cli", "info")):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == f"ImportError: sdpa needs torch 2.10 or newer, {said}"
 
 
 def test_wheel_does_not_shadow_the_bare_names(installed, rival, tmp_path):
@@ -163,6 +239,16 @@ def test_folders_alone_show_the_mapping(checkout):
             parts = ("sdpa", *path.relative_to(checkout).with_suffix("").parts)
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
             assert found(module, checkout) == path.resolve()
+
+
+def test_whoever_starts_python_in_the_sources_is_told_so(checkout):
+    """An editable install maps the folders by names, and would hide it."""
+    code = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; import sdpa"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: Python looks into the current folder first") and f"{checkout}/sdpa" in last
+    link(checkout)
+    python(code, cwd=checkout)
 
 
 def test_links_are_made_once_and_new_files_join_by_themselves(checkout):
@@ -250,15 +336,29 @@ def needed(elf: bytes) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
-def test_cutlass_is_installed_last_and_only_where_it_is_wanted(tmp_path):
-    """Before numpy, which it names, pip would print its missing requirements as errors."""
+def test_cutlass_lies_apart_and_only_where_it_is_wanted(tmp_path):
+    """In .venv pip would print in red what its package requires, at every later installation."""
+    steps = make_dry(tmp_path)
+    (cutlass,) = (step for step in steps if "nvidia-cutlass" in step)
+    assert cutlass.startswith('if [ "$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc')
+    assert f"--no-deps --upgrade --target {tmp_path}/venv/cutlass" in cutlass and "/cutlass.pth" in cutlass
+    assert f"rm -r {tmp_path}/venv/cutlass/*.dist-info" in cutlass, "by which pip would find it"
+    (build,) = (step for step in steps if "build_ext" in step)
+    assert steps.index(cutlass) < steps.index(build) < next(n for n, step in enumerate(steps) if "--editable" in step)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_each_step_says_first_what_it_does_and_for_how_long(tmp_path):
+    steps = make_dry(tmp_path)
+    long = ("-m venv", "torch==", "nvidia-cutlass", "build_ext", "--editable", "train_gpt.py")
+    for name in long:
+        at = next(n for n, step in enumerate(steps) if name in step and not step.startswith("echo"))
+        told = steps[at] if name == "nvidia-cutlass" else steps[at - 1]
+        assert re.search(r'echo "[a-z].*: about ', told), (name, told)
+
+
+def make_dry(tmp_path: Path) -> list[str]:
+    """The commands of a first `make demo`; a command of several lines is one."""
     command = ["make", "--dry-run", f"VENV={tmp_path}/venv", "demo"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    installs = [line for line in lines if "pip install" in line]
-    assert [name for line in installs for name in ("wheel ninja", "--editable", "nvidia-cutlass") if name in line] == [
-        "wheel ninja",
-        "--editable",
-        "nvidia-cutlass",
-    ]
-    assert installs[-1].startswith('if [ "$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc') and "--no-deps" in installs[-1]
-    assert lines.index('echo "building the native libraries"') > lines.index(installs[-1])
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return said.replace("\\\n", " ").splitlines()

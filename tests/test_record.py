@@ -51,6 +51,25 @@ def test_csv_round_trip(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["h200.csv"]
 
 
+def test_comments_say_again_what_runs_they_are_of(tmp_path):
+    path, later = tmp_path / "h200.csv", HEADER | {"date": "2030-02-03T00:00:00+00:00", "driver": {}}
+    record.Table(path, HEADER).remark("suite=gpu-forward cells=36")
+    record.Table(path, later, merge=True).remark("suite=gpu-mask cells=1")
+    first, second = record.runs_of(record.read(path)[0])
+    assert first == record.Run(
+        HEADER["date"], "NVIDIA H200 (nvidia_h200)", "driver 580.1, sm_clock_max 1980, cudnn 91900",
+        "torch 2.11.0, flash-attn-4 4.0", HEADER["command"], ("suite=gpu-forward cells=36",),
+    )  # fmt: skip
+    assert second.conditions == "threads 8" and second.remarks == ("suite=gpu-mask cells=1",)
+    (older,) = record.runs_of(["# a remark of no run", "# 2026-11-23T15:29:43+00:00; AMD EPYC (amd_zen5); python 3.11"])
+    assert (older.device, older.conditions, older.versions, older.command) == (
+        "AMD EPYC (amd_zen5)",
+        "",
+        "python 3.11",
+        "",
+    )
+
+
 def test_merge_replaces_what_is_measured_again(tmp_path):
     path = tmp_path / "h200.csv"
     record.Table(path, HEADER).add(some_rows(few=4))
@@ -89,6 +108,13 @@ def test_a_csv_of_something_else_is_refused(tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"expected a CSV of `sdpa bench --csv`.*without the column suite"):
         record.read(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not what sdpa bench --csv writes"):
+        record.read(path)
+    for row in ("gpu-forward,cut short", "x," * len(record.COLUMNS)):
+        path.write_text(",".join(record.COLUMNS) + "\n" + row + "\n")
+        with pytest.raises(ValueError, match="expected as many cells as columns, got others in row 1 of"):
+            record.read(path)
 
 
 def test_summary_of_a_kernel():

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sdpa.environment import VariableError, cpu_isa
+from sdpa.installed import broken
 
 LIBRARY = Path(__file__).with_name("libsdpa_cpu.so")
 OPERATORS = Path(__file__).with_name("libsdpa_operators.so")  # of programs without Python; never loaded here
@@ -27,8 +28,8 @@ def load_error() -> str | None:
 
 
 def _load() -> str | None:
-    if not LIBRARY.exists():
-        return f"the CPU library was not built: {LIBRARY} does not exist"
+    if (reason := broken(LIBRARY, "the CPU library")) is not None:
+        return reason
     try:
         torch.ops.load_library(str(LIBRARY))
     except Exception as error:  # whatever the loader or the library raises is the reason

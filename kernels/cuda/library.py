@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from sdpa.installed import broken
+
 LIBRARY = Path(__file__).with_name("libsdpa_cuda.so")
 
 
@@ -22,6 +24,8 @@ def load_error() -> str | None:
         return "is CUDA code, and this torch is built for ROCm"
     if not LIBRARY.exists():
         return f"the CUDA library was not built, for want of nvcc or CUTLASS: {LIBRARY} does not exist"
+    if (reason := broken(LIBRARY, "the CUDA library")) is not None:
+        return reason
     try:
         torch.ops.load_library(str(LIBRARY))
     except Exception as error:  # whatever the loader raises is the reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -45,8 +45,10 @@ class OneSentence(click.Group):
         except VariableError as error:
             click.echo(f"sdpa: {error}", err=True)
             sys.exit(click.UsageError.exit_code)
-        except BrokenPipeError:  # `sdpa info | head`: whoever read has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            if error.strerror is None:  # not the system's: a fault of ours
+                raise
+            tell_system_error(error)
             sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -57,6 +59,28 @@ class OneSentence(click.Group):
             click.echo(message)
             return
         click.echo(f"{context.command_path if context is not None else 'sdpa'}: {message}", err=True)
+
+
+def tell_system_error(error: OSError) -> None:
+    """A file that cannot be opened, or standard output that takes no more: what is left of that would raise at the
+    exit. `sdpa info | head` is no error: whoever read has seen enough."""
+    if not isinstance(error, BrokenPipeError):
+        click.echo(f"sdpa: {error.filename or 'cannot write to standard output'}: {error.strerror}", err=True)
+    if error.filename is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of warnings.showwarning: what we warn of, as a tuning table that is broken, without the line of code."""
+    told = str(message) if issubclass(category, UserWarning) else f"{category.__name__}: {message}"
+    click.echo(f"sdpa: {told}", err=True)
 
 
 @click.group(

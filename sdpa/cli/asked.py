@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
+from sdpa.cli.common import require_name
 from sdpa.dispatch import apple
 from sdpa.dispatch.catalog import SERVED
 from sdpa.problem import LARGE_SOFTCAP, UNLIMITED, AttentionProblem
@@ -25,11 +26,15 @@ MASK_FEATURES = {
     "prefix": ("prefix",),
     "alibi": ("alibi",),
 }
+EXAMPLE = "For example: --shape 1,32,4096,4096,128, which is B,H,M,N,D"
 # Features that a diagonal's alignment matters to even where M == N.
 LENGTHS = frozenset({"k_lengths", "q_lengths"})
 # Masks that calls of packed documents and of pages take.
 PACKED_MASKS = ("none", "causal", "lengths", "both-lengths", "prefix", "alibi")
 PAGED_MASKS = ("none", "causal", "prefix", "alibi")
+
+
+LARGEST_SIZE = 2**40  # no memory holds a dimension of more
 
 
 class Sizes(click.ParamType):
@@ -49,11 +54,17 @@ class Sizes(click.ParamType):
             sizes = tuple(None if self.optional and part in ("", "none") else int(part) for part in parts)
         except ValueError:
             sizes = ()
-        if len(sizes) != wanted or any(size is not None and size < self.lowest for size in sizes):
+        given = [size for size in sizes if size is not None]
+        if len(sizes) != wanted or any(size < self.lowest for size in given):
             none = " or 'none'" if self.optional else ""
             told = f"expected {self.names} as {wanted} integers >= {self.lowest}{none}, got {value!r}"
             self.fail(told, param, ctx)
+        if any(size > LARGEST_SIZE for size in given):
+            self.fail(f"expected {self.names} as integers up to {LARGEST_SIZE}, got {value!r}", param, ctx)
         return sizes
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return EXAMPLE
 
 
 class Number(click.ParamType):
@@ -149,15 +160,13 @@ def refuse_device(asked: Asked) -> None:
     kind, _, index = asked.device.partition(":")
     if kind == "mps" and asked.dtype == "float64":
         raise click.UsageError(apple.NO_FLOAT64)
+    if not (kind == "mps" and index and not index.isdigit()):
+        require_name(asked.device)
+        return
     try:
-        if kind == "mps" and index and not index.isdigit():
-            apple.chip_of(index)
-        else:
-            torch.device(asked.device)
+        apple.chip_of(index)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    except RuntimeError:
-        raise click.UsageError(f"expected a device such as cpu or cuda:0, got {asked.device!r}") from None
 
 
 def band_of(asked: Asked) -> tuple[int, int]:

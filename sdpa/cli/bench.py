@@ -1,4 +1,4 @@
-"""sdpa bench: named suites beside torch and others, a line per problem as it is measured; CSV, JSON and pictures."""
+"""sdpa bench: named suites beside torch and others, a line per problem as it is measured; CSV, JSON, picture, page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,9 +26,11 @@ from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Pace
 from sdpa.cli.cold import SUITE as COLD
 from sdpa.cli.cold import run_cold
-from sdpa.cli.common import console, duration, progress, require_device, set_threads
+from sdpa.cli.common import Time, console, duration, progress, require_device, set_threads
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
+from sdpa.cli.outputs import require_writable
+from sdpa.cli.race import write_page_of_csvs, write_page_of_run
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.context import backend_name
 
@@ -35,6 +38,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 RANDOM = "random"  # the suite that is drawn by a seed
 DRAWN = 300  # problems
 KNOWN = ", ".join((*SUITES, MODELS, RANDOM, COLD))
+FROM_CSV = "Draw what a CSV holds, or write its page, and measure nothing; repeatable for a page."
 SLOWER = 0.9  # below this share of the best peer's speed a row is red
 LINE = "{:<48} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
 
@@ -59,7 +63,8 @@ class Request:
     csv: Path | None
     merge: bool
     plot: Path | None
-    from_csv: Path | None
+    race: Path | None
+    from_csv: tuple[Path, ...]
     from_json: Path | None
 
 
@@ -78,9 +83,7 @@ class Request:
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
 @click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
-@click.option(
-    "--time-limit", type=click.FloatRange(0.0), help="Seconds: of a contestant 0.5, on a GPU 0.25, of a model 5."
-)
+@click.option("--time-limit", type=Time(), help="Seconds: of a contestant 0.5, on a GPU 0.25, of a model 5.")
 @click.option("--threads", type=click.IntRange(1), help="Of the CPU; torch's own number by default.")
 @click.option("--flush", is_flag=True, help="On a CPU, cold caches before every call; on a GPU they always are.")
 @click.option(
@@ -92,7 +95,8 @@ class Request:
 @click.option("--csv", type=FILE, metavar="FILE", help="Write rows as they are measured.")
 @click.option("--merge", is_flag=True, help="Keep what the CSV holds, but for cells that are measured again.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw it; of several suites each adds its name to FILE's.")
-@click.option("--from-csv", type=FILE, metavar="FILE", help="Draw what a CSV holds, and measure nothing.")
+@click.option("--race", type=FILE, metavar="FILE", help="Write a page of HTML: standings, charts, tables, commands.")
+@click.option("--from-csv", type=FILE, multiple=True, metavar="FILE", help=FROM_CSV)
 @click.option("--from-json", type=FILE, metavar="FILE", help=f"The same of what suite {MODELS} wrote by --json.")
 def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
     """Times us beside torch, alternating in one run, after each result was held against float64.
@@ -109,8 +113,8 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
         return
     request = Request(**options)
     require_outputs(request)
-    if request.from_csv is not None:
-        draw_csv(request)
+    if request.from_csv:
+        show_csvs(request)
         return
     if request.from_json is not None:
         assert request.plot is not None  # see require_outputs
@@ -131,7 +135,7 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
 
 def bench_models(request: Request) -> bool:
     """The suite of whole models, which has rows of its own; whether all went well."""
-    if len(request.suites) > 1 or request.kernels or request.csv or request.deterministic:
+    if len(request.suites) > 1 or request.kernels or request.csv or request.deterministic or request.race:
         raise click.UsageError(
             f"suite {MODELS} runs alone, with --only, --device, --repeat, --time-limit, --json, --plot"
         )
@@ -142,7 +146,8 @@ def bench_models(request: Request) -> bool:
 def bench_cold(request: Request, threads: int | None) -> bool:
     """The suite of fresh processes, likewise."""
     numbers = (request.repeat, request.time_limit, request.jobs, threads)
-    others = (request.peers, request.csv, request.plot, request.flush, request.deterministic, request.merge)
+    files = (request.csv, request.plot, request.race)
+    others = (*files, request.peers, request.flush, request.deterministic, request.merge)
     if len(request.suites) > 1 or any(others) or any(number is not None for number in numbers):
         raise click.UsageError(f"suite {COLD} runs alone, with --only, --device, --kernel, --json")
     device = request.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -209,24 +214,49 @@ def check_name(kernel: str) -> None:
 
 def require_outputs(request: Request) -> None:
     """Told before minutes are spent and not after."""
-    for path in (request.json, request.csv, request.plot):
-        if path is not None and not path.parent.is_dir():
-            raise click.UsageError(f"expected a file in a folder that exists, got {str(path)!r}")
+    for path in (request.json, request.plot, request.race):
+        if path is not None:
+            require_writable(path)
+    if request.csv is not None:
+        require_writable(request.csv, replaced=True)
     if request.merge and request.csv is None:
         raise click.UsageError("--merge needs --csv FILE")
-    for name, source in (("--from-csv", request.from_csv), ("--from-json", request.from_json)):
-        if source is not None and request.plot is None:
-            raise click.UsageError(f"{name} needs --plot FILE")
+    if request.from_csv and request.plot is None and request.race is None:
+        raise click.UsageError("--from-csv needs --plot FILE or --race FILE")
+    if request.from_json is not None and request.plot is None:
+        raise click.UsageError("--from-json needs --plot FILE")
+    if request.from_csv or request.from_json is not None:
+        require_no_measuring("--from-csv" if request.from_csv else "--from-json")
+    if request.plot is not None and len(request.from_csv) > 1:
+        raise click.UsageError(f"--plot draws one CSV, got {len(request.from_csv)}")
     if request.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("--plot needs matplotlib: pip install 'sdpa[cli]'")
+        raise click.ClickException("--plot needs matplotlib: pip install matplotlib")
 
 
-def draw_csv(request: Request) -> None:
+def require_no_measuring(source: str) -> None:
+    """An option that is about a measurement would be dropped silently."""
+    context = click.get_current_context()
+    taken = {"--from-csv": ("suites", "only", "plot", "race", "from_csv"), "--from-json": ("only", "plot", "from_json")}
+    for option in context.command.params:
+        given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+        if given and option.name not in taken[source]:
+            raise click.UsageError(f"{source} measures nothing, and does not go with {option.opts[0]}")
+
+
+def show_csvs(request: Request) -> None:
+    """A page of all that was asked for, and a picture of each suite."""
+    if request.race is not None:
+        write_page_of_csvs(request.race, request.from_csv, request.suites, request.only)
+    if request.plot is not None:
+        draw_csv(request.from_csv[0], request)
+
+
+def draw_csv(path: Path, request: Request) -> None:
     """A picture of each suite asked for, or of all that the CSV holds."""
-    assert request.from_csv is not None and request.plot is not None
+    assert request.plot is not None
     try:
-        records = record.read(request.from_csv)[1]
-    except (OSError, ValueError) as error:
+        records = record.read(path)[1]
+    except ValueError as error:
         raise click.ClickException(str(error)) from None
     suites = request.suites or tuple(dict.fromkeys(row["suite"] for row in records if row["suite"] != RANDOM))
     draw(request.plot, suites, [row for row in records if request.only in row["problem"]])
@@ -258,6 +288,8 @@ def run_suites(request: Request, problems: dict[str, list[Problem]]) -> bool:
         record.write_json(request.json, header, summaries, rows)
     if request.plot is not None:
         draw(request.plot, tuple(problems), [record.as_record(row) for row in rows])
+    if request.race is not None:
+        write_page_of_run(request.race, header, summaries, rows)
     for text in summaries:
         out.print(text, soft_wrap=True)
     timed = {row.suite for row in rows if row.own.seconds is not None}

@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from sdpa.cli.cases import cases
-from sdpa.cli.common import as_json, console, counted, device_option, print_json, require_device, require_kernels
+from sdpa.cli.common import (
+    as_json,
+    console,
+    counted,
+    device_option,
+    print_json,
+    require_device,
+    require_kernels,
+    seed_option,
+)
 from sdpa.dispatch.catalog import by_name, kernels_for
 from sdpa.testing import Case, able, check_kernel
 
@@ -94,7 +103,7 @@ def summary(verdicts: Iterable[Verdict]) -> str:
 @click.option("--quick", is_flag=True, help="A few hundred cases in seconds.")
 @click.option("--kernel", "kernels", multiple=True, help="Only this one; may be given several times.")
 @click.option("--only", default="", metavar="TEXT", help="Only cases whose names contain TEXT: re-runs a failure.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@seed_option
 @device_option
 @as_json
 def check(quick: bool, kernels: tuple[str, ...], only: str, seed: int, device: str, json_out: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 import torch
@@ -20,11 +22,28 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 # Where standard output is not a terminal nobody sees its width, and a wrapped table cannot be searched.
 PIPED_WIDTH = 160
 PROGRESS_LINES = 20  # of a long command whose standard output is no terminal
+MOST_THREADS = 4096  # more than any machine has; torch takes more, and ends the process where it starts them
+LARGEST_SEED = 2**63 - 1  # that torch's generators take
+NO_CUDA = "torch sees no CUDA device"  # as the kernels say it
 
 as_json = click.option("--json", "json_out", is_flag=True, help="Print JSON instead of tables.")
 device_option = click.option(
     "--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda, cuda:N or mps."
 )
+seed_option = click.option("--seed", type=click.IntRange(0, LARGEST_SEED), default=0, show_default=True)
+
+
+class Time(click.FloatRange):
+    """Of seconds or minutes, from 0 on; not NaN, which no clock reaches."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"expected a number >= 0, got {value!r}", param, ctx)
+        return number
 
 
 def console() -> Console:
@@ -69,14 +88,34 @@ def counted(task: str, total: int, json_out: bool) -> Iterator[Callable[[], obje
 
 def require_device(name: str) -> str:
     """The device's name, if this machine has it. Raises UsageError in one sentence."""
-    if name.partition(":")[0] == "mps" and (absent := apple.absence()) is not None:
+    require_name(name)
+    kind = name.partition(":")[0]
+    absent = apple.absence() if kind == "mps" else "it computes nothing" if kind == "meta" else absence(name)
+    if absent is not None:
         raise click.UsageError(f"expected a device of this machine, got {name!r}: {absent}")
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise click.UsageError(f"expected a device of this machine, got {name!r}: {reason}") from None
     return name
+
+
+def require_name(device: str) -> None:
+    """A name that torch knows, whether or not such a device is here. Raises UsageError in one sentence."""
+    try:
+        torch.device(device)
+    except RuntimeError:  # which lists what no machine has: ideep, fpga, ve
+        raise click.UsageError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
+
+
+def absence(device: str) -> str | None:
+    """Why this machine has no such device, as a clause, or None."""
+    kind = device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        return NO_CUDA if torch.version.cuda or torch.version.hip else f"{NO_CUDA}: this torch was built without CUDA"
+    try:
+        torch.empty(0, device=device)
+    except (NotImplementedError, ImportError):  # whose texts are torch's lists of backends, and names of modules
+        return f"this torch was built without {kind}"
+    except (RuntimeError, AssertionError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
 
 
 def require_kernels(names: Iterable[str]) -> tuple[str, ...]:
@@ -88,7 +127,17 @@ def require_kernels(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def require_served(kernels: Iterable[str], device: str) -> None:
+    """Kernels that run on a device of this kind. Raises UsageError."""
+    for name in kernels:
+        if not (kernel := by_name()[name]).serves(device.partition(":")[0]):
+            raise click.UsageError(f"kernel {name} runs on {' or '.join(kernel.devices)}, got --device {device}")
+
+
 def set_threads(threads: int | None) -> None:
+    """Raises UsageError where there are too many."""
+    if threads is not None and threads > MOST_THREADS:
+        raise click.UsageError(f"expected --threads up to {MOST_THREADS}, got {threads}")
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import click
-import torch
 from rich.markup import escape
 from rich.table import Table
 
 from sdpa.cli.asked import MASK_FEATURES, Asked, Number, Sizes, problem_of
-from sdpa.cli.common import DTYPES, as_json, console, device_option, duration, print_json
+from sdpa.cli.common import DTYPES, absence, as_json, console, device_option, duration, print_json
 from sdpa.dispatch import apple
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import effective, request_text
@@ -88,25 +87,12 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
     absent = absence(problem.device)
     if absent is None:
         return explain_problem(problem, setting)
-    rows = []
+    rows, told = [], absent.partition(":")[0]
     for kernel in KERNELS:
-        reasons = [reason for reason in kernel.why_not(problem) if not reason.startswith(absent)]
+        reasons = [reason for reason in kernel.why_not(problem) if not reason.startswith(told)]
         reasons += [absent] if kernel.serves(problem.device_type) else []
         rows.append(Row(kernel.name, "refused", tuple(reasons), None, ""))
     return Explanation(problem, tuple(rows), None, absent)
-
-
-def absence(device: str) -> str | None:
-    """Why this machine has no such device, or None."""
-    if device == "cpu":
-        return None
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return None
 
 
 def show(explanation: Explanation) -> None:

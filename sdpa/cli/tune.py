@@ -18,7 +18,16 @@ from sdpa.bench.book import Book, BookError, alone, prefer_built, require_writab
 from sdpa.bench.problems import Problem
 from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
-from sdpa.cli.common import console, device_option, progress, require_device, require_kernels, set_threads
+from sdpa.cli.common import (
+    Time,
+    console,
+    device_option,
+    progress,
+    require_device,
+    require_kernels,
+    require_served,
+    set_threads,
+)
 from sdpa.dispatch import tables
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
@@ -41,7 +50,7 @@ SAVE_EVERY = 8
 
 @click.command(short_help="Measures this machine and writes its tuning table.")
 @click.option(
-    "--time-limit", type=click.FloatRange(0.0), default=10.0, show_default=True, metavar="MIN",
+    "--time-limit", type=Time(), default=10.0, show_default=True, metavar="MIN",
     help="Minutes, the check and all compiling included.",
 )  # fmt: skip
 @click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Only this one; several are given one by one.")
@@ -157,6 +166,7 @@ def measure_book(request: Request, begin: float) -> None:
     if request.again and (request.resume or request.problems):
         raise click.UsageError("--again measures what the table has; --resume and --problems add to it: give one")
     device, kernels = require_device(request.device), require_kernels(request.kernels)
+    require_served(kernels, device)
     book = Book(table_of(request, device), device, kernels)
     if request.dry_run:
         fill(book, request, begin)

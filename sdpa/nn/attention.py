@@ -59,7 +59,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         Args:
             query: (L, B, E), (B, L, E) with batch_first, or (L, E).
-            key, value: (S, B, kdim) and (S, B, vdim), likewise.
+            key: (S, B, kdim), likewise.
+            value: (S, B, vdim), likewise.
             key_padding_mask: (B, S) or (S,): True = padding, or float, added to the scores; or (B,) integer lengths.
             need_weights: also return the weights, from the log-sum-exp of the fused kernel.
             attn_mask: (L, S) or (B * H, L, S): True = hidden, or float, added to the scores.

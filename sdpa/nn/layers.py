@@ -97,10 +97,12 @@ class TransformerDecoderLayer(torch.nn.TransformerDecoderLayer):
         Args:
             tgt: (L, B, E), (B, L, E) with batch_first, or (L, E).
             memory: (S, B, E), likewise.
-            tgt_mask, memory_mask: (L, L) and (L, S), or with a leading B * nhead: True = hidden, or float, added.
-            tgt_key_padding_mask, memory_key_padding_mask: (B, L) and (B, S): True = padding, or float; or (B,) integer
-                lengths.
-            tgt_is_causal, memory_is_causal: hints that a mask is causal.
+            tgt_mask: (L, L), or with a leading B * nhead: True = hidden, or float, added.
+            memory_mask: (L, S), likewise.
+            tgt_key_padding_mask: (B, L): True = padding, or float; or (B,) integer lengths.
+            memory_key_padding_mask: (B, S), likewise.
+            tgt_is_causal: a hint that tgt_mask is causal.
+            memory_is_causal: the same of memory_mask.
         """
         if _inside is not None:
             own, across = _inside

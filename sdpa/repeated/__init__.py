@@ -13,9 +13,12 @@ that is so for every call: slower, never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+
+from sdpa.installed import cut_off
 
 
 class Recording(NamedTuple):
@@ -102,6 +105,8 @@ if TYPE_CHECKING:
 
 else:
     try:
+        if cut_off(Path(__file__).with_name("_native.abi3.so")):
+            raise ImportError
         from sdpa.repeated._native import (
             MAX_MAPS,
             MAX_TENSORS,
@@ -115,7 +120,7 @@ else:
         )
 
         BUILT = True
-    except ImportError:  # not built, or for another machine
+    except ImportError:  # not built, not whole, or for another machine
         from sdpa.repeated.in_python import (  # noqa: F401
             MAX_MAPS,
             MAX_TENSORS,

@@ -1,0 +1,103 @@
+"""python -m sdpa.bench.performance_page: docs/performance.md, every suite of every device, out of bench/results/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from sdpa.bench.contest import DEFAULT
+from sdpa.bench.race import Standing, ratios, read_source, sections_of, standings_of
+from sdpa.bench.race_pages import PAGES, RESULTS, ROOT
+from sdpa.bench.record import geomean
+
+PAGE = ROOT / "docs" / "performance.md"
+# Which variant of a model is compared with which: the fastest of torch's that runs in the same way.
+OURS, COMPILED, THEIRS = "ours", " compiled", ("torch", "torch fast path")
+HEAD = """# Performance
+
+Every suite that was measured, made by `python -m sdpa.bench.performance_page` from `bench/results/`. The page of a
+device, in [races](race/README.md), has each problem with its times, errors, charts, versions and commands.
+
+- A ratio is the best peer's time over ours, of one run in which both took turns: above 1 we are faster.
+- *beside torch* leaves out all peers but torch's backends.
+- `default` is what a call runs. Where it was not measured, kernels that were asked for by name stand in its place.
+- On a GPU times are medians on cold caches, on a CPU the least.
+
+What was aimed at, what holds a figure back and what was tried is in the log: [on GPUs](log/bars-gpu.md), [on
+CPUs](log/bars-cpu.md), and [by topic](log/README.md).
+"""
+
+
+def page() -> str:
+    return "\n".join([HEAD, *(line for name in PAGES for line in of_device(name))])
+
+
+def of_device(name: str) -> Iterator[str]:
+    sources = [read_source(ROOT / RESULTS / f"{table}.csv") for table in PAGES[name]]
+    sections = sections_of(sources)
+    yield f"## {sections[0].run.device}\n\n[Every problem](race/{name}.html).\n"
+    yield "| suite | direction | ours | cells | geomean | worst | slower | beside torch | peers | measured |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield from map(row, standings_of(sections))
+    yield ""
+    yield from models(name)
+    yield from small_calls(name)
+
+
+def row(standing: Standing) -> str:
+    found, section = standing.ratios, standing.section
+    ours = "default" if standing.asked == DEFAULT else f"`{standing.asked}`"
+    figures = (f"{geomean(found):.3f}", f"{min(found):.3f}", str(sum(one < 1 for one in found))) if found else ("",) * 3
+    torch = f"{geomean(standing.torch_ratios):.3f}" if standing.torch_ratios else ""
+    cells = [section.suite, standing.part.direction, ours, str(len(found)), *figures, torch]
+    return f"| {' | '.join([*cells, ', '.join(standing.part.peers), section.run.date[:10]])} |"
+
+
+def models(name: str) -> Iterator[str]:
+    """Whole models, by least times."""
+    told = contents(f"{name}_models.json")
+    if told is None:
+        return
+    yield f"Whole models, least times in ms, {told['date'][:10]} (`{RESULTS}/{name}_models.json`):\n"
+    yield "| model | torch | ours | times as fast |"
+    yield "|---|---|---|---|"
+    times: dict[str, dict[str, float]] = {}
+    for one in told["rows"]:
+        times.setdefault(one["model"], {})[one["variant"]] = one["min_ms"]
+    for model, of_model in times.items():
+        for manner in ("", COMPILED):
+            theirs = [of_model[variant + manner] for variant in THEIRS if variant + manner in of_model]
+            if ours := of_model.get(OURS + manner):
+                yield f"| {model}{manner} | {min(theirs):.2f} | {ours:.2f} | {min(theirs) / ours:.2f} |"
+    yield ""
+
+
+def small_calls(name: str) -> Iterator[str]:
+    """Calls so small that only the way to the kernel costs."""
+    told = contents(f"{name}_overhead.json")
+    if told is None:
+        return
+    found = ratios(told["rows"])
+    when, mean = told["date"][:10], geomean(found)
+    yield f"Small calls in us, {when} (`{RESULTS}/{name}_overhead.json`): geomean {mean:.3f}.\n"
+    yield "| call | best peer | ours | ratio |"
+    yield "|---|---|---|---|"
+    for one in told["rows"]:
+        if one["ratio"]:
+            ours, ratio = 1e3 * float(one["ms"]), float(one["ratio"])
+            yield f"| {one['problem']} | {one['best_peer']} {ours * ratio:.1f} | {ours:.1f} | {ratio:.2f} |"
+    yield ""
+
+
+def contents(file: str) -> dict[str, Any] | None:
+    path = ROOT / RESULTS / file
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

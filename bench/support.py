@@ -1,0 +1,173 @@
+"""python -m sdpa.bench.support: what each kernel of the catalog takes, as docs/support.md.
+
+Asked of the catalog by `Kernel.limits`, so that the page and the dispatcher cannot differ; no kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from sdpa.dispatch import rules
+from sdpa.dispatch.catalog import KERNELS, SERVED, kernels_for
+from sdpa.dispatch.kernel import Kernel
+from sdpa.problem import UNLIMITED, AttentionProblem
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
+LARGEST = 1024  # the largest head size that is asked
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A title, the device of torch, its compute capability where it has one.
+DEVICES = (
+    ("CPUs", "cpu", rules.NO_DEVICE),
+    ("NVIDIA Hopper (compute capability 9.0)", "cuda", rules.HOPPER),
+    ("NVIDIA Ampere, Ada and later (8.0 and above)", "cuda", rules.AMPERE),
+    ("Apple's GPUs", "mps", rules.NO_DEVICE),
+)
+CAUSAL: dict[str, Any] = {"right": 0}
+BIAS: dict[str, Any] = {"bias_matrices": 16}
+# What a user asks for, in the words of the guides: features of sdpa.problem.FEATURES, and what else they change.
+ROWS: tuple[tuple[str, frozenset[str], dict[str, Any]], ...] = tuple(
+    (label, frozenset(features.split()), changes)
+    for label, features, changes in (
+        ("no mask", "", {}),
+        ("`is_causal`, as many queries as keys", "band", CAUSAL),
+        ("causal, aligned to the bottom right", "band bottom_right", {**CAUSAL, "M": 128, "bottom_right": True}),
+        ("window", "band", {"left": 64, "right": 0}),
+        ("lengths of keys", "k_lengths", {}),
+        ("lengths of queries", "q_lengths", {}),
+        ("segments", "segments", {}),
+        ("packed documents (`varlen_attention`)", "packed", {}),
+        ("prefix", "prefix band", CAUSAL),
+        ("ALiBi", "alibi", {}),
+        ("boolean mask (M, N)", "allowed", {}),
+        ("boolean mask (1, N): padding", "allowed", {"row_mask": True}),
+        ("bias (M, N)", "bias", BIAS),
+        ("bias beside causal", "bias band", {**CAUSAL, **BIAS}),
+        ("softcap", "softcap", {}),
+        ("sinks", "sinks", {}),
+        ("dropout", "dropout", {}),
+        ("grouped heads (`enable_gqa`)", "gqa", {"Hkv": 2}),
+        ("head sizes 192 of keys and 128 of values", "", {"D": 192, "Dv": 128}),
+        ("the same bits in every run", "", {"deterministic": True}),
+    )
+)
+# What one direction alone has.
+ONE_WAY: tuple[tuple[str, str, frozenset[str], dict[str, Any]], ...] = (
+    ("pages (`paged_attention`)", "forward", frozenset({"paged", "k_lengths"}), {"M": 1}),
+    ("the log-sum-exp as a result", "forward", frozenset({"lse"}), {}),
+    ("a gradient arriving at the log-sum-exp", "backward", frozenset({"lse_grad"}), {}),
+    ("the gradient of a bias", "backward", frozenset({"bias", "bias_grad"}), BIAS),
+    ("weights, averaged over heads", "weights", frozenset({"averaged"}), {}),
+)
+HEAD = """# Support matrix
+
+What each kernel takes, asked of the catalog (`dispatch/catalog.py`) by `python -m sdpa.bench.support`. For a problem of
+yours, `sdpa explain` says the same, with the reason of each refusal in a sentence.
+
+- `yes`: forward and backward. `forward` or `backward`: that one alone. `-`: another kernel of the table answers.
+- Each row is asked alone: 256 queries and keys, head size 64, float32 on CPUs and bfloat16 elsewhere. A combination may
+  be refused where both of its parts are taken, as a bias beside causal is by torch's kernels.
+- On CPUs packed documents reach a kernel as segments, and pages are gathered first.
+- `math` takes everything, and writes out the scores.
+"""
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    return "\n".join([HEAD, *kernels(), *(section(*device) for device in DEVICES)])
+
+
+def kernels() -> Iterator[str]:
+    """The catalog's own words."""
+    yield "## The kernels\n"
+    rows = ((f"`{one.name}`", one.family, ", ".join(one.devices) or "any", one.summary) for one in KERNELS)
+    yield from table(["name", "family", "devices", "what it is"], rows)
+    yield ""
+
+
+def section(title: str, device: str, capability: tuple[int, int]) -> str:
+    """The tables of a kind of device, whether this machine has one or not."""
+    with mock.patch.object(rules, "capability", lambda _: capability):
+        able_here = [kernel for kernel in kernels_for(device) if able(kernel, plain(kernel, device))]
+        names = [f"`{kernel.name}`" for kernel in able_here]
+        sizes = [("dtypes", *map(dtypes, able_here)), *head_sizes(able_here, device)]
+        features = [(label, *cells) for label, cells in answers(able_here, device)]
+        return "\n".join([f"## {title}\n", *table(["", *names], sizes + features), ""])
+
+
+def table(head: list[str], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for cells in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cells)} |"
+
+
+def plain(kernel: Kernel, device: str) -> AttentionProblem:
+    """A call of no feature, in the dtype that most use on such a device."""
+    common = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = common if common in kernel.dtypes else next(dtype for dtype in DTYPES if dtype in kernel.dtypes)
+    return AttentionProblem(device, dtype, 2, 8, 8, 256, 256, 64, 64, UNLIMITED, UNLIMITED)
+
+
+def able(kernel: Kernel, problem: AttentionProblem) -> bool:
+    return not kernel.limits(problem)
+
+
+def answers(kernels: list[Kernel], device: str) -> Iterator[tuple[str, list[str]]]:
+    """Each row's label, and what each kernel says to it."""
+    for label, features, changes in ROWS:
+        yield label, [both_ways(kernel, asked(kernel, device, features, changes)) for kernel in kernels]
+    for label, direction, features, changes in ONE_WAY:
+        problems = [asked(kernel, device, features, changes)._replace(direction=direction) for kernel in kernels]
+        yield label, ["yes" if able(*pair) else "-" for pair in zip(kernels, problems, strict=True)]
+
+
+def asked(kernel: Kernel, device: str, features: frozenset[str], changes: dict[str, Any]) -> AttentionProblem:
+    """A row's problem, in the form in which such a device's kernels take it (sdpa.sequences)."""
+    if "packed" in features and device not in SERVED["packed"]:
+        features = features - {"packed"} | {"segments"}
+    if "paged" in features and device not in SERVED["paged"]:
+        features = features - {"paged"}
+    problem = plain(kernel, device)._replace(features=features, **changes)
+    return problem._replace(bias_dtype=problem.dtype) if "bias" in features else problem
+
+
+def both_ways(kernel: Kernel, problem: AttentionProblem) -> str:
+    ways = [way for way in ("forward", "backward") if able(kernel, problem._replace(direction=way))]
+    return {0: "-", 1: ways[0] if ways else "-", 2: "yes"}[len(ways)]
+
+
+def dtypes(kernel: Kernel) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if dtype in kernel.dtypes)
+
+
+def head_sizes(kernels: list[Kernel], device: str) -> Iterator[tuple[str, ...]]:
+    for way in ("forward", "backward"):
+        yield (f"head sizes, {way}", *(span(sizes_of(kernel, device, way)) for kernel in kernels))
+
+
+def sizes_of(kernel: Kernel, device: str, direction: str) -> list[int]:
+    problem = plain(kernel, device)._replace(direction=direction)
+    return [D for D in range(1, LARGEST + 1) if able(kernel, problem._replace(D=D, Dv=D))]
+
+
+def span(sizes: list[int]) -> str:
+    """Head sizes in words."""
+    if not sizes:
+        return "-"
+    steps = {after - before for before, after in pairwise(sizes)}
+    if len(steps) != 1:
+        return ", ".join(map(str, sizes))
+    step, largest = steps.pop(), sizes[-1]
+    kind = "any" if step == 1 else f"multiples of {step}"
+    return kind if largest == LARGEST else f"{kind} to {largest}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The examples beside the demo, made short: both ways agree, and their figures are printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+# What each is given to be short, and what its last line has to say.
+RUNS = {
+    "fine_tune_encoder.py": (("--steps", "2"), r"largest distance of the losses: (\S+)$"),
+    "pack_documents.py": (("--steps", "2"), r"largest distance of the losses: (\S+)$"),
+    "serve_pages.py": (("--tokens", "70"), "same tokens: True$"),
+    "image_blocks.py": (("--size", "16", "--rounds", "1"), "same image: True$"),
+}
+NEEDS = {"image_blocks.py": "diffusers"}
+# Three steps move no loss further than this when only the rounding of attention differs.
+CLOSE = 1e-4
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_ways_agree(name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"pip install {NEEDS[name]}")
+    arguments, wanted = RUNS[name]
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests run beside it
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
+    assert done.returncode == 0, done.stderr
+    found = re.search(wanted, done.stdout.strip())
+    assert found, done.stdout
+    assert not found.groups() or float(found[1]) < CLOSE
+    assert len(re.findall(r"/s +\d+\.\d\d x$", done.stdout, re.M)) == 2  # a line for each way
+
+
+def test_every_example_is_in_a_test():
+    tested = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for path in EXAMPLES.glob("*.py"):
+        assert path.name in tested or path.stem in ("gpt", "report", "timing"), path.name
