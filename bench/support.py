@@ -6,27 +6,28 @@ Asked of the catalog by `Kernel.limits`, so that the page and the dispatcher can
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from sdpa.dispatch import rules
+from sdpa.dispatch import cards
 from sdpa.dispatch.catalog import KERNELS, SERVED, kernels_for
+from sdpa.dispatch.device import Device
 from sdpa.dispatch.kernel import Kernel
 from sdpa.problem import UNLIMITED, AttentionProblem
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 LARGEST = 1024  # the largest head size that is asked
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# A title, the device of torch, its compute capability where it has one.
+# A title, the device of torch, the architecture of a GPU of NVIDIA's.
 DEVICES = (
-    ("CPUs", "cpu", rules.NO_DEVICE),
-    ("NVIDIA Hopper (compute capability 9.0)", "cuda", rules.HOPPER),
-    ("NVIDIA Ampere, Ada and later (8.0 and above)", "cuda", rules.AMPERE),
-    ("Apple's GPUs", "mps", rules.NO_DEVICE),
+    ("CPUs", "cpu", ""),
+    ("NVIDIA Hopper (compute capability 9.0)", "cuda", "sm90"),
+    ("NVIDIA Ampere, Ada and later (8.0 and above)", "cuda", "sm80"),
+    ("Apple's GPUs", "mps", ""),
 )
 CAUSAL: dict[str, Any] = {"right": 0}
 BIAS: dict[str, Any] = {"bias_matrices": 16}
@@ -93,9 +94,10 @@ def kernels() -> Iterator[str]:
     yield ""
 
 
-def section(title: str, device: str, capability: tuple[int, int]) -> str:
+def section(title: str, device: str, architecture: str) -> str:
     """The tables of a kind of device, whether this machine has one or not."""
-    with mock.patch.object(rules, "capability", lambda _: capability):
+    card = Device(device, title, (), 1, 1.0, 1.0, 1.0, 1.0, "nvidia", architecture)
+    with cards.assumed(card) if architecture else nullcontext():
         able_here = [kernel for kernel in kernels_for(device) if able(kernel, plain(kernel, device))]
         names = [f"`{kernel.name}`" for kernel in able_here]
         sizes = [("dtypes", *map(dtypes, able_here)), *head_sizes(able_here, device)]

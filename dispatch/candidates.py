@@ -102,8 +102,12 @@ def timed(
 
 
 def tiles_of(kernel: Kernel, problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The tiles that a kernel offers for a problem, the best guess first."""
-    module = kernel.load()
+    """The tiles that a kernel offers for a problem, the best guess first; none where its module does not import, as
+    Triton's on a machine without it that is asked about another."""
+    try:
+        module = kernel.load()
+    except ImportError:
+        return ()
     offered = getattr(module, "tiles", None)
     return tuple(offered(problem) if offered else getattr(module, "TILES", ()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,9 +84,15 @@ class Device:
         return self.half_flops
 
 
+# What "cuda" stands for where somebody asks about a card that is not here (sdpa.dispatch.cards).
+ASSUMED: ContextVar[Device | None] = ContextVar("assumed card", default=None)
+
+
 def device_of(name: str) -> Device:
     """The device behind "cpu", "cuda:0", "mps", ..."""
     kind, _, index = name.partition(":")
+    if kind == "cuda" and (card := ASSUMED.get()) is not None:
+        return card
     if kind == "cpu":
         return cpu(torch.get_num_threads())
     if kind == "mps":
@@ -212,6 +219,12 @@ def gpu_architecture(properties: Properties, hip: bool) -> str:
     if hip:
         return getattr(properties, "gcnArchName", "").partition(":")[0] or "gfx"
     return f"sm{properties.major}{properties.minor}"
+
+
+def compute_capability(architecture: str) -> tuple[int, int]:
+    """(9, 0) of "sm90", NVIDIA's."""
+    digits = architecture.removeprefix("sm")
+    return int(digits[:-1]), int(digits[-1])
 
 
 def slug(name: str) -> str:

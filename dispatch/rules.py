@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sdpa.dispatch import apple
+from sdpa.dispatch import device as devices
 from sdpa.problem import UNLIMITED, AttentionProblem
 
 # CUDA grids are limited to 65535 in their second and third dimension, where these kernels put batch or heads.
@@ -277,6 +278,8 @@ def mps_elements(problem: AttentionProblem) -> str | None:
 
 def capability(device: str) -> tuple[int, int]:
     """Compute capability of a CUDA device; NO_DEVICE where torch sees none, which is a reason of its own."""
+    if (card := devices.ASSUMED.get()) is not None:
+        return devices.compute_capability(card.architecture)
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return NO_DEVICE
     return torch.cuda.get_device_capability(int(device.partition(":")[2] or 0))

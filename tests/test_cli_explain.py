@@ -15,6 +15,8 @@ pytest.importorskip("rich")
 import sdpa
 from sdpa import Mask, sequences
 from sdpa.cli import asked
+from sdpa.dispatch import device
+from sdpa.dispatch.kernel import Kernel
 from sdpa.problem import AttentionProblem
 from sdpa.validate import Options
 
@@ -180,6 +182,27 @@ def test_a_chip_may_be_named():
         times[chip] = next(row["seconds"] for row in found["kernels"] if row["kernel"] == "metal_flash")
     assert times["M1"] > 5 * times["m4 max"]
     assert "expected a chip of Apple's, one of M1, M1 Pro" in complaint(*SHAPE, "--device", "mps:M0")
+
+
+def test_a_card_that_a_table_tells_of_may_be_named(monkeypatch):
+    """Kernels of Hopper are able and have the table's times, also where neither Triton nor a GPU is there."""
+    asked = ("explain", "--shape", "4,32,4096,4096,128", "--causal", "--dtype", "bfloat16", "--json")
+    found = json.loads(call(*asked, "--device", "cuda:H200"))
+    rows = {row["kernel"]: row for row in found["kernels"]}
+    assert found["reason"].endswith("for nvidia_h200, which was named") and rows[found["chosen"]]["seconds"]
+    assert rows["cuda_flash"]["source"].startswith("nvidia_h200: measured at")
+    assert rows["cpu_flash"]["reasons"] == ["runs on cpu, got cuda"]
+    other = json.loads(call(*asked, "--device", "cuda:h100"))
+    assert "nvidia_h100_80gb_hbm3: measured" in other["reason"]
+
+    def load(kernel):
+        raise ImportError("no Triton here")
+
+    monkeypatch.setattr(Kernel, "load", load)
+    without = json.loads(call(*asked, "--device", "cuda:H200"))
+    assert {row["kernel"] for row in without["kernels"] if row["seconds"]} >= {"cuda_flash", "triton_flash"}
+    assert "one of nvidia_h100_80gb_hbm3, nvidia_h200, got 'cuda:A100'" in complaint(*SHAPE, "--device", "cuda:A100")
+    assert device.ASSUMED.get() is None
 
 
 def test_float64_is_refused_in_torchs_sentence():

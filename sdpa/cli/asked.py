@@ -9,7 +9,7 @@ import click
 import torch
 
 from sdpa.cli.common import require_name
-from sdpa.dispatch import apple
+from sdpa.dispatch import apple, cards
 from sdpa.dispatch.catalog import SERVED
 from sdpa.problem import LARGE_SOFTCAP, UNLIMITED, AttentionProblem
 
@@ -160,11 +160,13 @@ def refuse_device(asked: Asked) -> None:
     kind, _, index = asked.device.partition(":")
     if kind == "mps" and asked.dtype == "float64":
         raise click.UsageError(apple.NO_FLOAT64)
-    if not (kind == "mps" and index and not index.isdigit()):
-        require_name(asked.device)
-        return
     try:
-        apple.chip_of(index)
+        if cards.is_named(asked.device):
+            cards.card_named(asked.device)
+        elif kind == "mps" and index and not index.isdigit():
+            apple.chip_of(index)
+        else:
+            require_name(asked.device)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sdpa.cli.asked import MASK_FEATURES, Asked, Number, Sizes, problem_of
 from sdpa.cli.common import DTYPES, absence, as_json, console, device_option, duration, print_json
-from sdpa.dispatch import apple
+from sdpa.dispatch import apple, cards
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.explain import Explanation, Row, explain_elsewhere, explain_problem
@@ -58,7 +58,7 @@ def explain(json_out: bool, kernel: str | None, **asked: Any) -> None:
     not each of the others. Sizes: B batch, H query heads, M queries, N keys, D head size.
 
     Of one of Apple's GPUs the answer is an estimate where this machine has none: --device mps assumes a chip,
-    --device "mps:M4 Max" names one.
+    --device "mps:M4 Max" names one. --device cuda:H200 asks about a card that a tuning table tells of, on any machine.
 
     Exit code 1 when no kernel can. Example: sdpa explain --shape 1,32,1,4096,128 --kv-heads 8 --dtype bfloat16
     """
@@ -84,6 +84,9 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
     if problem.device_type == "mps":
         which = apple.why_estimated(problem.device)
         return explain_problem(problem, setting) if which is None else explain_elsewhere(problem, setting, which)
+    if cards.is_named(problem.device):
+        with cards.assumed(cards.card_named(problem.device)):
+            return explain_elsewhere(problem._replace(device="cuda"), setting, "which was named")
     absent = absence(problem.device)
     if absent is None:
         return explain_problem(problem, setting)
@@ -92,7 +95,8 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
         reasons = [reason for reason in kernel.why_not(problem) if not reason.startswith(told)]
         reasons += [absent] if kernel.serves(problem.device_type) else []
         rows.append(Row(kernel.name, "refused", tuple(reasons), None, ""))
-    return Explanation(problem, tuple(rows), None, absent)
+    known = f". Of a card that was measured: --device cuda:NAME, of {', '.join(cards.cards())}"
+    return Explanation(problem, tuple(rows), None, absent + (known if problem.device_type == "cuda" else ""))
 
 
 def show(explanation: Explanation) -> None:
