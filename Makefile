@@ -34,7 +34,7 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels clean
+.PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels wheels-with-cuda clean
 
 demo: $(READY)
 	@echo "training a small GPT three times: about 4 minutes on two cores"
@@ -125,6 +125,10 @@ wheel: $(READY)
 # wheels in venvs of every Python that is here. What it downloads stays in build/. TORCHES="2.10.0 2.15.0" checks with these, too.
 wheels: $(READY)
 	$(BIN)/python tests/wheels/run.py $(TORCHES)
+
+# The same where the wheel for x86-64 is to be published: it has to hold the CUDA library.
+wheels-with-cuda: wheels
+	$(BIN)/python tests/wheels/check.py dist/*x86_64.whl
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist *.egg-info kernels/*/*.so sdpa/*/*.so

@@ -16,7 +16,7 @@ from sdpa.mask import Mask
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 M, N = 8, 8
 SIDE, GAP, MARGIN = 18, 2, 22  # of a square and around the whole, in pixels
-# By the picture's name: the mask as docs/masks.md writes it, how many queries and keys.
+# By the picture's name: the mask as docs/guide/masks.md writes it, how many queries and keys.
 MASKS: dict[str, tuple[str, int, int]] = {
     "causal": ("sdpa.Mask(causal=True)", M, N),
     "bottom_right": ('sdpa.Mask(causal=True, align="bottom_right")', 3, N),
@@ -76,8 +76,8 @@ def mask_of(written: str) -> Mask:
     """The mask that an expression of the page makes."""
     import sdpa
 
-    made = eval(written, {"sdpa": sdpa, "torch": torch})
-    return made if isinstance(made, Mask) else Mask(allowed=made)
+    made: Mask = eval(written, {"sdpa": sdpa, "torch": torch})
+    return made
 
 
 def fullness(dense: Tensor) -> Tensor:

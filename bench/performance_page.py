@@ -36,7 +36,11 @@ def page() -> str:
 def of_device(name: str) -> Iterator[str]:
     sources = [read_source(ROOT / RESULTS / f"{table}.csv") for table in PAGES[name]]
     sections = sections_of(sources)
-    yield f"## {sections[0].run.device}\n\n[Every problem](race/{name}.html).\n"
+    threads = dict.fromkeys(
+        run.conditions for run in (section.run for section in sections) if "threads" in run.conditions
+    )
+    yield f"## {sections[0].run.device}\n"
+    yield f"[Every problem](race/{name}.html){''.join(f', {told}' for told in threads)}.\n"
     yield "| suite | direction | ours | cells | geomean | worst | slower | beside torch | peers | measured |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     yield from map(row, standings_of(sections))

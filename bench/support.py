@@ -142,7 +142,7 @@ def asked(kernel: Kernel, device: str, features: frozenset[str], changes: dict[s
 
 def both_ways(kernel: Kernel, problem: AttentionProblem) -> str:
     ways = [way for way in ("forward", "backward") if able(kernel, problem._replace(direction=way))]
-    return {0: "-", 1: ways[0] if ways else "-", 2: "yes"}[len(ways)]
+    return "yes" if len(ways) == 2 else "".join(ways) or "-"
 
 
 def dtypes(kernel: Kernel) -> str:

@@ -7,10 +7,6 @@ from contextlib import contextmanager
 
 from sdpa.dispatch import device, tables
 from sdpa.dispatch.device import Device, slug
-from sdpa.kernels.triton import target
-
-# Bytes of shared memory that one program may have, by architecture (NVIDIA's table of specifications).
-SHARED_MEMORY = {"sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10}
 
 
 def is_named(name: str) -> bool:
@@ -39,12 +35,10 @@ def cards() -> dict[str, Device]:
 
 @contextmanager
 def assumed(card: Device) -> Iterator[None]:
-    """Inside of it "cuda" is this card, for the choice of kernels and their tiles."""
-    major, minor = device.compute_capability(card.architecture)
-    shared = SHARED_MEMORY.get(card.architecture, device.DEFAULT_SHARED_MEMORY)
+    """Inside of it "cuda" is this card for the choice of kernels. What their tiles are for is told to them apart
+    (sdpa.kernels.triton.target)."""
     token = device.ASSUMED.set(card)
     try:
-        with target.assume(target.Target("cuda", 10 * major + minor, shared, card.cores, target.DEFAULT_L2)):
-            yield
+        yield
     finally:
         device.ASSUMED.reset(token)

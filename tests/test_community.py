@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,9 +118,14 @@ def test_a_tag_of_another_version_is_no_release():
     assert ask(version()) == 0 and ask("9.9.9") != 0 and ask("") != 0
 
 
-@pytest.mark.skipif(shutil.which("actionlint") is None, reason="no actionlint here; `make lint-workflows` installs it")
+# Where `make lint-workflows` puts it: make does not look there.
+BESIDE = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+ACTIONLINT = shutil.which("actionlint", path=BESIDE)
+
+
+@pytest.mark.skipif(ACTIONLINT is None, reason="no actionlint here; `make lint-workflows` installs it")
 def test_actionlint_is_content():
-    done = subprocess.run(["actionlint"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([ACTIONLINT], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -17,7 +17,7 @@ from sdpa.dispatch.catalog import by_name
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guide").glob("*.md"))
-READ_BY_USERS = [ROOT / "README.md", DOCS / "index.md", *GUIDES]
+READ_BY_USERS = [ROOT / "README.md", DOCS / "index.md", DOCS / "transformers.md", *GUIDES]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 TOO_MANY_WORDS, TOO_MANY_LINES = 40, 6
@@ -103,13 +103,13 @@ def test_every_public_name_has_a_place_in_the_reference():
 
 
 def prose(page: Path) -> list[str]:
-    """Paragraphs and items of lists, without code, tables, titles and comments."""
-    text = FENCED.sub("\n", page.read_text())
-    paragraphs: list[str] = []
-    for part in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text):
-        if part.strip() and not part.lstrip().startswith(("|", "#", "<!--", ":::")):
-            paragraphs.append("\n".join(line for line in part.splitlines() if not line.startswith(("#", "|"))))
-    return paragraphs
+    """Paragraphs, items of lists and cells of tables, without code, titles and comments."""
+    lines = [
+        line for line in FENCED.sub("\n", page.read_text()).splitlines() if not line.startswith(("#", "<!--", ":::"))
+    ]
+    cells = [cell for line in lines if line.startswith("|") for cell in line.strip("| ").split(" | ")]
+    text = "\n".join("" if line.startswith("|") else line for line in lines)
+    return [part for part in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text) if part.strip()] + cells
 
 
 @pytest.mark.parametrize("page", READ_BY_USERS, ids=title)
@@ -119,3 +119,12 @@ def test_sentences_and_paragraphs_are_short(page):
         plain = re.sub(r"`[^`]*`|\]\([^)]*\)", "x", paragraph)
         for sentence in re.split(r"(?<=[.:?!])\s", plain):
             assert len(sentence.split()) <= TOO_MANY_WORDS, sentence
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_outside_of_the_site_are_alive(page):
+    """Those of the site are looked at by `make docs`."""
+    text = FENCED.sub("\n", (ROOT / page).read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?://|\.\./\.\./", target):  # the latter are places of GitHub's
+            assert (ROOT / target.partition("#")[0]).exists(), target

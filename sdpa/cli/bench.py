@@ -29,7 +29,7 @@ from sdpa.cli.cold import run_cold
 from sdpa.cli.common import Time, console, duration, progress, require_device, set_threads
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
-from sdpa.cli.outputs import require_writable
+from sdpa.cli.outputs import require_output
 from sdpa.cli.race import write_page_of_csvs, write_page_of_run
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.context import backend_name
@@ -216,9 +216,9 @@ def require_outputs(request: Request) -> None:
     """Told before minutes are spent and not after."""
     for path in (request.json, request.plot, request.race):
         if path is not None:
-            require_writable(path)
+            require_output(path)
     if request.csv is not None:
-        require_writable(request.csv, replaced=True)
+        require_output(request.csv, replaced=True)
     if request.merge and request.csv is None:
         raise click.UsageError("--merge needs --csv FILE")
     if request.from_csv and request.plot is None and request.race is None:

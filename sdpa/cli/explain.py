@@ -13,12 +13,16 @@ from sdpa.cli.common import DTYPES, absence, as_json, console, device_option, du
 from sdpa.dispatch import apple, cards
 from sdpa.dispatch.catalog import KERNELS
 from sdpa.dispatch.context import effective, request_text
+from sdpa.dispatch.device import DEFAULT_SHARED_MEMORY, Device, compute_capability
 from sdpa.dispatch.explain import Explanation, Row, explain_elsewhere, explain_problem
 from sdpa.dispatch.select import backward_setting, describe, weights_setting
+from sdpa.kernels.triton import target
 from sdpa.mask import ALIGNMENTS
 from sdpa.problem import AttentionProblem
 
 CAP, CHANCE = Number("a finite number >= 0", 0.0), Number("a number from 0 to 1", 0.0, 1.0)
+# Bytes of shared memory that one program may have, by architecture (NVIDIA's table of specifications).
+SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10}
 COLOURS = {"chosen": "bold green", "able": "green", "refused": "red", "disabled": "yellow"}
 
 
@@ -85,7 +89,8 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
         which = apple.why_estimated(problem.device)
         return explain_problem(problem, setting) if which is None else explain_elsewhere(problem, setting, which)
     if cards.is_named(problem.device):
-        with cards.assumed(cards.card_named(problem.device)):
+        card = cards.card_named(problem.device)
+        with cards.assumed(card), target.assume(target_of(card)):
             return explain_elsewhere(problem._replace(device="cuda"), setting, "which was named")
     absent = absence(problem.device)
     if absent is None:
@@ -97,6 +102,13 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
         rows.append(Row(kernel.name, "refused", tuple(reasons), None, ""))
     known = f". Of a card that was measured: --device cuda:NAME, of {', '.join(cards.cards())}"
     return Explanation(problem, tuple(rows), None, absent + (known if problem.device_type == "cuda" else ""))
+
+
+def target_of(card: Device) -> target.Target:
+    """What kernels in Triton choose their tiles for."""
+    major, minor = compute_capability(card.architecture)
+    shared = SHARED_MEMORY.get(card.architecture, DEFAULT_SHARED_MEMORY)
+    return target.Target("cuda", 10 * major + minor, shared, card.cores, target.DEFAULT_L2)
 
 
 def show(explanation: Explanation) -> None:

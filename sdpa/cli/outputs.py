@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 
-def require_writable(path: Path, replaced: bool = False) -> None:
+def require_output(path: Path, replaced: bool = False) -> None:
     """Raises UsageError where no file can be written, and leaves nothing there. A file that is replaced is written
     beside itself first, under a longer name."""
     try:

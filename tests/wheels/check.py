@@ -10,8 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LARGEST = 4_000_000  # bytes
+CUDA_LIBRARY = "sdpa/kernels/cuda/libsdpa_cuda.so"
 CPU_LIBRARIES = ("sdpa/kernels/cpu/libsdpa_cpu.so", "sdpa/kernels/cpu/libsdpa_operators.so")
-LIBRARIES = {*CPU_LIBRARIES, "sdpa/repeated/_native.abi3.so", "sdpa/kernels/cuda/libsdpa_cuda.so"}
+LIBRARIES = {*CPU_LIBRARIES, "sdpa/repeated/_native.abi3.so", CUDA_LIBRARY}
 ENDS = (".py", ".yaml", ".metal", "/py.typed", "/ceilings.c")  # `sdpa.bench.ceilings` compiles the last one
 # Folders that every machine has are no path of a builder's.
 PATHS = re.compile(rb"/(?:home|root|Users|builds?|work|opt|mnt|srv)/[^\0\s\"']{3,}")
@@ -36,6 +37,14 @@ def contents(wheel: Path) -> str:
         raise Failed(f"it holds {', '.join(sorted(set(strange)))}")
     there = ", ".join(Path(name).name for name in sorted(LIBRARIES & set(inside)))
     return f"{len(names)} files; {there}"
+
+
+def with_cuda(wheel: Path) -> str:
+    """What is published for x86-64 has the CUDA library, which a build without nvcc leaves out."""
+    with zipfile.ZipFile(wheel) as archive:
+        if CUDA_LIBRARY not in archive.namelist():
+            raise Failed(f"{wheel.name} has no CUDA library: it was built without nvcc, or without CUTLASS")
+    return "the CUDA library is there"
 
 
 def size(wheel: Path) -> str:
@@ -95,3 +104,11 @@ def described(distribution: Path, tools: Path) -> str:
     if done.returncode or "PASSED" not in done.stdout:
         raise Failed(f"twine: {' '.join((done.stdout + done.stderr).split())}")
     return "twine: passed"
+
+
+if __name__ == "__main__":  # `make wheels-with-cuda`
+    try:
+        for given in sys.argv[1:]:
+            print(f"wheels: {with_cuda(Path(given))}")
+    except Failed as failed:
+        raise SystemExit(f"wheels: {failed}") from None
