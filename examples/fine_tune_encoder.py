@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from timing import fastest, table
 from torch import Tensor, nn
+from training import trainer
 
 import sdpa
 
@@ -78,7 +79,7 @@ def main() -> None:
         if name != "torch":
             print(sdpa.accelerate(model))
         models[name], losses[name] = model, []
-        steps[name] = trainer(model, data, losses[name])
+        steps[name] = trainer(model, lambda number, model=model: loss_of(model, data[number % len(data)]), losses[name])
     seconds = fastest(steps, given.steps, given.device)
     kept = 1 - sum(float(padding.float().mean()) for _, padding, _ in data) / len(data)
     print(f"{kept:.0%} of the rows are there, the others are padding; training, {LAYERS} layers of {WIDTH} columns:")
@@ -88,19 +89,9 @@ def main() -> None:
     print(f"loss {ours[0]:.3f} to {ours[-1]:.3f}; largest distance of the losses: {distance:.1e}")
 
 
-def trainer(model: Classifier, data: list[Batch], losses: list[float]):
-    """A function that takes one step, and notes its loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        text, padding, packages = data[len(losses) % len(data)]
-        loss = F.cross_entropy(model(text, padding), packages)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
-    return step
+def loss_of(model: Classifier, batch: Batch) -> Tensor:
+    text, padding, packages = batch
+    return F.cross_entropy(model(text, padding), packages)
 
 
 if __name__ == "__main__":

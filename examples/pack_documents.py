@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from timing import fastest, table
 from torch import Tensor, nn
+from training import trainer
 
 import sdpa
 
@@ -102,7 +103,7 @@ def main() -> None:
     data = documents()
     losses: dict[str, list[float]] = {"padded, torch": [], "packed, sdpa": []}
     steps = {
-        name: trainer(loss_of, data, losses[name], given.device)
+        name: way(loss_of, data, losses[name], given.device)
         for (name, loss_of) in zip(losses, (padded_loss, packed_loss), strict=True)
     }
     seconds = fastest(steps, given.steps, given.device)
@@ -113,21 +114,16 @@ def main() -> None:
     print(f"loss {packed[0]:.3f} to {packed[-1]:.3f}; largest distance of the losses: {distance:.1e}")
 
 
-def trainer(loss_of, data: list[Tensor], losses: list[float], device: str):
+def way(loss_of, data: list[Tensor], losses: list[float], device: str):
     """A function that takes one step of a model of its own, and notes its loss."""
     torch.manual_seed(SEED)
     model = GPT().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step() -> None:
-        begin = BATCH * len(losses) % (len(data) - BATCH)
-        loss = loss_of(model, data[begin : begin + BATCH], device)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    def loss_of_step(number: int) -> Tensor:
+        begin = BATCH * number % (len(data) - BATCH)
+        return loss_of(model, data[begin : begin + BATCH], device)
 
-    return step
+    return trainer(model, loss_of_step, losses)
 
 
 if __name__ == "__main__":

@@ -42,4 +42,4 @@ def test_both_ways_agree(name):
 def test_every_example_is_in_a_test():
     tested = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for path in EXAMPLES.glob("*.py"):
-        assert path.name in tested or path.stem in ("gpt", "report", "timing"), path.name
+        assert path.name in tested or path.stem in ("gpt", "report", "timing", "training"), path.name
