@@ -34,7 +34,7 @@ OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
 READY := $(VENV)/built
 
-.PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels wheels-with-cuda clean
+.PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels check-cuda-wheel clean
 
 demo: $(READY)
 	@echo "training a small GPT three times: about 4 minutes on two cores"
@@ -126,8 +126,8 @@ wheel: $(READY)
 wheels: $(READY)
 	$(BIN)/python tests/wheels/run.py $(TORCHES)
 
-# The same where the wheel for x86-64 is to be published: it has to hold the CUDA library.
-wheels-with-cuda: wheels
+# After `make wheels`, where the wheel for x86-64 is to be published: it has to hold the CUDA library.
+check-cuda-wheel:
 	$(BIN)/python tests/wheels/check.py dist/*x86_64.whl
 
 clean:

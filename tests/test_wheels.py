@@ -181,6 +181,13 @@ def test_a_good_wheel_passes(tmp_path):
     assert check.no_paths(good) == "none in 2 libraries"
 
 
+def test_a_wheel_to_be_published_has_the_cuda_library(tmp_path):
+    with pytest.raises(check.Failed, match="has no CUDA library: it was built without nvcc"):
+        check.with_cuda(wheel(tmp_path))
+    whole = wheel(tmp_path, check.CUDA_LIBRARY)
+    assert check.with_cuda(whole) == "the CUDA library is there"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

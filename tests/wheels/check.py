@@ -106,7 +106,7 @@ def described(distribution: Path, tools: Path) -> str:
     return "twine: passed"
 
 
-if __name__ == "__main__":  # `make wheels-with-cuda`
+if __name__ == "__main__":  # `make check-cuda-wheel`
     try:
         for given in sys.argv[1:]:
             print(f"wheels: {with_cuda(Path(given))}")
