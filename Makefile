@@ -1,5 +1,5 @@
 # From a fresh clone: `make demo` and `make test`. Each makes .venv, installs and builds only what is missing or changed. How long
-# a step takes was measured on two cores, with a mirror of PyPI nearby.
+# a step takes was measured on two cores, and depends on the download.
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := .venv

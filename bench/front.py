@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from sdpa.bench.plots import Group
+from sdpa.bench.race import direction_of
 from sdpa.bench.race_chart import chart
 from sdpa.bench.record import Record, geomean, read
 
@@ -28,13 +29,13 @@ class Figures:
 
     file: str
     suite: str
-    direction: str = ""
+    direction: str = "forward"
     asked: str = "default"
 
     def records(self) -> list[Record]:
-        found = [r for r in records_of(self.file) if r["suite"] == self.suite and r["asked"] == self.asked]
-        manners = [(r, r["problem"].split()[3].split("+")) for r in found]
-        return [r for r, manner in manners if self.direction in ("", manner[0]) and "deterministic" not in manner]
+        wanted = (self.suite, self.direction, self.asked)
+        every = ((r, (r["suite"], direction_of(r["problem"]), r["asked"])) for r in records_of(self.file))
+        return [record for record, told in every if told == wanted]
 
     def told(self, column: str) -> str:
         """The geometric mean of a column of ratios, and its worst."""
@@ -45,16 +46,16 @@ class Figures:
 # What is told, of which rows: once beside torch's backends, once beside every peer of the run.
 ROWS = (
     ("forward", Figures(WITH_FA4, "gpu-forward"), "FlashAttention-4"),
-    ("backward, by `cuda_flash`", Figures(WITH_FA4, "gpu-backward", asked="cuda_flash"), "FlashAttention-4"),
-    ("masks and biases, forward", Figures(H200, "gpu-mask", "forward"), "FlexAttention"),
+    ("backward, by `cuda_flash`", Figures(WITH_FA4, "gpu-backward", "backward", "cuda_flash"), "FlashAttention-4"),
+    ("masks and biases, forward", Figures(H200, "gpu-mask"), "FlexAttention"),
     ("masks and biases, backward", Figures(H200, "gpu-mask", "backward"), "FlexAttention"),
     ("decode", Figures(H200, "gpu-decode"), "FlexAttention"),
-    ("dropout 0.1, forward", Figures(DROPOUT, "gpu-dropout", "forward"), ""),
+    ("dropout 0.1, forward", Figures(DROPOUT, "gpu-dropout"), ""),
     ("dropout 0.1, backward", Figures(DROPOUT, "gpu-dropout", "backward"), ""),
 )
 CPU_ROWS = (
     ("forward", Figures(ZEN5, "cpu-forward")),
-    ("backward", Figures(ZEN5, "cpu-backward")),
+    ("backward", Figures(ZEN5, "cpu-backward", "backward")),
     ("decode", Figures(ZEN5, "cpu-decode")),
 )
 FORWARD = "forward on an H200, bf16, causal, D=128"
@@ -93,7 +94,7 @@ def figure() -> str:
     """Three panels side by side under a legend."""
     panels = [
         (FORWARD, "TFLOP/s", list(speeds(Figures(WITH_FA4, "gpu-forward").records()))),
-        (BACKWARD, "TFLOP/s", list(speeds(Figures(WITH_FA4, "gpu-backward", asked="cuda_flash").records()))),
+        (BACKWARD, "TFLOP/s", list(speeds(Figures(WITH_FA4, "gpu-backward", "backward", "cuda_flash").records()))),
         ("on a Zen 5, one thread", "times torch's speed", list(of_the_cpu())),
     ]
     drawn = []

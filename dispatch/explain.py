@@ -80,9 +80,11 @@ def explain_problem(problem: AttentionProblem, setting: str = "") -> Explanation
     return Explanation(problem, rows, chosen, reason)
 
 
-def explain_elsewhere(problem: AttentionProblem, setting: str, which: str) -> Explanation:
+def explain_elsewhere(
+    problem: AttentionProblem, setting: str, which: str, figures: str = "public figures"
+) -> Explanation:
     """The same for a device that this machine has not and whose facts are known all the same: by an estimate, or by a
-    table that was measured elsewhere. `which` is a clause about the device."""
+    table that was measured elsewhere. `which` is a clause about the device, `figures` what an estimate is made of."""
     toggles, asked = toggles_for(problem.direction), Setting.decode(setting)
     candidates = consider_elsewhere(problem)
     able = [c for c in candidates if c.able and allows(asked, toggles, c.kernel)]
@@ -90,7 +92,7 @@ def explain_elsewhere(problem: AttentionProblem, setting: str, which: str) -> Ex
     if able:
         rank = ranking(able)
         best = by_preference(able, asked, rank) if asked.priority else min(able, key=rank)
-        source = best.source if best.measured else f"{best.source} from public figures"
+        source = best.source if best.measured else f"{best.source} from {figures}"
         best = replace(best, source=f"{source} for {device}")
         chosen, reason = best.kernel.name, why(problem, best, able, asked)
         if best.source not in reason:

@@ -90,13 +90,12 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to keys that lie in the pages of a cache: decoding (M = 1) and chunked prefill (M > 1).
 
-    The queries are the last positions of their sequence: the last one stands at key lengths[b] - 1. It has no
-    gradient. On a CPU all pages that the table names are copied into one piece first. The names of dimensions are those
-    of `scaled_dot_product_attention`.
+    The queries are the last positions of their sequence: the last one stands at key lengths[b] - 1. There is no
+    gradient. On a CPU all pages that the table names are copied into one piece first.
 
-    With `cu_q` and `max_q` each sequence has queries of its own number, which lie one after the other: sequence b owns
-    rows cu_q[b] .. cu_q[b + 1]. They are copied into (B, max_q, H, D), and their results back: memory for B * max_q
-    rows, for queries and for results. Where one sequence has many more queries than the others, two calls take less.
+    With `cu_q` and `max_q` each sequence has queries of its own number: sequence b owns rows cu_q[b] .. cu_q[b + 1].
+    They are copied into (B, max_q, H, D), and their results back. Where one sequence has many more queries than the
+    others, two calls take less memory.
 
     Args:
         query: (B, M, H, D) float32, float64, bfloat16 or float16, whose heads do not broadcast, even if there is one;
@@ -120,8 +119,8 @@ def paged_attention(
         max_q: the most queries of a sequence; the result of one with more is not specified.
 
     Returns:
-        (B, M, H, Dv), with `cu_q` (T, H, Dv); with `return_lse` a pair. A row that sees no key is 0. So is one in no
-        sequence, with log-sum-exp -inf.
+        (B, M, H, Dv), with `cu_q` (T, H, Dv); with `return_lse` a pair. A row that sees no key, or is in no sequence,
+        is 0, with log-sum-exp -inf.
 
     Raises:
         RuntimeError, TypeError, ValueError: as `scaled_dot_product_attention`; a cache or table of another shape or

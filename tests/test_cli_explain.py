@@ -193,6 +193,8 @@ def test_a_card_that_a_table_tells_of_may_be_named(monkeypatch):
     assert rows["cuda_flash"]["source"].startswith("nvidia_h200: measured at")
     assert rows["cpu_flash"]["reasons"] == ["runs on cpu, got cuda"]
     other = json.loads(call(*asked, "--device", "cuda:h100"))
+    unmeasured = json.loads(call(*asked[:-2], "float64", "--json", "--device", "cuda:H200"))
+    assert "estimated from what it reports for nvidia_h200" in unmeasured["reason"]
     assert "nvidia_h100_80gb_hbm3: measured" in other["reason"]
 
     def load(kernel):

@@ -26,15 +26,13 @@ MASK_FEATURES = {
     "prefix": ("prefix",),
     "alibi": ("alibi",),
 }
+LARGEST_SIZE = 2**40  # no memory holds a dimension of more
 EXAMPLE = "For example: --shape 1,32,4096,4096,128, which is B,H,M,N,D"
 # Features that a diagonal's alignment matters to even where M == N.
 LENGTHS = frozenset({"k_lengths", "q_lengths"})
 # Masks that calls of packed documents and of pages take.
 PACKED_MASKS = ("none", "causal", "lengths", "both-lengths", "prefix", "alibi")
 PAGED_MASKS = ("none", "causal", "prefix", "alibi")
-
-
-LARGEST_SIZE = 2**40  # no memory holds a dimension of more
 
 
 class Sizes(click.ParamType):

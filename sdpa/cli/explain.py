@@ -91,7 +91,7 @@ def answer(problem: AttentionProblem, setting: str) -> Explanation:
     if cards.is_named(problem.device):
         card = cards.card_named(problem.device)
         with cards.assumed(card), target.assume(target_of(card)):
-            return explain_elsewhere(problem._replace(device="cuda"), setting, "which was named")
+            return explain_elsewhere(problem._replace(device="cuda"), setting, "which was named", "what it reports")
     absent = absence(problem.device)
     if absent is None:
         return explain_problem(problem, setting)
