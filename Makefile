@@ -109,14 +109,15 @@ gpu-sanitize: $(READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
 		$(BIN)/python -m pytest -q -m gpu -k sanitized tests/test_gpu.py tests/test_gpu_cuda_bias.py
 
-# The site of the documentation, in build/site; a warning, a dead link or a name without a docstring ends it.
+# The site of the documentation, in build/site; a warning, a dead link, a name without a docstring or what a browser finds ends it.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q -rs tests/test_site.py
 	@echo "build/site/index.html"
 
-# What is made from the catalog, from masks and from bench/results: pages, pictures and README.md's table.
+# What is made from the catalog, from masks and from bench/results: pages, pictures, README.md's table and those of guides.
 pages: $(READY)
-	for made in support mask_pictures front race_pages performance_page; do $(BIN)/python -m sdpa.bench.$$made || exit 1; done
+	for made in support mask_pictures front race_pages performance_page guide_tables; do $(BIN)/python -m sdpa.bench.$$made || exit 1; done
 
 wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

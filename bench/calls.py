@@ -156,11 +156,23 @@ def module_input(work: Workload) -> Tensor:
     return work.q.detach().transpose(1, 2).flatten(2).requires_grad_(work.problem.needs_grad)
 
 
-def module_call(kind: type[torch.nn.Module], work: Workload, kernel: str | None = None) -> Call:
+def module_call(
+    kind: type[torch.nn.Module], work: Workload, kernel: str | None = None, need_weights: bool = False
+) -> Call:
     if kernel is not None:
         raise Refusal("a module takes no kernel by name")
     x = module_input(work)
-    return partial(module_of(kind, work), x, x, x, need_weights=False)
+    return partial(module_of(kind, work), x, x, x, need_weights=need_weights)
+
+
+def beside_weights(results: tuple[Tensor, Tensor]) -> Tensor:
+    """(B, M, H * D + N)"""
+    return torch.cat(results, -1)
+
+
+def first_of(results: tuple[Tensor, Any]) -> Tensor:
+    """A module's output, without its weights."""
+    return results[0]
 
 
 FORMS = {
@@ -173,6 +185,11 @@ FORMS = {
     "module": Form(
         partial(module_call, sdpa.nn.MultiheadAttention),
         partial(module_call, torch.nn.MultiheadAttention),
-        lambda results: results[0],
+        first_of,
+    ),
+    "weights": Form(
+        partial(module_call, sdpa.nn.MultiheadAttention, need_weights=True),
+        partial(module_call, torch.nn.MultiheadAttention, need_weights=True),
+        beside_weights,
     ),
 }

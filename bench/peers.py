@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from sdpa.bench.calls import FORMS, our_call, torch_call
-from sdpa.bench.problems import Problem
+from sdpa.bench.problems import MODULES, Problem
 from sdpa.bench.timing import Call
 from sdpa.bench.workload import Refusal, Workload, alibi_slopes, pack, unpack
 
@@ -313,7 +313,7 @@ CPU_PEERS = ("zentorch", "openvino")
 # Of a GPU, they take part where they are installed, too.
 GPU_PACKAGES = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}
 # Calls that torch makes in one way, whatever its backends.
-ONE_WAY = ("softcap", "return_lse", "varlen", "module")
+ONE_WAY = ("softcap", "return_lse", "varlen", *MODULES)
 # Those that are torch's: the bar of most suites is the best of them.
 TORCH_PEERS = ("torch", *TORCH_BACKENDS)
 

@@ -1,17 +1,22 @@
-"""python -m sdpa.bench.performance_page: docs/performance.md, every suite of every device, out of bench/results/."""
+"""python -m sdpa.bench.performance_page: docs/performance.md and its charts, every suite of every device, out of
+bench/results/."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from sdpa.bench.contest import DEFAULT
+from sdpa.bench.performance_charts import CHARTS, of_training
+from sdpa.bench.pictures import FOLDER, Panel, picture
 from sdpa.bench.race import Standing, ratios, read_source, sections_of, standings_of
 from sdpa.bench.race_pages import PAGES, RESULTS, ROOT
-from sdpa.bench.record import geomean
+from sdpa.bench.record import Run, geomean
 
 PAGE = ROOT / "docs" / "performance.md"
+PREFIX = "performance_"  # of the charts' files
 # Which variant of a model is compared with which: the fastest of torch's that runs in the same way.
 OURS, COMPILED, THEIRS = "ours", " compiled", ("torch", "torch fast path")
 HEAD = """# Performance
@@ -23,6 +28,7 @@ device, in [races](race/README.md), has each problem with its times, errors, cha
 - *beside torch* leaves out all peers but torch's backends.
 - `default` is what a call runs. Where it was not measured, kernels that were asked for by name stand in its place.
 - On a GPU times are medians on cold caches, on a CPU the least.
+- Charts show a part of the rows. Higher bars are faster, and numbers below bars are lengths: as many queries as keys.
 
 What was aimed at, what holds a figure back and what was tried is in the log: [on GPUs](log/bars-gpu.md), [on
 CPUs](log/bars-cpu.md), and [by topic](log/README.md).
@@ -36,11 +42,10 @@ def page() -> str:
 def of_device(name: str) -> Iterator[str]:
     sources = [read_source(ROOT / RESULTS / f"{table}.csv") for table in PAGES[name]]
     sections = sections_of(sources)
-    threads = dict.fromkeys(
-        run.conditions for run in (section.run for section in sections) if "threads" in run.conditions
-    )
     yield f"## {sections[0].run.device}\n"
-    yield f"[Every problem](race/{name}.html){''.join(f', {told}' for told in threads)}.\n"
+    yield f"[Every problem](race/{name}.html).\n"
+    yield from (shown(file, panel) for file, panel in panels(name).items())
+    yield ""
     yield "| suite | direction | ours | cells | geomean | worst | slower | beside torch | peers | measured |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     yield from map(row, standings_of(sections))
@@ -49,38 +54,76 @@ def of_device(name: str) -> Iterator[str]:
     yield from small_calls(name)
 
 
+def panels(name: str) -> dict[str, Panel]:
+    """A device's charts by the names of their files."""
+    found = {}
+    for chart in CHARTS[name]:
+        panel = chart.panel()
+        found[chart.name] = panel._replace(title=", ".join([panel.title, *threads_of(chart.rows.run())]))
+    if ratios := {model: theirs / ours for model, theirs, ours in model_times(name)}:
+        found["models"] = of_training(ratios)
+    return {f"{PREFIX}{name}_{chart}.svg": panel for chart, panel in found.items()}
+
+
+def shown(file: str, panel: Panel) -> str:
+    return f"![{panel.title}: {panel.unit}](pictures/{file})"
+
+
+def pictures() -> dict[str, str]:
+    """Every file of a chart by its name."""
+    made: dict[str, str] = {}
+    for name in PAGES:
+        device = CHARTS[name][0].rows.run().device
+        made |= {file: picture(f"{device}: {panel.title}", [panel]) for file, panel in panels(name).items()}
+    return made
+
+
 def row(standing: Standing) -> str:
     found, section = standing.ratios, standing.section
     ours = "default" if standing.asked == DEFAULT else f"`{standing.asked}`"
     figures = (f"{geomean(found):.3f}", f"{min(found):.3f}", str(sum(one < 1 for one in found))) if found else ("",) * 3
     torch = f"{geomean(standing.torch_ratios):.3f}" if standing.torch_ratios else ""
     cells = [section.suite, standing.part.direction, ours, str(len(found)), *figures, torch]
-    return f"| {' | '.join([*cells, ', '.join(standing.part.peers), section.run.date[:10]])} |"
+    measured = ", ".join([section.run.date[:10], *threads_of(section.run)])
+    return f"| {' | '.join([*cells, ', '.join(standing.part.peers), measured])} |"
+
+
+def threads_of(run: Run) -> list[str]:
+    """As "1 thread": an older run has it in its command alone, and one on a GPU nowhere."""
+    told = re.search(r"\bthreads (\d+)", f"{run.conditions} {run.command}")
+    return [f"{told[1]} thread{'s' * (told[1] != '1')}"] if told else []
 
 
 def models(name: str) -> Iterator[str]:
     """Whole models, by least times."""
-    told = contents(f"{name}_models.json")
-    if told is None:
+    times = list(model_times(name))
+    if not times:
         return
-    yield f"Whole models, least times in ms, {told['date'][:10]} (`{RESULTS}/{name}_models.json`):\n"
+    when = contents(f"{name}_models.json")["date"][:10]
+    yield f"Whole models, least times in ms, {when} (`{RESULTS}/{name}_models.json`):\n"
     yield "| model | torch | ours | times as fast |"
     yield "|---|---|---|---|"
+    for model, theirs, ours in times:
+        yield f"| {model} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.2f} |"
+    yield ""
+
+
+def model_times(name: str) -> Iterator[tuple[str, float, float]]:
+    """A model, and as compiled; milliseconds of torch's faster way and of ours."""
     times: dict[str, dict[str, float]] = {}
-    for one in told["rows"]:
+    for one in contents(f"{name}_models.json").get("rows", ()):
         times.setdefault(one["model"], {})[one["variant"]] = one["min_ms"]
     for model, of_model in times.items():
         for manner in ("", COMPILED):
             theirs = [of_model[variant + manner] for variant in THEIRS if variant + manner in of_model]
             if ours := of_model.get(OURS + manner):
-                yield f"| {model}{manner} | {min(theirs):.2f} | {ours:.2f} | {min(theirs) / ours:.2f} |"
-    yield ""
+                yield f"{model}{manner}", min(theirs), ours
 
 
 def small_calls(name: str) -> Iterator[str]:
     """Calls so small that only the way to the kernel costs."""
     told = contents(f"{name}_overhead.json")
-    if told is None:
+    if not told:
         return
     found = ratios(told["rows"])
     when, mean = told["date"][:10], geomean(found)
@@ -94,13 +137,18 @@ def small_calls(name: str) -> Iterator[str]:
     yield ""
 
 
-def contents(file: str) -> dict[str, Any] | None:
+def contents(file: str) -> dict[str, Any]:
+    """Empty where a device has no such file."""
     path = ROOT / RESULTS / file
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def main() -> None:
     PAGE.write_text(page())
+    for old in FOLDER.glob(f"{PREFIX}*.svg"):
+        old.unlink()
+    for file, drawn in pictures().items():
+        (FOLDER / file).write_text(drawn)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ MASKS = (
 DIRECTIONS = ("forward", "backward")
 # What a call asks beyond plain attention (sdpa.bench.calls). "parameter" is a training step: q, k and v are
 # nn.Parameters, and the forward is timed with its backward. "kernel" names its kernel. "module" is a whole
-# nn.MultiheadAttention, of which the problem gives the sizes.
-CALLS = ("", "dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", "varlen", "module")
+# nn.MultiheadAttention, of which the problem gives the sizes, and "weights" one that returns its weights, too.
+MODULES = ("module", "weights")
+CALLS = ("", "dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", "varlen", *MODULES)
 # Keys a query of the "window" mask sees to its left: large enough for a model, small enough that skipping pays.
 WINDOW = 256
 # Packed documents have about so many tokens, the lengths of neighbours in these proportions.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from sdpa.bench.plots import Group
 
@@ -19,13 +20,28 @@ TICKS = 5  # at most
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)  # round numbers between ticks, times a power of ten
 
 
-def chart(title: str, unit: str, groups: Sequence[Group], kinds: Mapping[str, int]) -> str:
-    """`kinds` numbers all contestants of the page's part in their order: bars have the class of that number."""
+class Layout(NamedTuple):
+    """A panel's contestants in their order, the labels below its groups as lines, and its sizes."""
+
+    here: list[str]
+    labels: list[list[str]]
+    step: int  # from a group to the next
+    width: int
+    height: int
+
+
+def layout(groups: Sequence[Group], kinds: Iterable[str]) -> Layout:
     here = [name for name in kinds if any(name in bars for _, bars in groups)]
     labels = [place.split("\n") for place, _ in groups]
     longest = max(len(line) for lines in labels for line in lines)
     step = GAP + max(BAR * len(here), math.ceil(LETTER * longest))
-    width, height = LEFT + step * len(groups) + RIGHT, TOP + HEIGHT + LINE * max(map(len, labels)) + 6
+    height = TOP + HEIGHT + LINE * max(map(len, labels)) + 6
+    return Layout(here, labels, step, LEFT + step * len(groups) + RIGHT, height)
+
+
+def chart(title: str, unit: str, groups: Sequence[Group], kinds: Mapping[str, int]) -> str:
+    """`kinds` numbers all contestants of the page's part in their order: bars have the class of that number."""
+    here, labels, step, width, height = layout(groups, kinds)
     ticks = ticks_to(max(figure for _, bars in groups for figure in bars.values()))
     middles = [LEFT + step * (number + 0.5) for number in range(len(groups))]
     parts = [axis(ticks, width)]

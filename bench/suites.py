@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from sdpa.bench.problems import DIRECTIONS, DTYPES, VIT, Problem, square
+from sdpa.bench.problems import DIRECTIONS, DTYPES, MODULES, VIT, Problem, square
 
 # The papers' grid: every cell has so many tokens and so many features, so that a GPU is full and cells compare.
 TOKENS = 16384
@@ -61,7 +61,7 @@ def overhead() -> tuple[Problem, ...]:
     softcap: that row tells our time alone, and no geomean counts it.
     """
     small: dict[str, Any] = {"B": 1, "H": 4, "M": 16, "N": 16, "D": 64}
-    asked = ("dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", "module")
+    asked = ("dropout", "softcap", "return_lse", "parameter", "autocast", "kernel", *MODULES)
     return (
         Problem(**small),
         Problem(**small, grad=True),

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sdpa.bench.calls import DROPOUT, SOFTCAP, module_input, module_of
-from sdpa.bench.problems import Problem
+from sdpa.bench.calls import DROPOUT, FORMS, SOFTCAP, module_input, module_of
+from sdpa.bench.problems import MODULES, Problem
 from sdpa.bench.workload import Workload, WrongResult, alibi_slopes, deterministic
 
 GRADIENTS = ("grad_q", "grad_k", "grad_v", "grad_bias")  # of `leaves`
@@ -115,9 +115,11 @@ def out_slices(work: Workload) -> Iterator[Slice]:
 @deterministic(False)
 @torch.no_grad()
 def right_out(work: Workload) -> list[tuple[Slice | Whole, Tensor]]:
-    if work.problem.call == "module":
+    p = work.problem
+    if p.call in MODULES:
         x = module_input(work).double()
-        return [(Whole(), module_of(torch.nn.MultiheadAttention, work).double()(x, x, x, need_weights=False)[0])]
+        results = module_of(torch.nn.MultiheadAttention, work).double()(x, x, x, need_weights=p.call == "weights")
+        return [(Whole(), FORMS[p.call].read(results))]
     found: list[tuple[Slice | Whole, Tensor]] = []
     for part in out_slices(work):
         q = part.queries(work.q).double()
@@ -163,8 +165,8 @@ def out_error(work: Workload, out: Tensor, right: list[tuple[Slice | Whole, Tens
 
 
 def out_shape(p: Problem) -> tuple[int, ...]:
-    if p.call == "module":
-        return p.B, p.M, p.H * p.D
+    if p.call in MODULES:
+        return p.B, p.M, p.H * p.D + p.N * (p.call == "weights")
     return p.B, p.H, p.M, p.Dv + (p.call == "return_lse")
 
 

@@ -22,6 +22,8 @@ from sdpa.problem import UNLIMITED, AttentionProblem, Tile
 FARTHEST = math.log(8.0)
 # Batch and heads beyond what fills a device only multiply the time; they break ties between equally near buckets.
 PARALLEL_WEIGHT = 0.25
+# How much more it decides of a forward than any other size how far it fills the device (docs/log/choice.md).
+FORWARD_FILL = 1.5
 # Query heads of a group beyond which more of them change nothing but the rows.
 GROUPS = 16
 # What another dtype of the same speed, and each further card, add to a distance; and each further kind of mask, which
@@ -190,18 +192,27 @@ def weighed(steps: list[float], head_weight: float) -> float:
 
 
 def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list[float]:
-    """Log ratios of the sizes that decide speed. B * H counts in full only as far as it fills the device."""
+    """Log ratios of the sizes that decide speed. What fills the device are the programs of a forward that has the query
+    heads of a group in one tile, which is what kernels for few queries do, or of a backward's heads; more of them count
+    little."""
     B, H, Hkv, M, N, D, Dv = bucket.sizes
+    group = H // max(1, Hkv)
+    if problem.direction == "backward":
+        weight, filling = 1.0, (fill(B * H, M, device), fill(problem.B * problem.H, problem.M, device))
+    else:
+        weight, own = FORWARD_FILL, fill(problem.B * problem.Hkv, problem.M * problem.G, device)
+        filling = fill(B * Hkv, M * group, device), own
     pairs = (
         (M, problem.M),
         (N, problem.N),
         (D, problem.D),
         (Dv, problem.Dv),
-        (min(GROUPS, H // max(1, Hkv)), min(GROUPS, problem.G)),
-        (fill(B * H, M, device), fill(problem.B * problem.H, problem.M, device)),
+        (min(GROUPS, group), min(GROUPS, problem.G)),
+        filling,
+        (B * H, problem.B * problem.H),
     )
-    parallel = PARALLEL_WEIGHT * abs(math.log(max(1, B * H) / max(1, problem.B * problem.H)))
-    steps = [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs] + [parallel]
+    steps = [abs(math.log(max(1, a) / max(1, b))) for a, b in pairs]
+    steps[-2:] = weight * steps[-2], PARALLEL_WEIGHT * steps[-1]
     if bucket.mask == "window":
         width = 1 + bucket.window if bucket.window else 0
         step = abs(math.log(min(N, width) / max(1, problem.width(problem.N)))) if width else FARTHEST

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -20,6 +21,37 @@ OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
 )  # fmt: skip
+
+# Before a page's own scripts: each visit is a first one. A theme keeps the scheme that it began with.
+FORGET = "try { localStorage.clear() } catch {}"
+# What is wrong on a page, in words: what sticks out, charts without a size, labels that overlap or leave their chart.
+FAULTS = """(() => {
+  const faults = [], root = document.documentElement;
+  if (root.scrollWidth > root.clientWidth) faults.push(`the page is ${root.scrollWidth} wide`);
+  for (const e of document.querySelectorAll('h1,h2,h3,h4,p,li,dd,th,td,summary,figcaption'))
+    if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) faults.push(`${e.tagName} overflows: ${e.textContent}`);
+  for (const svg of document.querySelectorAll('svg[role=img]')) {
+    const box = svg.getBoundingClientRect(), named = svg.getAttribute('aria-label');
+    if (box.width < 50 || box.height < 100) faults.push(`no size: ${named}`);
+    const texts = [...svg.querySelectorAll('text')].map(e => [e.textContent, e.getBoundingClientRect()]);
+    for (const [text, a] of texts)
+      if (a.left < box.left || a.right > box.right || a.top < box.top || a.bottom > box.bottom)
+        faults.push(`${text} leaves ${named}`);
+    for (const [i, [text, a]] of texts.entries())
+      for (const [other, b] of texts.slice(i + 1))
+        if (a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom)
+          faults.push(`${text} lies on ${other} in ${named}`);
+  }
+  return faults;
+})()"""
+COLORS = """[...new Set([...document.querySelectorAll('body *')].filter(
+  e => [...e.childNodes].some(n => n.nodeType === Node.TEXT_NODE && n.data.trim())).map(
+  e => getComputedStyle(e)[e.namespaceURI.endsWith('svg') ? 'fill' : 'color']))]"""
+
+
+def hexadecimal(color: str) -> str:
+    """ "#0b57d0" of "rgb(11, 87, 208)"."""
+    return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", color)[:3])
 
 
 class Browser:
@@ -44,6 +76,7 @@ class Browser:
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=FORGET)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self.number += 1
@@ -89,7 +122,8 @@ class Browser:
             self.note(self.next_message())
 
     def evaluate(self, script: str) -> Any:
-        told = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        """What a script says, or what its promise does."""
+        told = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from browser import CHROMIUM, Browser
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel as torch_kernel
 
@@ -50,6 +51,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here (Debian: chromium)")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

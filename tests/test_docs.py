@@ -4,15 +4,33 @@ place."""
 from __future__ import annotations
 
 import re
+import runpy
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from browser import FAULTS, hexadecimal
 
 import sdpa
 import sdpa.nn
-from sdpa.bench import front, mask_pictures, performance_page, support
+from sdpa.bench import (
+    examples,
+    front,
+    guide_tables,
+    inserted,
+    mask_pictures,
+    performance_page,
+    pictures,
+    race_style,
+    record,
+    support,
+)
+from sdpa.bench.race_pages import PAGES
+from sdpa.dispatch import cards
 from sdpa.dispatch.catalog import by_name
+from sdpa.dispatch.device import Device
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -21,6 +39,8 @@ READ_BY_USERS = [ROOT / "README.md", DOCS / "index.md", DOCS / "transformers.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 TOO_MANY_WORDS, TOO_MANY_LINES = 40, 6
+LARGEST_CHART = 8_000  # bytes
+SVG = "http://www.w3.org/2000/svg"
 
 
 def title(page: Path) -> str:
@@ -68,6 +88,37 @@ def test_the_support_matrix_tells_kernels_apart():
     assert lines["window"][at["cuda_flash"]] == "yes" and lines["window"][at["vendor_cudnn"]] == "-"
     assert lines["ALiBi"][at["cuda_flash"]] == "backward" and lines["dropout"][at["triton_decode"]] == "forward"
     assert lines["head sizes, forward"][at["vendor_cudnn"]] == "multiples of 8 to 256"
+    float_bias = lines["bias (M, N) in float32, queries in bfloat16"]
+    assert float_bias[at["triton_efficient"]] == "yes" and float_bias[at["vendor_cudnn"]] == "-"
+
+
+def test_the_support_matrix_tells_dtypes_apart():
+    assert "- `vendor_efficient`, float32: head sizes, forward: multiples of 4;" in support.page()
+    picky = replace(by_name()["cpu_flash"], rules=(lambda p: "no" if softcapped(p) else None,))
+    usual = support.plain(picky, "cpu")
+    said = list(support.other_dtypes(picky, "cpu", support.answers(picky, usual)))
+    assert said == ["- `cpu_flash`, float16: softcap: backward"]
+
+
+def softcapped(problem) -> bool:
+    return problem.dtype == torch.float16 and problem.direction == "forward" and "softcap" in problem.features
+
+
+def test_what_the_support_matrix_says_of_amd():
+    """The page names those that take there what they take on Ampere."""
+    before, told, by = torch.version.hip, support.amd(), by_name()
+    assert re.findall(r"^- (.*) take what the table", told, re.M) == [
+        "`triton_flash`, `triton_efficient` and `triton_decode`"
+    ]
+    assert "- `cuda_flash` and `triton_hopper` refuse them" in told and "Not measured" in told
+    cards_there = [Device("cuda", "", (), 1, 1.0, 1.0, 1.0, 1.0, *one) for one in (("amd", "sm90"), ("nvidia", "sm80"))]
+    for name in ("triton_flash", "triton_efficient", "triton_decode"):
+        usual, found = support.plain(by[name], "cuda"), []
+        for card, manner in zip(cards_there, (support.rocm(), nullcontext()), strict=True):
+            with cards.assumed(card), manner:
+                found.append(support.answers(by[name], usual))
+        assert found[0] == found[1]
+    assert torch.version.hip == before
 
 
 @pytest.mark.parametrize("name", mask_pictures.MASKS)
@@ -81,10 +132,9 @@ def test_a_picture_is_its_masks(name):
 
 def test_the_speed_table_and_its_figure_are_of_the_results():
     """Every ratio in README.md stands in this table, which is made of bench/results."""
-    text = front.README.read_text()
-    kept = text.partition(front.BEGIN)[2].partition(front.END)[0]
+    kept = front.SPEED.kept()
     assert kept == front.table() and front.FIGURE.read_text() == front.figure(), "python -m sdpa.bench.front"
-    others = text.replace(kept, "")
+    others = front.SPEED.page.read_text().replace(kept, "")
     ratio = r"(?<!Python )(?<!torch )\b\d+\.\d\d\b"
     assert not re.search(ratio + r"|\d+ (?:TFLOP|GB)/s|\d(?:x| times) ", others), (
         "a figure that is not of bench/results"
@@ -92,7 +142,110 @@ def test_the_speed_table_and_its_figure_are_of_the_results():
 
 
 def test_the_page_of_performance_is_of_the_results():
-    assert performance_page.PAGE.read_text() == performance_page.page(), "python -m sdpa.bench.performance_page"
+    text, made = performance_page.PAGE.read_text(), performance_page.pictures()
+    assert text == performance_page.page(), "python -m sdpa.bench.performance_page"
+    kept = {path.name: path.read_text() for path in pictures.FOLDER.glob(f"{performance_page.PREFIX}*")}
+    assert kept == made, "python -m sdpa.bench.performance_page"
+    assert set(re.findall(r"\]\(pictures/(.*?)\)", text)) == set(made)
+    assert all(f"{performance_page.PREFIX}{device}_" in "".join(made) for device in PAGES)
+
+
+CHARTS = [front.FIGURE, *sorted(pictures.FOLDER.glob(f"{performance_page.PREFIX}*"))]
+
+
+def test_charts_are_small_and_told_in_words():
+    for path in CHARTS:
+        text = path.read_text()
+        assert len(text) < LARGEST_CHART and "<script" not in text and "http" not in text.replace(SVG, "")
+        assert 'role="img" aria-labelledby="title desc"' in text and "is better. Of" in text.partition("</desc>")[0]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_charts_in_a_browser(browser, tmp_path, scheme):
+    """No label lies on another or leaves its chart, on a page of any colour."""
+    for path in CHARTS:
+        page = tmp_path / f"{path.stem}.html"
+        page.write_text(f"<body>{path.read_text()}")
+        browser.open(page, 1280, scheme)
+        assert browser.evaluate(FAULTS) == [] and browser.messages == []
+        drawn = browser.evaluate("['text', '.page'].map(e => getComputedStyle(document.querySelector(e)).fill)")
+        wanted = getattr(race_style, scheme.upper())  # whose contrast tests/test_race.py looks at
+        assert [hexadecimal(color) for color in drawn] == [wanted["faint"], wanted["page"]]
+
+
+def test_a_legend_takes_as_many_lines_as_it_needs():
+    (one, low), (two, high) = (pictures.legend(("sdpa", "cuDNN", "torch"), width) for width in (400, 90))
+    assert high > low and len(one) == len(two) == 6
+    assert pictures.LEGEND * len(set(re.findall(r'rect .*? y="(\d+)"', "".join(two)))) == 3 * pictures.LEGEND
+
+
+def test_a_chart_is_of_its_rows():
+    """Each bar of one, found again in the CSV: its height is the peer's speed, of which ours and both times tell."""
+    chart = next(chart for chart in performance_page.CHARTS["nvidia_h200"] if chart.name == "backward_64")
+    rows = [r for r in record.read(pictures.RESULTS / f"{chart.rows.file}.csv")[1] if r["suite"] == "gpu-backward"]
+    for length, bars in chart.panel().groups:
+        (row,) = [
+            r for r in rows if r["problem"].endswith(f",32,{length},64 causal backward") and r["asked"] == "cuda_flash"
+        ]
+        times = record.unpaired(row["peers"])
+        assert bars["sdpa"] == float(row["tflops_or_gbs"])
+        assert bars["FlashAttention-4"] == pytest.approx(bars["sdpa"] * float(row["ms"]) / float(times["fa4"]))
+        assert bars["torch's FlashAttention-2"] == pytest.approx(
+            bars["sdpa"] * float(row["ms"]) / float(times["flash"])
+        )
+    assert [length for length, _ in chart.panel().groups] == ["512", "1024", "2048", "4096", "8192", "16384"]
+
+
+@pytest.mark.parametrize("table", guide_tables.TABLES, ids=lambda table: table.name)
+def test_tables_of_guides_are_of_the_results(table):
+    assert table.kept() == table.make(), f"python -m {table.module}"
+
+
+@pytest.mark.parametrize("page", ["showcases.md", "speed.md"])
+def test_guides_have_no_other_figure_of_speed(page):
+    """Of what was measured; the models of AArch64's inner loops are percentages."""
+    text = (DOCS / "guide" / page).read_text()
+    for table in guide_tables.TABLES:
+        text = text.replace(table.kept(), "") if table.page.name == page else text
+    assert not re.search(r"(?<!torch )\b\d+\.\d\d\b|\d+ (?:us|ms|TFLOP/s|GB/s)\b|\d(?:x| times) ", text)
+
+
+def test_what_is_slower_is_of_the_last_run_and_complete():
+    told = guide_tables.slower()
+    counted = sum(int(line.split(" | ")[5]) for line in told.splitlines() if line.startswith("| H200"))
+    slow = [row for _, row in guide_tables.last_rows("nvidia_h200") if float(row["ratio"]) < guide_tables.NOTED]
+    assert counted == len(slow) > 10
+    # alibi's backward was slower than FlexAttention's once, and its last run says that it is not
+    assert "alibi" not in told and "| H200 | backward | segments | 128 | FlashAttention-4 | 2 |" in told
+
+
+def timing_table(*arguments) -> str:
+    """As examples/timing.py prints it."""
+    names: dict[str, object] = runpy.run_path(str(ROOT / "examples" / "timing.py"))
+    return names["table"](*arguments)
+
+
+def test_the_examples_figures_are_read_from_what_they_print():
+    figures = timing_table({"torch": 2.0, "ours, packed": 1.0}, 2468, "tokens")
+    printed = f"2 blocks\n{figures}\nsame: True\n"
+    plain, ours = examples.rows_of("one.py", ("--size", "16"), 2, printed)
+    assert plain["way"] == "torch" and plain["per_second"] == 1234 and ours["way"] == "ours, packed"
+    assert ours["ratio"] == 2.0 and ours["told"] == ["2 blocks", "same: True"]
+    row = guide_tables.example_row("a task", [plain, ours])
+    assert row == "| a task | `python examples/one.py --size 16` | 2.00 | 2 blocks; same: True |"
+    with pytest.raises(ValueError, match=r"expected two ways with their figures of one\.py"):
+        list(examples.rows_of("one.py", (), 1, "torch 12 tokens/s 1.00 x"))
+
+
+def test_a_page_without_its_comments_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    table = inserted.Inserted(page, "name", "some.module", lambda: "new\n")
+    page.write_text("before\n<!-- begin name: python -m some.module -->\nold\n<!-- end name -->\nbehind\n")
+    table.write()
+    assert table.kept() == "new\n" and page.read_text().startswith("before\n") and page.read_text().endswith("behind\n")
+    page.write_text("before\n")
+    with pytest.raises(ValueError, match=r"expected .* in page\.md"):
+        table.write()
 
 
 def test_every_public_name_has_a_place_in_the_reference():

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import COLORS, FAULTS, hexadecimal
 
 from helpers import some_rows
 from sdpa.bench import race, race_chart, race_pages, race_part, race_style, record
@@ -267,43 +267,6 @@ def test_text_is_readable(scheme):
 
 
 # in a browser
-
-# What is wrong on a page, in words: what sticks out, charts without a size, labels that overlap or leave their chart.
-FAULTS = """(() => {
-  const faults = [], root = document.documentElement;
-  if (root.scrollWidth > root.clientWidth) faults.push(`the page is ${root.scrollWidth} wide`);
-  for (const e of document.querySelectorAll('h1,h2,h3,h4,p,li,dd,th,td,summary,figcaption'))
-    if (e.scrollWidth > e.clientWidth + 1 && e.clientWidth) faults.push(`${e.tagName} overflows: ${e.textContent}`);
-  for (const svg of document.querySelectorAll('svg[role=img]')) {
-    const box = svg.getBoundingClientRect(), named = svg.getAttribute('aria-label');
-    if (box.width < 50 || box.height < 100) faults.push(`no size: ${named}`);
-    const texts = [...svg.querySelectorAll('text')].map(e => [e.textContent, e.getBoundingClientRect()]);
-    for (const [text, a] of texts)
-      if (a.left < box.left || a.right > box.right || a.top < box.top || a.bottom > box.bottom)
-        faults.push(`${text} leaves ${named}`);
-    for (const [i, [text, a]] of texts.entries())
-      for (const [other, b] of texts.slice(i + 1))
-        if (a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom)
-          faults.push(`${text} lies on ${other} in ${named}`);
-  }
-  return faults;
-})()"""
-COLORS = """[...new Set([...document.querySelectorAll('body *')].filter(
-  e => [...e.childNodes].some(n => n.nodeType === Node.TEXT_NODE && n.data.trim())).map(
-  e => getComputedStyle(e)[e.namespaceURI.endsWith('svg') ? 'fill' : 'color']))]"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium here (Debian: chromium)")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-def hexadecimal(color: str) -> str:
-    return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", color)[:3])
 
 
 @pytest.mark.parametrize("width", [1280, 400])

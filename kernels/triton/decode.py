@@ -7,8 +7,6 @@ Dao, Haziza, Massa and Sizov, 2023).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ from sdpa.kernels.triton.arguments import (
 from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.forward import attend_range, unit_of
 from sdpa.kernels.triton.kernel_arguments import LoopOver
+from sdpa.kernels.triton.key_parts import MAX_PARTS, TILES, parts_of, tiles
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import VisitedRange, seqlen_info, visited_keys
 from sdpa.kernels.triton.order import ALONE, begin_in_order, in_order
@@ -31,18 +30,10 @@ from sdpa.kernels.triton.primitives import LN2, LOG2E, Operands, QueryTile, Soft
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
 from sdpa.kernels.triton.tiles import registers_of
-from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results, Tile, read_of
+from sdpa.problem import AttentionInputs, AttentionProblem, Results, Tile, read_of
 
-__all__ = ["TILES", "forward", "record", "tiles", "unavailable"]
+__all__ = ["TILES", "forward", "parts_of", "record", "tiles", "unavailable"]
 
-# The rows of a tile are the query heads of a group times the queries: mostly 16, the least that tensor cores take.
-TILES = tuple(Tile(m, n, 4, s) for m in (16, 32, 64) for n, s in ((64, 4), (64, 2), (32, 4), (32, 2), (16, 2)))
-# The least keys of a part: fewer do not hide the latency of its first loads.
-MIN_KEYS = 256
-MAX_PARTS = 128
-# What the start of a program and the kernel that combines the parts cost, in keys that a core could read meanwhile, and
-# how much longer a core takes that has one program in all: it waits for its loads.
-START_KEYS, COMBINE_KEYS, WAITING = 368, 288, 1.25
 PARTS = 3  # the place of the parts among the arguments of the kernel that fills them
 COMBINE = Tile(1, 32, 4, 1)  # parts read at a time
 
@@ -158,36 +149,6 @@ def combine_kernel(parts_out, out, lse, out_strides, H, M, rows, parts, DV: tl.c
     )
     if lse is not None:
         tl.store(lse + row, tl.where(dead, float("-inf"), base + tl.math.log2(tl.where(dead, 1.0, total)) * LN2))
-
-
-def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
-    """The tile of the fewest rows that hold a group's heads and queries, with as many keys as shared memory holds."""
-    rows = min(64, max(16, triton.next_power_of_2(problem.M * problem.G)))
-    width = (block_size(problem.D) + block_size(problem.Dv)) * problem.dtype.itemsize
-    limit = target_of(problem.device).shared_memory
-    offered = [t for t in TILES if t.BLOCK_M == rows]
-    return (next((t for t in offered if t.num_stages * t.BLOCK_N * width <= limit), offered[-1]),)
-
-
-def parts_of(problem: AttentionProblem, tile: Tile) -> int:
-    """The number of KV splits with which the busiest core is done first."""
-    programs = max(1, -(-problem.M * problem.G // tile.BLOCK_M) * problem.B * problem.Hkv)
-    keys = problem.N
-    if UNLIMITED not in (problem.left, problem.right):
-        keys = min(keys, problem.left + problem.right + problem.M)
-    return split(programs, keys, target_of(problem.device).cores)
-
-
-@lru_cache(maxsize=4096)
-def split(programs: int, keys: int, cores: int) -> int:
-    """Into how many parts `keys` keys of each of `programs` programs are cut."""
-
-    def busiest(parts: int) -> float:
-        own = -(-programs * parts // cores)
-        work = own * (-(-keys // parts) * (WAITING if own == 1 else 1.0) + START_KEYS)
-        return work + (COMBINE_KEYS if parts > 1 else 0)
-
-    return min(range(1, max(1, min(MAX_PARTS, -(-keys // MIN_KEYS))) + 1), key=busiest)
 
 
 def forward_launches(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile) -> tuple[Results, list[Launch]]:

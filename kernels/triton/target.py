@@ -14,6 +14,7 @@ HOPPER = 90
 AMD_SHARED_MEMORY = 64 << 10  # bytes of a CDNA compute unit's local data share
 UNLIMITED_MEMORY = 1 << 30
 DEFAULT_L2 = 40 << 20
+DEFAULT_BANDWIDTH = 2e12
 
 
 class Target(NamedTuple):
@@ -22,6 +23,7 @@ class Target(NamedTuple):
     shared_memory: int  # bytes that one program may use
     cores: int
     l2: int  # bytes
+    bandwidth: float = DEFAULT_BANDWIDTH  # bytes a second of the device's memory, by its clock
 
     @property
     def has_tma(self) -> bool:
@@ -63,4 +65,7 @@ def read(device: str) -> Target:
     if torch.version.hip is not None:
         return Target("hip", properties.gcnArchName.partition(":")[0], AMD_SHARED_MEMORY, cores, l2)
     arch = properties.major * 10 + properties.minor
-    return Target("cuda", arch, properties.shared_memory_per_block_optin, cores, l2)
+    # Releases of torch report different facts. The clock is in kHz, the bus in bits, and a cycle has two transfers.
+    clock, bus = (getattr(properties, name, None) for name in ("memory_clock_rate", "memory_bus_width"))
+    bandwidth = clock * 1e3 * 2 * bus / 8 if clock and bus else DEFAULT_BANDWIDTH
+    return Target("cuda", arch, properties.shared_memory_per_block_optin, cores, l2, bandwidth)

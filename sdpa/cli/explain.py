@@ -108,7 +108,7 @@ def target_of(card: Device) -> target.Target:
     """What kernels in Triton choose their tiles for."""
     major, minor = compute_capability(card.architecture)
     shared = SHARED_MEMORY.get(card.architecture, DEFAULT_SHARED_MEMORY)
-    return target.Target("cuda", 10 * major + minor, shared, card.cores, target.DEFAULT_L2)
+    return target.Target("cuda", 10 * major + minor, shared, card.cores, target.DEFAULT_L2, card.bandwidth)
 
 
 def show(explanation: Explanation) -> None:

@@ -9,46 +9,77 @@ import torch
 
 from sdpa import Mask
 from sdpa.inputs import Options
-from sdpa.kernels.triton import decode
-from sdpa.kernels.triton.target import assume
+from sdpa.kernels.triton import key_parts
+from sdpa.kernels.triton.target import Target, assume
 from sdpa.packing import gathered
-from sdpa.problem import Tile
+from sdpa.problem import AttentionProblem, Tile
 from sdpa.reference import attention as reference
 from sdpa.sequences import Pages, build_paged
 from sdpa.testing import MASKS, Case, Draw, make_inputs, problem_of
 
 # Instead of what hides latency on a device, and of what a program and its parts cost: many parts of few keys.
-FEW_KEYS = {"MIN_KEYS": 16, "START_KEYS": 4, "COMBINE_KEYS": 0}
+FEW_KEYS = {"MIN_KEYS": 16, "START": 1e-9, "COMBINING": 0.0, "COMBINED_BYTES": 0.0}
 SIZES = {"B": 2, "H": 6, "Hkv": 2, "D": 24, "Dv": 24}
+H200 = Target("cuda", 90, 227 << 10, 132, 60 << 20, 4.9e12)
 
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch):
-    for name, keys in FEW_KEYS.items():
-        monkeypatch.setattr(decode, name, keys)
-    decode.split.cache_clear()
+    for name, value in FEW_KEYS.items():
+        monkeypatch.setattr(key_parts, name, value)
+    key_parts.split.cache_clear()
     yield
-    decode.split.cache_clear()
+    key_parts.split.cache_clear()
 
 
 def test_parts(targets):
     """These tests mean nothing if keys are not cut: the number of parts that each kind of device takes."""
-    problem = problem_of(make_inputs(Case(**SIZES, M=1, N=75)), "forward")
-    assert decode.parts_of(problem, Tile(16, 16, 4, 1)) == 1
+    problem, tile = problem_of(make_inputs(Case(**SIZES, M=1, N=75)), "forward"), Tile(16, 16, 4, 1)
+    with assume(targets[1]._replace(cores=1)):
+        assert key_parts.parts_of(problem._replace(B=9), tile) == 1, "a wave is full of whole rows of keys"
     with assume(targets[1]._replace(cores=1 << 20)):
-        assert decode.parts_of(problem, Tile(16, 16, 4, 1)) == 5
-        assert decode.parts_of(problem._replace(N=1 << 20), Tile(16, 16, 4, 1)) == decode.MAX_PARTS
+        assert key_parts.parts_of(problem, tile) == 5
+        assert key_parts.parts_of(problem._replace(N=1 << 20), tile) == key_parts.MAX_PARTS
 
 
-def test_parts_give_every_core_as_much(monkeypatch):
-    """The busiest core, in keys, beside an even share of all; no part has fewer keys than hide latency."""
+# Of the sweep in docs/log/gpu-decode.md, on an H200: B, H, Hkv, M, N, D, then the us of the tiles of 64 and of 128 keys
+# by parts, then the fastest of all tiles and parts that were swept.
+SWEPT = [
+    ((10, 16, 16, 1, 16413, 64), {1: 237.7, 2: 163.7, 3: 164.0, 4: 160.3, 5: 175.4}, {1: 174.9, 2: 172.0}, 160.3),
+    ((21, 40, 8, 1, 2256, 128), {1: 52.3, 2: 56.1, 3: 62.4, 4: 59.2}, {1: 63.6, 2: 61.2}, 52.1),
+    ((54, 14, 2, 1, 902, 64), {1: 15.9, 2: 17.4, 3: 17.2, 4: 18.3}, {1: 13.5, 2: 16.4}, 13.5),
+    ((25, 48, 8, 1, 1530, 128), {1: 41.9, 2: 51.7, 3: 49.1}, {1: 47.2, 2: 56.2}, 41.9),
+    ((64, 32, 8, 1, 4096, 128), {1: 271.0, 2: 262.1, 3: 259.3, 4: 257.8}, {1: 244.3, 2: 259.7}, 243.6),
+    ((2, 64, 8, 1, 30000, 128), {6: 73.2, 8: 64.1, 16: 63.6}, {5: 67.8, 6: 64.5, 8: 63.8, 16: 67.3}, 63.1),
+    ((1, 8, 8, 1, 8192, 128), {8: 24.0, 16: 18.4, 32: 17.3}, {8: 18.1, 12: 16.9, 16: 16.6, 32: 18.9}, 16.6),
+    ((1, 71, 1, 7, 3524, 64), {8: 13.3, 12: 12.3, 16: 11.8}, {8: 14.8, 12: 13.9, 16: 13.7}, 11.8),
+    ((3, 32, 32, 29, 8985, 80), {1: 161.0, 2: 140.1, 4: 142.9}, {1: 143.2, 2: 152.6, 3: 154.2, 4: 125.2}, 108.9),
+    ((40, 8, 8, 1, 700, 256), {1: 64.1, 2: 65.3, 3: 65.5}, {}, 64.1),
+]
+
+
+@pytest.mark.parametrize(("sizes", "of_64", "of_128", "fastest"), SWEPT)
+def test_the_model_finds_what_is_fast(monkeypatch, sizes, of_64, of_128, fastest):
+    """Tile and parts are within 17 % of the fastest of the sweep, and the model's time within 30 % of the measured."""
     monkeypatch.undo()
-    decode.split.cache_clear()
-    for programs, keys in ((160, 10671), (4, 49881), (64, 32609), (8, 32768)):
-        parts = decode.split(programs, keys, 132)
-        assert -(-keys // parts) >= decode.MIN_KEYS
-        assert -(-programs * parts // 132) * -(-keys // parts) <= 1.1 * max(programs * keys / 132, decode.MIN_KEYS)
-    assert decode.split(1000, 4096, 132) == decode.split(1, 256, 132) == 1
+    key_parts.split.cache_clear()
+    problem = AttentionProblem("cuda:0", torch.bfloat16, *sizes, sizes[-1])
+    with assume(H200):
+        (tile,) = key_parts.tiles(problem)
+    told = key_parts.split(key_parts.work_of(problem, tile), tile, H200)
+    by_parts = {64: of_64, 128: of_128}[tile.BLOCK_N]
+    measured = by_parts[min(by_parts, key=lambda parts: abs(math.log(parts / told.parts)))]
+    assert measured <= 1.17 * fastest
+    assert told.seconds == pytest.approx(measured * 1e-6, rel=0.3)
+
+
+def test_no_part_is_shorter_than_what_hides_latency(monkeypatch):
+    monkeypatch.undo()
+    key_parts.split.cache_clear()
+    tile = key_parts.TILES[0]
+    for programs, keys in ((160, 10671), (4, 49881), (64, 32609), (8, 32768), (1, 0), (1, 256)):
+        parts = key_parts.split(key_parts.Work(programs, 1, keys, 512, 512, programs * 520), tile, H200).parts
+        assert parts == 1 or keys // parts >= key_parts.MIN_KEYS - 1
 
 
 @pytest.mark.parametrize("mask", MASKS)
