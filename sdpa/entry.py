@@ -19,7 +19,7 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
-from sdpa import flops
+from sdpa import flops, sharded
 from sdpa.autocast import autocast_dtype, cast_call, cast_first
 from sdpa.calls import CALLS, PLAIN_TYPES, Facts, form_of
 from sdpa.decomposed import is_decomposed
@@ -37,6 +37,7 @@ from sdpa.problem import AttentionInputs, Results
 from sdpa.repeated import configure, recognise
 from sdpa.sequences import results_of, served_form
 from sdpa.torch_private import (
+    TORCHS,
     autocast_is_on,
     autocast_off,
     cudnn_enabled,
@@ -47,6 +48,7 @@ from sdpa.torch_private import (
     float32_precision,
     forward_ad,
     function_modes,
+    is_sharded,
     math_enabled,
     peek_interpreter_stack,
     without_autocast,
@@ -93,6 +95,8 @@ def public(kind: Kind) -> Callable[[Function], Function]:
 
     def mark(function: Function) -> Function:
         PUBLIC[kind.name] = function
+        if kind is DENSE:
+            configure(own=function)
         return function
 
     return mark
@@ -122,7 +126,7 @@ def unrecognised(
     request = request_of(kind, tensors, options, returns_lse, kernel, places)
     # fmt: off
     if (
-        function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0
+        function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0 or is_sharded()
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or not all(number is None or is_number(number) for number in (scale, softcap))
         or not (is_number(dropout_p) or type(dropout_p) is bool)
@@ -232,6 +236,10 @@ configure(
     float32_precision=float32_precision,
     grad_enabled=is_grad_enabled,
     inference_mode=is_inference_mode_enabled,
+    functional=torch.nn.functional,
+    torchs=TORCHS,
+    own=None,  # until `public` knows it
+    is_sharded=is_sharded,
     parts_of=parts_of,
     recent=CALLS.recent,
     tensor_type=Tensor,
@@ -304,6 +312,9 @@ def ordinary(request: Request) -> Any:
     kind, call, returns_lse, kernel = request.kind, request.call, request.returns_lse, request.kernel
     check_flag("return_lse", returns_lse, kind.name)
     tensors = tensors_among(call)
+    function = sharded.function_of(tensors)
+    if function is not None:
+        return sharded.answer(function, kind.name, call, returns_lse, kernel)
     if kind.name in PUBLIC and has_torch_function(tensors):
         mask = as_mask(call.options.attn_mask)
         if mask is call.options.attn_mask:

@@ -210,6 +210,31 @@ def inside_torchs_block() -> bool:
     return any("SDPAKernel" in getattr(function, "__qualname__", "") for function in undoing)
 
 
+# torch's context_parallel (prototype) puts a function of its module in the place of torch's, which it was, and lets
+# DTensors of the operators that it serves be handled by itself. Absent: there is no such block.
+TORCHS: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
+DISTRIBUTED = "torch.distributed."
+
+
+def is_sharded() -> bool:
+    """Whether this is inside of torch's context_parallel, where tensors are one rank's shards of a sequence."""
+    now = torch.nn.functional.scaled_dot_product_attention
+    return now is not TORCHS and str(getattr(now, "__module__", "")).startswith(DISTRIBUTED)
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether a tensor is a DTensor; none is where its module has not been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def handles_attention() -> bool:
+    """Whether torch's context_parallel answers for DTensors of torch's own kernels now."""
+    module = sys.modules.get("torch.distributed.tensor")
+    handlers = getattr(getattr(module and module.DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
 # How types become pytrees. Absent: torch.export and torch.func take no Mask.
 pytree = part("torch.utils._pytree", None)
 

@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Graphs of torch's functions, and the operator in them.
     "graphs": ("sdpa.patterns.",),
     # From a public function to what answers its call.
-    "entry": ("sdpa.entry", "sdpa.kinds", "sdpa.prepared", "sdpa.sequences"),
+    "entry": ("sdpa.entry", "sdpa.kinds", "sdpa.prepared", "sdpa.sequences", "sdpa.sharded"),
     # What users import.
     "public": (
         "sdpa",

@@ -25,15 +25,20 @@ bool is_usual(const Call& call) {
          is_number_or_none(call.softcap);
 }
 
-// Whether a mode or forward mode stands between the call and its kernel; -1 with an exception. The guards see
-// what has a dispatch key of its own, as functorch and torch.jit have.
+// Whether a mode, forward mode or torch's context_parallel stands between the call and its kernel; -1 with an exception.
+// The guards see what has a dispatch key of its own, as functorch and torch.jit have.
 int is_transformed() {
   for (PyObject* asked : {parts.function_modes, parts.dispatch_modes}) {
     int on = is_true(PyObject_CallNoArgs(asked));
     if (on) return on;
   }
   Ref level(PyObject_GetAttr(parts.forward_ad, names._current_level));
-  return level ? PyLong_AsLong(level.get()) >= 0 : -1;
+  if (!level) return -1;
+  if (PyLong_AsLong(level.get()) >= 0) return 1;
+  Ref function(PyObject_GetAttr(parts.functional, names.scaled_dot_product_attention));
+  if (!function) return -1;
+  if (function.get() == parts.torchs || function.get() == parts.own) return 0;
+  return is_true(PyObject_CallNoArgs(parts.is_sharded));  // another one is in its place
 }
 
 // Whether all are torch's own tensors or parameters: asking a subclass for anything calls its __torch_function__.

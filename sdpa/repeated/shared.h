@@ -49,13 +49,15 @@ class Ref {
 
 // What `configure` is handed: functions and objects of torch's and ours, by name.
 #define SDPA_STATE(X) X(function_modes) X(dispatch_modes) X(forward_ad) X(grad_enabled) X(inference_mode)
+#define SDPA_SHARDED(X) X(functional) X(torchs) X(own) X(is_sharded)
 #define SDPA_TOGGLES(X) X(flash_enabled) X(efficient_enabled) X(math_enabled) X(cudnn_enabled) X(deterministic)
 #define SDPA_OTHERS(X) X(autocast_dtype) X(float32_precision) X(current) X(current_text)
 #define SDPA_CALLS(X) X(parts_of) X(recent) X(last) X(tensor_type) X(parameter_type)
 #define SDPA_TENSORS(X) X(data_ptr) X(get_device)
-#define SDPA_PARTS(X) SDPA_STATE(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_CALLS(X) SDPA_TENSORS(X)
+#define SDPA_PARTS(X) SDPA_STATE(X) SDPA_SHARDED(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_CALLS(X) SDPA_TENSORS(X)
 // Names that attributes and methods are asked by.
-#define SDPA_NAMES(X) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered)
+#define SDPA_NAMES(X) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered) \
+  X(scaled_dot_product_attention)
 #define SDPA_DECLARE(name) PyObject* name = nullptr;
 struct Parts {
   SDPA_PARTS(SDPA_DECLARE)
