@@ -315,6 +315,8 @@ def ordinary(request: Request) -> Any:
     function = sharded.function_of(tensors)
     if function is not None:
         return sharded.answer(function, kind.name, call, returns_lse, kernel)
+    if call.places is not None and sharded.has_shards(call, kind.name):
+        return sharded.locally(partial(answer_call, kind, returns_lse, kernel), call, returns_lse)
     if kind.name in PUBLIC and has_torch_function(tensors):
         mask = as_mask(call.options.attn_mask)
         if mask is call.options.attn_mask:
@@ -339,6 +341,10 @@ def ordinary(request: Request) -> Any:
     return (results[0], results[1]) if returns_lse else results[0]
 
 
+def answer_call(kind: Kind, returns_lse: bool, kernel: str | None, call: Call) -> Any:
+    return answer(kind, call[:3], tuple(call.options), returns_lse, kernel, call.places)
+
+
 def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
     """The answer of a __torch_function__, which is handed the call."""
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = request.call.options
@@ -356,8 +362,9 @@ def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
 def operator_results(request: Request, setting: str) -> Sequence[Any]:
     """The output, the log-sum-exp where it is asked for, and the weights where those are."""
     kind, call = request.kind, request.call
-    inputs = with_dropout(kind.normalise(call, kind.check(call)), call.options)
-    form = served_form(inputs)
+    with sharded.replicating(call, kind.name):
+        inputs = sharded.on_mesh(with_dropout(kind.normalise(call, kind.check(call)), call.options))
+        form = sharded.on_mesh(served_form(inputs))
     if not is_traced():
         flops.announce()
     if is_decomposed():

@@ -1,38 +1,103 @@
-"""Calls inside of torch's context_parallel, where each tensor is one rank's shard of a sequence: they are torch's.
+"""Calls of DTensors, and calls inside of torch's context_parallel, where a tensor is one rank's shard of a sequence.
 
+DTensors are those of our operators, which are then told how they are sharded. Inside of the block a call is torch's.
 Computed here, a query would see the keys of its own rank alone. torch's function exchanges them between the ranks. It
 takes what torch's signature has, without a mask; whatever else a call asks is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sdpa.mask import Mask
-from sdpa.torch_private import TORCHS, handles_attention, is_distributed, is_sharded
+from sdpa.problem import AttentionInputs
+from sdpa.torch_private import TORCHS, constant, distributed_tensors, handles_attention, is_distributed, is_sharded
 from sdpa.validate import Call
 
 NAME = "scaled_dot_product_attention"
+CAUSAL = ["causal"]  # all that a mask may say there
 
 
 def function_of(tensors: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What answers a call of these tensors in our stead: torch's function as context_parallel has it now, which may
     call ours again with DTensors, and for those torch's own; None where nothing does."""
     if any(map(is_distributed, tensors)):
+        register()
         return TORCHS if is_sharded() or handles_attention() else None
     return torch.nn.functional.scaled_dot_product_attention if is_sharded() else None
+
+
+def all_given(call: Call) -> Iterator[Tensor]:
+    """Every tensor of a call."""
+    mask, places = call.options.attn_mask, call.places or ()
+    of_mask = [getattr(mask, field.name) for field in fields(mask)] if isinstance(mask, Mask) else [mask]
+    for value in (*call[:3], *of_mask, call.options.sinks, *places):
+        parts = value if isinstance(value, tuple) else (value,)
+        yield from (part for part in parts if isinstance(part, Tensor))
+
+
+def has_shards(call: Call, function: str) -> bool:
+    """Whether a call is of DTensors. Raises RuntimeError, as torch does, where it has other tensors, too."""
+    distributed = [is_distributed(tensor) for tensor in all_given(call)]
+    if any(distributed) and not all(distributed):
+        raise RuntimeError(
+            f"{function} got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before "
+            "calling distributed operators!"
+        )
+    return any(distributed)
+
+
+def locally(answer: Callable[[Call], Any], call: Call, returns_lse: bool) -> Any:
+    """A packed or paged call of DTensors, by `answer` of this rank's."""
+    from sdpa.distributed.locally import attend
+
+    return attend(answer, call, returns_lse)
+
+
+def replicating(call: Call, function: str) -> AbstractContextManager[Any]:
+    """A block in which tensors that are made beside a call's DTensors are whole on every rank."""
+    if not has_shards(call, function) or torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
+
+
+def on_mesh(inputs: AttentionInputs) -> AttentionInputs:
+    """With DTensors for what was made beside those of a call. Dropout's numbers are those of the mesh's first rank."""
+    beside = [t for t in inputs if isinstance(t, Tensor) and not is_distributed(t)]
+    if not beside or not is_distributed(inputs.q):
+        return inputs
+    query: Any = inputs.q
+    module, mesh = distributed_tensors(), query.device_mesh
+    placements = [module.Replicate()] * mesh.ndim
+    made = {
+        name: module.distribute_tensor(value, mesh, placements)
+        if name == "rng"
+        else module.DTensor.from_local(value, mesh, placements, run_check=False)
+        for name, value in zip(inputs._fields, inputs, strict=True)
+        if isinstance(value, Tensor) and not is_distributed(value)
+    }
+    return inputs._replace(**made)
+
+
+@constant
+def register() -> None:
+    """The strategies of our operators; a compiler runs it while it traces."""
+    import_module("sdpa.distributed.sharding")
 
 
 def answer(function: Callable[..., Any], name: str, call: Call, returns_lse: bool, kernel: str | None) -> Any:
     """The call of torch's function. Raises RuntimeError for what it does not take."""
     mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks = call.options
-    if isinstance(mask, Mask) and {f.name for f in fields(mask) if getattr(mask, f.name) is not f.default} == {
-        "causal"
-    }:
+    if isinstance(mask, Mask) and [f.name for f in fields(mask) if getattr(mask, f.name) is not f.default] == CAUSAL:
         mask, is_causal = None, True
     asked = {
         "mask": mask is not None,

@@ -222,15 +222,19 @@ def is_sharded() -> bool:
     return now is not TORCHS and str(getattr(now, "__module__", "")).startswith(DISTRIBUTED)
 
 
+def distributed_tensors() -> Any:
+    """The module of DTensors, or None where it has not been imported."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
 def is_distributed(tensor: object) -> bool:
-    """Whether a tensor is a DTensor; none is where its module has not been imported."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module = distributed_tensors()
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def handles_attention() -> bool:
     """Whether torch's context_parallel answers for DTensors of torch's own kernels now."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module = distributed_tensors()
     handlers = getattr(getattr(module and module.DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 

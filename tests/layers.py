@@ -52,12 +52,19 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     # The memory of calls, and one direction of what it remembers.
     "calls": ("sdpa.calls",),
-    "operators": ("sdpa.operators", "sdpa.flops"),
+    "operators": ("sdpa.operators", "sdpa.flops", "sdpa.distributed.sharding"),
     "derivatives": ("sdpa.derivatives", "sdpa.decomposed"),
     # Graphs of torch's functions, and the operator in them.
     "graphs": ("sdpa.patterns.",),
     # From a public function to what answers its call.
-    "entry": ("sdpa.entry", "sdpa.kinds", "sdpa.prepared", "sdpa.sequences", "sdpa.sharded"),
+    "entry": (
+        "sdpa.entry",
+        "sdpa.kinds",
+        "sdpa.prepared",
+        "sdpa.sequences",
+        "sdpa.sharded",
+        "sdpa.distributed.locally",
+    ),
     # What users import.
     "public": (
         "sdpa",

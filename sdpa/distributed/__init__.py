@@ -1,0 +1,1 @@
+"""Attention of tensors that several devices share, on torch.distributed."""
