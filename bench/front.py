@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from sdpa.bench.contest import DEFAULT
 from sdpa.bench.inserted import Inserted
-from sdpa.bench.pictures import FOLDER, OURS, ROOT, TORCH, Figures, Panel, bars_of, length_of, picture
+from sdpa.bench.last_runs import DEVICES, last_of_suite, others_of
+from sdpa.bench.pictures import FOLDER, OURS, ROOT, TORCH, Panel, bars_of, length_of, picture
 from sdpa.bench.plots import Group
-from sdpa.bench.record import geomean
+from sdpa.bench.problems import DTYPES
+from sdpa.bench.record import Record, geomean
 
 FIGURE = FOLDER / "speed.svg"
-H200, WITH_FA4, DROPOUT, ZEN5 = "nvidia_h200", "nvidia_h200_fa4", "nvidia_h200_dropout", "amd_zen5"
 
+
+class Part(NamedTuple):
+    """One direction of a suite on a device, by each problem's last run."""
+
+    name: str
+    suite: str
+    direction: str = "forward"
+    threads: str = ""
+
+    def rows(self, column: str = "ratio") -> list[Record]:
+        return last_of_suite(self.name, self.suite, self.direction, column, self.threads)
+
+    def told(self, column: str) -> str:
+        """The geometric mean of a column of ratios, and its worst."""
+        ratios = [float(record[column]) for record in self.rows(column)]
+        return f"{geomean(ratios):.2f} ({min(ratios):.2f})"
+
+
+def on_a_cpu(name: str, threads: str) -> tuple[tuple[str, Part], ...]:
+    return tuple((d, Part(name, f"cpu-{d}", d if d == "backward" else "forward", threads)) for d in KINDS)
+
+
+H200, KINDS = "nvidia_h200", ("forward", "backward", "decode")
+FORWARDS, BACKWARDS = Part(H200, "gpu-forward"), Part(H200, "gpu-backward", "backward")
+ZEN5 = on_a_cpu("amd_zen5", "1 thread")
 # What is told, of which rows: once beside torch's backends, once beside every peer of the run.
 ROWS = (
-    ("forward", Figures(WITH_FA4, "gpu-forward"), "FlashAttention-4"),
-    ("backward, by `cuda_flash`", Figures(WITH_FA4, "gpu-backward", "backward", "cuda_flash"), "FlashAttention-4"),
-    ("masks and biases, forward", Figures(H200, "gpu-mask"), "FlexAttention"),
-    ("masks and biases, backward", Figures(H200, "gpu-mask", "backward"), "FlexAttention"),
-    ("decode", Figures(H200, "gpu-decode"), "FlexAttention"),
-    ("dropout 0.1, forward", Figures(DROPOUT, "gpu-dropout"), ""),
-    ("dropout 0.1, backward", Figures(DROPOUT, "gpu-dropout", "backward"), ""),
+    ("forward", FORWARDS),
+    ("backward", BACKWARDS),
+    ("masks and biases, forward", Part(H200, "gpu-mask")),
+    ("masks and biases, backward", Part(H200, "gpu-mask", "backward")),
+    ("decode", Part(H200, "gpu-decode")),
+    ("dropout 0.1, forward", Part(H200, "gpu-dropout")),
+    ("dropout 0.1, backward", Part(H200, "gpu-dropout", "backward")),
+    *ZEN5,
+    *on_a_cpu("amd_zen4", "1 thread"),
+    *on_a_cpu("intel_sapphire_rapids", "16 threads"),
 )
-CPU_ROWS = (
-    ("forward", Figures(ZEN5, "cpu-forward")),
-    ("backward", Figures(ZEN5, "cpu-backward", "backward")),
-    ("decode", Figures(ZEN5, "cpu-decode")),
-)
-FORWARD = "forward on an H200, bf16, causal, D=128"
-BACKWARD = "backward on an H200, bf16, causal, D=128"
 SHAPE = ",128 causal"  # of the problems in the figure
 ALT = "TFLOP/s beside FlashAttention-4, cuDNN and torch"
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def main() -> None:
@@ -41,11 +66,14 @@ def main() -> None:
 def table() -> str:
     lines = [
         f"![{ALT}](docs/pictures/speed.svg)\n",
-        "How many times as fast, as a geometric mean over the problems of a suite, in brackets the worst of them:\n",
-        "| | beside torch's fused backends | beside another peer, too |",
-        "|---|---|---|",
-        *(f"| H200, {what} | {rows.told('torch_ratio')} | {beside(rows, peer)} |" for what, rows, peer in ROWS),
-        *(f"| Zen 5, one thread, {what} | {rows.told('torch_ratio')} | |" for what, rows in CPU_ROWS),
+        "How many times as fast, as a geometric mean over the problems of a suite, in brackets the worst of them. "
+        "Of each\nproblem the last run counts:\n",
+        "| | dtypes | beside torch's fused backends | beside another peer, too |",
+        "|---|---|---|---|",
+        *(
+            f"| {title(what, part)} | {dtypes_of(part)} | {part.told('torch_ratio')} | {beside(part)} |"
+            for what, part in ROWS
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -53,29 +81,44 @@ def table() -> str:
 SPEED = Inserted(ROOT / "README.md", "speed", "sdpa.bench.front", table)
 
 
-def beside(rows: Figures, peer: str) -> str:
-    return f"{peer}: {rows.told('ratio')}" if peer else ""
+def title(what: str, part: Part) -> str:
+    """With the kernel where all rows are of one that was asked for by name."""
+    asked = {record["asked"] for record in part.rows()}
+    by_name = f", by `{asked.pop()}`" if len(asked) == 1 and DEFAULT not in asked else ""
+    kind = " CPU" if part.threads else ""
+    return f"{', '.join(filter(None, [DEVICES[part.name] + kind, part.threads, what]))}{by_name}"
+
+
+def dtypes_of(part: Part) -> str:
+    found = {record["problem"].split()[0] for record in part.rows()}
+    return ", ".join(SHORT[name] for name in DTYPES if name in found)
+
+
+def beside(part: Part) -> str:
+    """Of the faster of all peers of the run."""
+    others = others_of(part.rows())
+    return f"{', '.join(others)}: {part.told('ratio')}" if others else ""
 
 
 def figure() -> str:
     """Three panels side by side under a legend."""
     panels = [
-        Panel(FORWARD, "TFLOP/s", speeds(Figures(WITH_FA4, "gpu-forward"))),
-        Panel(BACKWARD, "TFLOP/s", speeds(Figures(WITH_FA4, "gpu-backward", "backward", "cuda_flash"))),
+        Panel("forward on an H200, bf16, causal, D=128", "TFLOP/s", speeds(FORWARDS)),
+        Panel("backward on an H200, bf16, causal, D=128", "TFLOP/s", speeds(BACKWARDS)),
         Panel("on a Zen 5, one thread", "times torch's speed", list(of_the_cpu())),
     ]
     return picture(ALT, panels)
 
 
-def speeds(rows: Figures) -> list[Group]:
+def speeds(part: Part) -> list[Group]:
     """TFLOP/s of each contestant, of the problems in the figure by their lengths."""
-    shown = (record for record in rows.records() if SHAPE in record["problem"])
+    shown = (record for record in part.rows() if SHAPE in record["problem"])
     return list(bars_of(shown, lambda record: f"N={length_of(record)}"))
 
 
 def of_the_cpu() -> Iterator[Group]:
-    for what, rows in CPU_ROWS:
-        yield what, {OURS: geomean([float(record["torch_ratio"]) for record in rows.records()]), TORCH: 1.0}
+    for what, part in ZEN5:
+        yield what, {OURS: geomean([float(record["torch_ratio"]) for record in part.rows("torch_ratio")]), TORCH: 1.0}
 
 
 if __name__ == "__main__":

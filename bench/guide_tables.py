@@ -4,24 +4,20 @@ examples."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from sdpa.bench.examples import EXAMPLES
 from sdpa.bench.inserted import Inserted
-from sdpa.bench.performance_page import threads_of
+from sdpa.bench.last_runs import last_rows
 from sdpa.bench.pictures import PEERS, RESULTS, ROOT
-from sdpa.bench.race import direction_of, read_source, sections_of
+from sdpa.bench.race import direction_of
 from sdpa.bench.race_pages import PAGES
 from sdpa.bench.record import Record
 
 GUIDE, MODULE = ROOT / "docs" / "guide", "sdpa.bench.guide_tables"
 NOTED = 0.97  # of the best peer's speed: what is between it and 1 is as much as runs differ by
-OF_SMALL_CALLS = ("overhead", "gpu-overhead")  # suites that have a table of their own
-DEVICES = {
-    "nvidia_h200": "H200", "nvidia_h100": "H100", "amd_zen5": "Zen 5", "amd_zen4": "Zen 4",
-    "intel_sapphire_rapids": "Sapphire Rapids",
-}  # fmt: skip
+OF_SMALL_CALLS = ("overhead", "gpu-overhead")  # suites in which only the way to the kernel costs
 TIMED_ON = "amd_zen4_examples.json"
 
 
@@ -42,7 +38,7 @@ def slower() -> str:
             if float(row["ratio"]) < NOTED:
                 mask = row["problem"].split()[2].rstrip("0123456789").replace("none", "no mask")
                 peer = PEERS.get(row["best_peer"], row["best_peer"])
-                found.setdefault(Kind(device, direction_of(row["problem"]), mask, peer), []).append(row)
+                found.setdefault(Kind(device, manner_of(row), mask, peer), []).append(row)
     lines = sorted((worst(rows), kind, rows) for kind, rows in found.items())
     about = f"These had less than {NOTED} of the speed of the best other library, by the last run of each problem"
     head = "| device | direction | mask | head sizes | faster there | problems | our share of its speed |"
@@ -51,16 +47,11 @@ def slower() -> str:
     )
 
 
-def last_rows(name: str) -> Iterator[tuple[str, Record]]:
-    """The device, with its threads, and the row of each problem's last run with so many of them."""
-    found: dict[tuple[str, str], tuple[str, Record]] = {}
-    sources = [read_source(RESULTS / f"{table}.csv") for table in PAGES[name]]
-    for section in sorted(sections_of(sources), key=lambda section: section.run.date):
-        device = ", ".join([DEVICES[name], *threads_of(section.run)])
-        rows = (row for standing in section.standings() for row in standing.rows)
-        if section.suite not in OF_SMALL_CALLS:
-            found |= {(device, row["problem"]): (device, row) for row in rows if row["ratio"]}
-    yield from found.values()
+def manner_of(row: Record) -> str:
+    """The direction; of a small call also what is special about it, which costs on the way to the kernel."""
+    if row["suite"] not in OF_SMALL_CALLS:
+        return direction_of(row["problem"])
+    return f"small call: {row['problem'].rsplit(' ', 1)[-1]}"
 
 
 def worst(rows: Iterable[Record]) -> float:

@@ -312,6 +312,13 @@ PEERS: dict[str, Maker] = {
 CPU_PEERS = ("zentorch", "openvino")
 # Of a GPU, they take part where they are installed, too.
 GPU_PACKAGES = {"fa3": "flash_attn_interface", "flashinfer": "flashinfer"}
+PACKAGES = {**GPU_PACKAGES, "fa4": "flash_attn.cute", **{name: name for name in CPU_PEERS}}
+# Where a peer runs that does not run everywhere.
+KINDS = {
+    **dict.fromkeys(("cudnn", "efficient", "fa3", "fa4", "flashinfer"), ("cuda",)),
+    **dict.fromkeys(("flash", "flex"), ("cpu", "cuda")),
+    **dict.fromkeys(CPU_PEERS, ("cpu",)),
+}
 # Calls that torch makes in one way, whatever its backends.
 ONE_WAY = ("softcap", "return_lse", "varlen", *MODULES)
 # Those that are torch's: the bar of most suites is the best of them.
@@ -336,4 +343,15 @@ def peers_for(problem: Problem, asked: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 
 def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what holds a part of it
+        return False
+
+
+def why_absent(name: str, device: str) -> str | None:
+    """Why a peer cannot run on a device of this machine, as a clause, or None."""
+    kinds, package = KINDS.get(name), PACKAGES.get(name)
+    if kinds and torch.device(device).type not in kinds:
+        return f"expected a device of kind {' or '.join(kinds)}, where it runs, got {device}"
+    return f"the package {package} is not installed" if package and not is_installed(package) else None

@@ -27,6 +27,8 @@ device, in [races](race/README.md), has each problem with its times, errors, cha
 - A ratio is the best peer's time over ours, of one run in which both took turns: above 1 we are faster.
 - *beside torch* leaves out all peers but torch's backends.
 - `default` is what a call runs. Where it was not measured, kernels that were asked for by name stand in its place.
+- A row is as old as its date, and what `default` chose then may not be what it chooses now, which `sdpa explain
+  --device cuda:H200` and the sizes tell.
 - On a GPU times are medians on cold caches, on a CPU the least.
 - Charts show a part of the rows. Higher bars are faster, and numbers below bars are lengths: as many queries as keys.
 

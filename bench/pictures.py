@@ -14,7 +14,7 @@ from sdpa.bench.plots import Group
 from sdpa.bench.race import direction_of
 from sdpa.bench.race_chart import chart, described, layout
 from sdpa.bench.race_style import DARK, DARK_BARS, LIGHT
-from sdpa.bench.record import Record, Run, geomean, read, runs_of, unpaired
+from sdpa.bench.record import Record, Run, read, runs_of, unpaired
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FOLDER = ROOT / "bench" / "results", ROOT / "docs" / "pictures"
@@ -48,11 +48,6 @@ class Figures:
         """Which measured them, as the first of them tells."""
         date = self.records()[0]["date"]
         return next(run for run in runs_of(contents(self.file)[0]) if run.date == date)
-
-    def told(self, column: str) -> str:
-        """The geometric mean of a column of ratios, and its worst."""
-        ratios = [float(record[column]) for record in self.records() if record[column]]
-        return f"{geomean(ratios):.2f} ({min(ratios):.2f})"
 
 
 class Panel(NamedTuple):

@@ -191,7 +191,7 @@ class sdpa_kernel(Block, ContextDecorator):
         backends: all when not given; one or a list of torch's `SDPBackend` members, family names ("flash", "efficient",
             "cudnn", "math") or kernel names as `sdpa info` lists them.
         set_priority: prefer them in the order given instead of by speed.
-        strict: raise instead of falling to math.
+        strict: leave math out where another allowed kernel is able, and raise where none is. Math named alone runs.
 
     Nests (the innermost holds), restores on exceptions, is seen by no other thread, and decorates functions. One object
     may be entered again, also inside of itself. Left in another context than it was entered in, as generators can be,

@@ -71,7 +71,7 @@ def kind_of(error: BaseException) -> str | None:
         return BUILD
     if isinstance(error, RuntimeError):
         said = str(error).lower()
-        if "out of memory" in said:  # the driver's, as in loading a kernel, and all of MPS
+        if "out of memory" in said or "can't allocate memory" in said:  # a driver's and all of MPS, and a CPU's
             return MEMORY
         return next((kind for refusal, kind in REFUSALS.items() if refusal in said), None)
     return None

@@ -23,6 +23,7 @@ MPS_FEW_HEAD_SIZES = (64, 96, 128, 256)
 MPS_HEAD_SIZES = (32, 64, 72, 80, 96, 128, 256)
 MPS_MAX_ELEMENTS = 2**31  # it counts in int32
 HALF_ALIGNMENT = 8
+PAGED_ROWS = 8  # the CPU library's (kDirectRows)
 FLOAT_ALIGNMENT = 4
 
 
@@ -238,6 +239,14 @@ def paged_forward(problem: AttentionProblem) -> str | None:
     """Pages have no gradient."""
     if problem.direction == "backward" and "paged" in problem.features:
         return "reads a paged cache in the forward only"
+    return None
+
+
+def few_paged_queries(problem: AttentionProblem) -> str | None:
+    """More queries are worth packed keys, and then a copy of the pages costs little."""
+    rows = problem.M * problem.G
+    if "paged" in problem.features and rows > PAGED_ROWS:
+        return f"reads pages for at most {PAGED_ROWS} queries of heads that share keys, got {rows}"
     return None
 
 

@@ -62,4 +62,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LAZY, *PACKAGES})
+    return sorted({*__all__, *PACKAGES, *(name for name in globals() if name.startswith("__"))})

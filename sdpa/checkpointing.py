@@ -28,7 +28,12 @@ def save_attention(otherwise: Callable[..., Any] | None = None) -> Callable[...,
 
     Returns:
         A policy for create_selective_checkpoint_contexts. It covers our operators and torch's own.
+
+    Raises:
+        TypeError: `otherwise` that cannot be called.
     """
+    if otherwise is not None and not callable(otherwise):
+        raise TypeError(f"save_attention takes a policy, which is called, or None, got {type(otherwise).__name__}")
     from torch.utils.checkpoint import CheckpointPolicy
 
     saved = {torch.ops.sdpa.attention_forward}

@@ -317,6 +317,8 @@ def ordinary(request: Request) -> Any:
         return sharded.answer(function, kind.name, call, returns_lse, kernel)
     if call.places is not None and sharded.has_shards(call, kind.name):
         return sharded.locally(partial(answer_call, kind, returns_lse, kernel), call, returns_lse)
+    if kind.name not in PUBLIC and sharded.INSIDE.get():
+        raise RuntimeError(f"context_parallel: {kind.name.partition(',')[0]} is not supported")
     if kind.name in PUBLIC and has_torch_function(tensors):
         mask = as_mask(call.options.attn_mask)
         if mask is call.options.attn_mask:

@@ -103,6 +103,17 @@ class Mask:
 
     __rand__ = __and__
 
+    def __or__(self, other: object) -> Mask:
+        raise TypeError(
+            "Masks are combined by &, and not by | or ~: a union goes in as allowed=a.dense(B, H, M, N) | "
+            "b.dense(B, H, M, N), a boolean tensor"
+        )
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        return self | None
+
     @classmethod
     def __torch_function__(
         cls,

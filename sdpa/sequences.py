@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sdpa import packing, philox
 from sdpa.dispatch.catalog import SERVED
+from sdpa.dispatch.rules import PAGED_ROWS
 from sdpa.inputs import (
     Gather,
     Restore,
@@ -88,12 +89,23 @@ def served_form(inputs: AttentionInputs) -> AttentionInputs:
     """
     device = inputs.q.device.type
     if inputs.block_table is not None:
-        return packing.queries_apart(inputs) if device in SERVED["paged"] else packing.ordinary(inputs)
+        apart = packing.queries_apart(inputs) if device in SERVED["paged"] else inputs
+        return apart if device in SERVED["paged"] and keeps_pages(apart) else packing.ordinary(inputs)
     if inputs.cu_q is None or device in SERVED["packed"] or is_empty(inputs):
         return inputs
     if device in SERVED["segments"] and is_one_line(inputs):
         return as_segments(inputs)
     return packing.ordinary(inputs)
+
+
+def keeps_pages(inputs: AttentionInputs) -> bool:
+    """Whether a kernel of the device reads these pages. On a CPU it does for few queries, and rows of numbers side by
+    side; else a copy costs little, or is needed."""
+    if inputs.q.device.type != "cpu":
+        return True
+    _, H, M, _ = inputs.q.shape
+    few = M * H <= PAGED_ROWS * inputs.k.shape[1]
+    return few and not is_empty(inputs) and inputs.k.stride(3) == 1
 
 
 def is_one_line(inputs: AttentionInputs) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
@@ -22,6 +23,7 @@ from sdpa.torch_private import TORCHS, constant, distributed_tensors, handles_at
 from sdpa.validate import Call
 
 NAME = "scaled_dot_product_attention"
+INSIDE: ContextVar[bool] = ContextVar("inside of sdpa.distributed.context_parallel", default=False)
 CAUSAL = ["causal"]  # all that a mask may say there
 
 

@@ -183,6 +183,11 @@ def check_segments(mask: Mask, sizes: Sizes) -> None:
             raise RuntimeError(
                 f"Expected cu_seqlens to have shape (documents + 1,), but got {tuple(ids.shape)} instead."
             )
+    if mask.segments is None and not isinstance(given, tuple) and sizes.M != sizes.N:
+        raise RuntimeError(
+            f"Mask.cu_seqlens is one tensor for queries and keys alike, but there are {sizes.M} queries and {sizes.N} "
+            "keys; give a pair of tensors."
+        )
 
 
 def check_alibi(slopes: Tensor, B: int, H: int) -> None:

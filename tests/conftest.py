@@ -38,10 +38,18 @@ def pytest_addoption(parser):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if not any(
+        is_of_fuzz(report) for kind, kept in terminalreporter.stats.items() if kind != "deselected" for report in kept
+    ):
+        return
     seed, cases = config.getoption("--fuzz-seed"), config.getoption("--fuzz-cases")
     terminalreporter.write_line(
         f"fuzz: {cases} cases from seed {seed}; again: pytest tests/test_fuzz.py --fuzz-seed {seed}"
     )
+
+
+def is_of_fuzz(report):
+    return "test_fuzz.py" in (getattr(report, "nodeid", None) or "")
 
 
 @pytest.fixture(autouse=True, scope="session")

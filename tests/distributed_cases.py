@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -249,3 +250,129 @@ def modules(rank: int) -> None:
         for key, value in model.state_dict().items():
             value = value.full_tensor() if isinstance(value, DTensor) else value
             torch.testing.assert_close(value, expected.state_dict()[key], rtol=1e-10, atol=1e-10, msg=f"{name} {key}")
+
+
+def whole_masks() -> dict[str, Make]:
+    """Those of whole sequences, which a call in parts takes as they are."""
+    return MASKS | {"bottom right": lambda g, heads: Mask(causal=True, align="bottom_right", window=(5, 0))}
+
+
+def ulysses(rank: int, world: int, M: int, N: int) -> None:
+    """Each mask: output and log-sum-exp bit by bit those of one process, gradients too, each of this rank's part."""
+    from sdpa.distributed import context_parallel, shard, unshard
+
+    mesh = init_device_mesh("cpu", (world,))
+    names = {
+        name: make for name, make in whole_masks().items() if (M, N) == (12, 12) or name in ("none", "bias", "alibi")
+    }
+    for name, make in names.items():
+        g = torch.Generator().manual_seed(8)
+        heads = (8, 4)
+        whole = [randn(g, B, heads[0], M, D), randn(g, B, heads[1], N, D), randn(g, B, heads[1], N, D + 4)]
+        sinks = randn(g, heads[0])
+        mask = (
+            Mask(bias=torch.randn(1, heads[0], M, N, generator=g, dtype=torch.float64))
+            if name == "bias"
+            else make(g, 8)
+        )
+        if mask.bias is not None:
+            mask.bias.requires_grad_()
+        options: dict[str, Any] = {"enable_gqa": True, "softcap": 4.0, "return_lse": True}
+        out, lse = sdpa.scaled_dot_product_attention(*whole, mask, sinks=sinks, **options)
+        upstream = torch.randn(out.shape, generator=g, dtype=out.dtype)
+        out.backward(upstream)
+        expected = [t.grad for t in (*whole, sinks)] + ([] if mask.bias is None else [mask.bias.grad])
+        for t in (*whole, sinks, mask.bias):
+            if t is not None:
+                t.grad = None
+        own = [shard(t.detach(), mesh, 2).clone().requires_grad_() for t in whole]
+        with context_parallel(mesh):
+            found, found_lse = sdpa.scaled_dot_product_attention(*own, mask, sinks=sinks, **options)
+        found.backward(shard(upstream, mesh, 2))
+        assert torch.equal(unshard(found, mesh, 2), out) and torch.equal(unshard(found_lse, mesh, 2), lse), name
+        for t, wanted in zip(own, expected, strict=False):
+            torch.testing.assert_close(unshard(t.grad, mesh, 2), wanted, rtol=1e-12, atol=1e-12, msg=name)
+        for t, wanted in zip([sinks, *([] if mask.bias is None else [mask.bias])], expected[3:], strict=True):
+            total = t.grad.clone()
+            dist.all_reduce(total)
+            torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def ulysses_elsewhere(rank: int) -> None:
+    """torch's function, our layers, a compiled call, known lengths; and what is refused on every rank."""
+    from sdpa.distributed import context_parallel, shard, unshard
+
+    mesh = init_device_mesh("cpu", (2,))
+    g = torch.Generator().manual_seed(9)
+    whole = [randn(g, 2, 4, 10, D).detach() for _ in range(3)]
+    own = [shard(t, mesh, 2).contiguous() for t in whole]
+    expected = sdpa.scaled_dot_product_attention(*whole, is_causal=True)
+    attend = torch.compile(
+        lambda *t: torch.nn.functional.scaled_dot_product_attention(*t, is_causal=True), backend="eager"
+    )
+    torch.manual_seed(10)
+    layer = sdpa.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 10, 16, generator=g, dtype=torch.float64)
+    layer_expected, _ = layer(x, x, x, need_weights=False)
+    with context_parallel(mesh, lengths=[5, 5]):
+        assert torch.equal(
+            unshard(torch.nn.functional.scaled_dot_product_attention(*own, None, 0.0, True), mesh, 2), expected
+        )
+        assert torch.equal(unshard(attend(*own), mesh, 2), expected)
+        try:
+            sdpa.scaled_dot_product_attention(*(t[:, :, :4] for t in own))
+        except ValueError as error:
+            assert "this rank has 4 queries and 4 keys, where lengths tells of 5" in str(error), error
+        else:
+            raise AssertionError("other lengths were taken")
+        part = shard(x, mesh, 1)
+        torch.testing.assert_close(unshard(layer(part, part, part, need_weights=False)[0], mesh, 1), layer_expected)
+        cu = torch.tensor([0, 5], dtype=torch.int32)
+        for call, told in (
+            (lambda: layer(part, part, part), "attention with weights is not supported"),
+            (lambda: sdpa.scaled_dot_product_attention(*own, dropout_p=0.5), "dropout is not supported"),
+            (
+                lambda: sdpa.varlen_attention(*(t[0].transpose(0, 1) for t in own), cu, cu, 5, 5),
+                "varlen_attention is not",
+            ),
+            (lambda: torch.nn.MultiheadAttention(16, 4, dtype=torch.float64)(part, part, part), "is not reached; take"),
+            (lambda: sdpa.scaled_dot_product_attention(*(t[0] for t in own)), "expected query, key and value as"),
+            (lambda: sdpa.scaled_dot_product_attention(*(t[:, :3] for t in own)), "3 query heads and 3 key heads"),
+        ):
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                assert told in str(error), error
+            else:
+                raise AssertionError(f"not refused: {told}")
+    assert torch.equal(sdpa.scaled_dot_product_attention(*whole, is_causal=True), expected)
+    for options, told in (
+        ({"mode": "ring"}, "expected mode as one of ulysses, got 'ring'"),
+        ({"lengths": [1]}, "a length for each of 2 ranks, got 1"),
+    ):
+        try:
+            context_parallel(mesh, **options)
+        except ValueError as error:
+            assert told in str(error), error
+        else:
+            raise AssertionError(f"not refused: {told}")
+
+
+def alone(rank: int) -> None:
+    """A rank that is gone is an error of the others, at once."""
+    from sdpa.distributed import context_parallel
+
+    mesh = init_device_mesh("cpu", (2,))
+    q = torch.randn(1, 2, 4, 8)
+    dist.barrier()
+    if rank == 1:
+        return
+    begin = time.monotonic()
+    try:
+        with context_parallel(mesh):
+            sdpa.scaled_dot_product_attention(q, q, q)
+    except RuntimeError as error:
+        assert "gloo" in str(error).lower() or "closed" in str(error).lower(), error
+        assert time.monotonic() - begin < 30
+    else:
+        raise AssertionError("a call without its other rank ended")

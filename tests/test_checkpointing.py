@@ -102,3 +102,8 @@ def test_other_operators_are_asked_for():
 
     _, once = learned(CALLS["plain"], draw(B, H, L, D), context_fn=saving(otherwise))
     assert once == 1 and any("sin" in name for name in asked) and not any("attention" in name for name in asked)
+
+
+def test_a_policy_is_called():
+    with pytest.raises(TypeError, match="takes a policy, which is called, or None, got int"):
+        sdpa.save_attention(3)

@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 import sdpa
+from sdpa.bench import peers
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.cli.app import app
@@ -390,6 +391,7 @@ def test_bench_with_a_wrong_result(tiny_suite, monkeypatch):
         (("--suite", "tiny", "--only", "zzz"), "no problem of suite tiny contains 'zzz'"),
         (("--suite", "tiny", "--kernel", "x"), "unknown kernel or backend 'x'"),
         (("--suite", "tiny", "--peer", "x"), "'x' is not one of"),
+        (("--suite", "tiny", "--peer", "fa4"), "--peer fa4: expected a device of kind cuda, where it runs, got cpu"),
         (("--suite", "tiny", "--json", "/no/such/folder/f.json"), "expected a file in a folder that exists"),
         (("--suite", "tiny", "--threads", "0"), "0 is not in the range"),
         (("--suite", "tiny", "--threads", "99999999999"), "expected --threads up to 4096, got 99999999999"),
@@ -399,6 +401,21 @@ def test_bench_with_a_wrong_result(tiny_suite, monkeypatch):
 )
 def test_bench_complains_in_one_sentence(tiny_suite, arguments, said):
     assert said in complaint("bench", *arguments)
+
+
+def test_bench_of_a_peer_that_is_not_installed(tiny_suite, monkeypatch):
+    """Said before anything is measured; also where what would hold a part of it is absent."""
+    monkeypatch.setitem(peers.PACKAGES, "zentorch", "nobodys_package.part")
+    monkeypatch.setattr("sdpa.cli.bench.run_contest", lambda *_: pytest.fail("measured"))
+    said = complaint("bench", "--suite", "tiny", "--peer", "torch", "--peer", "zentorch")
+    assert said.endswith("--peer zentorch: the package nobodys_package.part is not installed")
+
+
+def test_peers_are_known_by_where_they_run():
+    assert set(peers.KINDS) | set(peers.PACKAGES) <= set(peers.PEERS)
+    everywhere = {name for name in peers.TORCH_PEERS if peers.why_absent(name, "mps") is None}
+    assert everywhere == {"torch", "math"} and peers.why_absent("flash", "cpu") is None
+    assert all("cuda" in peers.KINDS.get(name, ("cuda",)) for name in (*peers.TORCH_PEERS, "fa3", "fa4", "flex"))
 
 
 def test_bench_of_files_that_are_none(tmp_path):

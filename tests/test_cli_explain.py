@@ -29,6 +29,26 @@ def asked_by(*arguments: str) -> dict:
     return json.loads(call(*arguments, "--json"))["problem"]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--softcap", "-1"), "'--softcap': expected a finite number >= 0, got '-1'"),
+        (("--softcap=-1",), "'--softcap': expected a finite number >= 0, got '-1'"),
+        (("--softcap", "-inf"), "'--softcap': expected a finite number >= 0, got '-inf'"),
+        (("--causal", "--dropout", "-0.5"), "'--dropout': expected a number from 0 to 1, got '-0.5'"),
+        (("--softcap", "-x"), "No such option '-x'"),
+    ],
+)
+def test_a_negative_number_behind_an_option_that_needs_none(words, said):
+    """It is the number that is told of, and not an option of that name."""
+    assert said in complaint(*SHAPE, *words)
+
+
+def test_a_number_behind_an_equals_sign():
+    found = asked_by(*SHAPE, "--softcap=30", "--dropout", "--causal")
+    assert {"softcap", "dropout", "causal"} <= set(found["features"] + ["causal"])
+
+
 def as_json(problem: AttentionProblem) -> dict:
     """As `Explanation.as_dict` has it."""
     return json.loads(json.dumps(sdpa.dispatch.explain.Explanation(problem, (), None, "").as_dict()["problem"]))
@@ -221,3 +241,8 @@ def test_other_commands_want_the_device(command):
     device = () if "bench" in command else ("--device", "mps")
     told = complaint(*command, *device)
     assert "expected a device of this machine, got 'mps': " in told and "MPS" in told
+
+
+def test_pages_of_few_queries_are_read_where_they_lie_on_a_cpu():
+    problem = asked_by("explain", "--shape", "2,4,3,10,8", "--kv-heads", "2", "--paged")
+    assert "paged" in problem["features"]

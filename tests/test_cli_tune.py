@@ -47,6 +47,16 @@ def test_tune_writes_a_table_that_explain_reads(tiny_grid, tmp_path):
     assert "3 measured entries" in json.loads(call("info", "--json"))["tuning tables"][str(path)]
 
 
+def test_tune_into_a_pipe_says_how_far_it_is(tiny_grid, monkeypatch):
+    assert call("tune").count("measuring: ") == 1  # another line after 10 seconds
+    monkeypatch.setattr("sdpa.cli.common.LINE_SECONDS", 0.0)
+    lines = call("tune").splitlines()
+    told = [re.sub(r"\d+ s;", "0 s;", line) for line in lines if line.startswith("measuring")]
+    assert told == [f"measuring: {n} of 3 done, 0 s; now {problem.label}" for n, problem in enumerate(tiny_grid)]
+    checks = [line for line in lines if line.startswith("checking: ")]
+    assert len(checks) == 3 and checks[0].startswith("checking: 0 of 2 done") and "2 of 2" in checks[-1]
+
+
 def test_a_folder_that_nothing_can_be_written_to(tiny_grid, tmp_path, monkeypatch):
     """Said before anything is measured."""
     monkeypatch.setattr(tuner, "measure", lambda *_: pytest.fail("measured"))
@@ -320,6 +330,9 @@ def test_a_seed_of_nothing():
 def test_a_preference_for_kernels_that_are_built(tiny_grid, tmp_path, monkeypatch):
     """Written without measuring, before there is a table as after, and kept by what measures later."""
     path = table_in(tmp_path / "tables")
+    said = "--prefer-built has no effect on cpu, where no first call compiles a kernel"
+    assert said in complaint("tune", "--prefer-built", "2", code=2) and not path.exists()
+    monkeypatch.setattr("sdpa.cli.tune.compiling_kernels", lambda device: ("cpu_flash",))  # as a GPU has them
     with monkeypatch.context() as patch:
         patch.setattr(tuner, "measure", lambda *_: pytest.fail("measured"))
         assert f"written: {path}" in call("tune", "--prefer-built", "1.3")

@@ -13,11 +13,30 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from sdpa.bench.problems import MASKS
+from sdpa.cli.common import compiling_kernels
 
 pytestmark = pytest.mark.usefixtures("own_surroundings")
+
+
+@pytest.fixture
+def as_if_compiled(monkeypatch):
+    """The CPU as a device whose first calls compile, which stands here for a GPU."""
+    monkeypatch.setattr("sdpa.cli.warm_up.compiling_kernels", lambda device: ("cpu_flash",))
+
+
 SHAPE = ("warm-up", "--device", "cpu", "--shape", "2,4,40,40,8")
 
 
+def test_on_a_cpu_nothing_is_run(monkeypatch):
+    monkeypatch.setattr("sdpa.cli.warm_up.warm", lambda *_, **__: pytest.fail("ran"))
+    said = call(*SHAPE)
+    assert said.startswith("nothing to compile on cpu: its kernels were built") and "sdpa explain" in said
+    assert len(said.splitlines()) == 1 and json.loads(call(*SHAPE, "--json")) == []
+    assert compiling_kernels("cpu") == () and "triton_flash" in compiling_kernels("cuda:1")
+    assert compiling_kernels("mps") == ("metal_flash",)
+
+
+@pytest.mark.usefixtures("as_if_compiled")
 def test_it_prints_who_answers():
     text = call(*SHAPE, "--shape", "1,4,1,24,8", "--kv-heads", "2", "--dv", "16", "--mask", "none", "--mask", "causal")
     for words in ("problem", "kernel", "first run", "B=2 H=4 Hkv=2 M=40 N=40 D=8 Dv=16 bfloat16 on cpu: gqa"):
@@ -25,6 +44,7 @@ def test_it_prints_who_answers():
     assert text.count("cpu_flash") == 4 and text.count("M=1 N=24") == 2 and "backward" not in text
 
 
+@pytest.mark.usefixtures("as_if_compiled")
 def test_json():
     found = json.loads(call(*SHAPE, "--dtype", "float32", "--training", "--json", "--jobs", "2"))
     assert [set(one) for one in found] == [{"problem", "kernel", "seconds"}] * 2
@@ -32,6 +52,7 @@ def test_json():
     assert {one["kernel"] for one in found} == {"cpu_flash"} and all(one["seconds"] > 0 for one in found)
 
 
+@pytest.mark.usefixtures("as_if_compiled")
 def test_every_mask():
     masks = [option for mask in MASKS for option in ("--mask", mask)]
     found = json.loads(call(*SHAPE, *masks, "--training", "--json"))

@@ -33,3 +33,17 @@ def test_gradients_of_packed_documents():
 
 def test_layers_in_data_parallel():
     run(2, cases.modules)
+
+
+@pytest.mark.parametrize(("world", "M", "N"), [(2, 12, 12), (2, 11, 7), (4, 9, 13)])
+def test_ulysses(world, M, N):
+    """Parts of the sequence of one length, and of several."""
+    run(world, cases.ulysses, world, M, N)
+
+
+def test_ulysses_elsewhere():
+    run(2, cases.ulysses_elsewhere)
+
+
+def test_a_rank_that_is_gone():
+    run(2, cases.alone)

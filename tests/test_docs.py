@@ -14,12 +14,14 @@ import torch
 from browser import FAULTS, hexadecimal
 
 import sdpa
+import sdpa.distributed
 import sdpa.nn
 from sdpa.bench import (
     examples,
     front,
     guide_tables,
     inserted,
+    last_runs,
     mask_pictures,
     performance_page,
     pictures,
@@ -141,6 +143,29 @@ def test_the_speed_table_and_its_figure_are_of_the_results():
     )
 
 
+def test_the_front_page_is_of_the_rows_that_the_guide_is_of():
+    """ALiBi's backward was slower than FlexAttention in a first run, and is not in its last one; torch's backends stood
+    beside the first alone."""
+    part = front.Part("nvidia_h200", "gpu-mask", "backward")
+    guide = {row["problem"]: row for _, row in last_runs.last_rows("nvidia_h200")}
+    assert len(part.rows()) == 7 and all(row is guide[row["problem"]] for row in part.rows())
+    (alibi,) = [row["ratio"] for row in part.rows() if " alibi " in row["problem"]]
+    assert alibi == "1.593" and all(row["torch_ratio"] for row in part.rows("torch_ratio"))
+    line = next(line for line in front.table().splitlines() if "masks and biases, backward" in line)
+    slowest = min(float(row["ratio"]) for row in part.rows())
+    assert f"({slowest:.2f}) |" in line and "FlashAttention-4, FlexAttention" in line
+
+
+def test_the_front_page_says_of_which_cpu_a_figure_is():
+    lines = [line for line in front.table().splitlines() if " CPU, " in line]
+    assert all(re.search(r" CPU, \d+ threads?, (forward|backward|decode) \| fp32, bf16", line) for line in lines)
+    assert [line.split()[2] for line in lines if line.startswith("| Zen")] == ["5"] * 3 + ["4"] * 3
+    (row,) = [line for line in lines if "Zen 4" in line and "forward" in line]
+    assert "2.42 (1.12)" in row  # the last line of its run
+    (wide,) = [line for line in lines if "Sapphire" in line and "decode" in line]
+    assert "16 threads" in wide and "1.64 (0.98)" in wide
+
+
 def test_the_page_of_performance_is_of_the_results():
     text, made = performance_page.PAGE.read_text(), performance_page.pictures()
     assert text == performance_page.page(), "python -m sdpa.bench.performance_page"
@@ -212,8 +237,9 @@ def test_guides_have_no_other_figure_of_speed(page):
 
 def test_what_is_slower_is_of_the_last_run_and_complete():
     told = guide_tables.slower()
+    assert "| Zen 4, 1 thread | small call: forward+varlen | segments | 64 | torch | 1 |" in told
     counted = sum(int(line.split(" | ")[5]) for line in told.splitlines() if line.startswith("| H200"))
-    slow = [row for _, row in guide_tables.last_rows("nvidia_h200") if float(row["ratio"]) < guide_tables.NOTED]
+    slow = [row for _, row in last_runs.last_rows("nvidia_h200") if float(row["ratio"]) < guide_tables.NOTED]
     assert counted == len(slow) > 10
     # alibi's backward was slower than FlexAttention's once, and its last run says that it is not
     assert "alibi" not in told and "| H200 | backward | segments | 128 | FlashAttention-4 | 2 |" in told
@@ -252,6 +278,7 @@ def test_every_public_name_has_a_place_in_the_reference():
     pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     told = set(re.findall(r"^::: sdpa\.([\w.]+)$", pages, re.M))
     public = set(sdpa.__all__) | {f"nn.{name}" for name in sdpa.nn.__all__ if name not in sdpa.__all__}
+    public |= {f"distributed.{name}" for name in sdpa.distributed.__all__}
     assert public <= told, public - told
 
 

@@ -29,6 +29,7 @@ class InterpreterError(OutOfResources):
 
 InterpreterError.__module__ = "triton.runtime.errors"
 
+NO_CPU_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has")
 TOO_LARGE = OutOfResources("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
 NO_IMAGE = RuntimeError("CUDA error: no kernel image is available for execution on the device")
@@ -62,6 +63,7 @@ LARGE = {"materialises": True}
 
 
 @pytest.mark.parametrize("error,kind", [
+    (NO_CPU_MEMORY, failure.MEMORY),
     (NO_MEMORY, failure.MEMORY), (TOO_LARGE, failure.TILE), (NO_IMAGE, failure.BUILD), (FAULT, None),
     (GRID, failure.SIZE), (RuntimeError("CUDA error: too many resources requested for launch"), failure.TILE),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), None),

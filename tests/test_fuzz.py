@@ -8,6 +8,7 @@ A failure names the seed of its case; `--fuzz-seed S --fuzz-cases 1` repeats it 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +162,15 @@ def test_calls_against_torch_in_float64(seeds, matches_torch):
                 shapes = [tuple(t.shape) for t in tensors]
                 pytest.fail(f"seed {seed}: {shapes} {tensors[0].dtype} mask {None if mask is None else mask.shape} "
                             f"{options}: {error}")  # fmt: skip
+
+
+def test_the_seed_is_told_where_cases_were_run_and_nowhere_else(request):
+    """As at the end of `make docs`, which runs tests and none of these."""
+    (hooks,) = [p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "FUZZ_SEED")]
+    lines: list[str] = []
+    for kind, file in (("passed", "test_site"), ("deselected", "test_fuzz"), ("passed", "test_fuzz")):
+        report = SimpleNamespace(nodeid=f"tests/{file}.py::test_one[seed7]")
+        reporter = SimpleNamespace(stats={kind: [report], "warnings": [object()]}, write_line=lines.append)
+        hooks.pytest_terminal_summary(reporter, request.config)
+        assert bool(lines) == (kind == "passed" and file == "test_fuzz")
+    assert len(lines) == 1 and lines[0].startswith("fuzz: ")

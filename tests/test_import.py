@@ -51,6 +51,12 @@ def test_modules_are_imported_by_who_asks_for_them():
     assert same == "True True" and other == "False True"
 
 
+def test_names_that_are_listed_are_the_public_ones():
+    code = "import sdpa; print([name for name in dir(sdpa) if not name.startswith('__')])"
+    assert fresh(code) == str(sorted([*sdpa.__all__, "integrations", "nn"]))
+    assert "__version__" in dir(sdpa)
+
+
 def test_packages_are_reached_by_their_names():
     """Without an import of their own, and not before."""
     code = "import sys, sdpa; names = ['nn', 'integrations']\n"

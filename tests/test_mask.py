@@ -385,3 +385,18 @@ def test_slopes_of_float64_calls_are_float64(kernel):
     bias = -(slopes[:, None, None] * (index[None] - index[:, None]).abs())[None]
     out = scaled_dot_product_attention(q, k, v, Mask(alibi=slopes), kernel=kernel)
     torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, bias), atol=1e-14, rtol=1e-14)
+
+
+def test_a_union_says_how_it_is_written():
+    one, other = Mask(causal=True), Mask(window=(1, 1))
+    for make in (lambda: one | other, lambda: other | torch.ones(2, 2, dtype=torch.bool), lambda: ~one):
+        with pytest.raises(TypeError, match=r"combined by &, and not by \| or ~: a union goes in as allowed=a.dense"):
+            make()
+
+
+def test_one_tensor_of_documents_is_for_as_many_queries_as_keys():
+    q, k = torch.randn(1, 1, 16, 8), torch.randn(1, 1, 8, 8)
+    cu = torch.tensor([0, 8, 16])
+    with pytest.raises(RuntimeError, match="there are 16 queries and 8 keys; give a pair of tensors"):
+        scaled_dot_product_attention(q, k, k, Mask(cu_seqlens=cu))
+    assert scaled_dot_product_attention(q, k, k, Mask(cu_seqlens=(cu, cu // 2))).shape == q.shape

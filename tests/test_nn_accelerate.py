@@ -92,6 +92,7 @@ def test_a_swap_changes_classes_and_nothing_else():
 def test_a_model_may_be_the_module_itself():
     attention = torch.nn.MultiheadAttention(8, 2)
     assert str(sdpa.nn.accelerate(attention)) == "swapped 1 modules: (the model)"
+    assert str(sdpa.nn.accelerate(attention)) == "swapped 0 modules; 1 were ours already"
     assert type(attention) is sdpa.nn.MultiheadAttention
 
 

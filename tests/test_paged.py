@@ -26,18 +26,22 @@ NAN = math.nan
 dtypes = pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=lambda d: str(d).removeprefix("torch."))
 
 
-@pytest.fixture(params=["gathered", "paged"])
+@pytest.fixture(params=["gathered", "paged", "few"])
 def form(request, monkeypatch):
-    """How the front door passes a cache on: its keys in order where no fused kernel takes pages, else as it is, which
-    math then answers."""
+    """How the front door passes a cache on: its keys in order where no fused kernel takes pages, else as it is.
+
+    On a CPU cpu_flash takes few queries; math answers where many are passed on."""
+    if request.param == "gathered":
+        monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "paged": frozenset()})
     if request.param == "paged":
         as_it_is(monkeypatch)
+    clear_caches()
     yield
-    clear_caches()  # of calls that were made where pages are passed on
+    clear_caches()  # of calls that were made where pages are passed on otherwise
 
 
 def as_it_is(monkeypatch):
-    monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "paged": frozenset({"cpu"})})
+    monkeypatch.setattr(sequences, "keeps_pages", lambda inputs: True)
     clear_caches()  # of calls that were made where pages are put in order
 
 
@@ -327,14 +331,41 @@ def test_backward_of_a_paged_cache_says_that_there_is_none(monkeypatch):
 def test_form_and_features(form, request):
     query, keys, values, pages = page_operands()[0]
     inputs = build_paged(query, keys, values, pages, Options())
-    as_is = request.node.callspec.params["form"] == "paged"
+    as_is = request.node.callspec.params["form"] != "gathered"
     assert (sequences.served_form(inputs).block_table is not None) == as_is
     paged(query, keys, values, *pages[:2])
-    assert sdpa.last_choice().kernel.name == ("math" if as_is else "cpu_flash")
+    assert sdpa.last_choice().kernel.name == "cpu_flash"
     problem = AttentionProblem.of(inputs)
     assert (problem.B, problem.M, problem.N) == (3, 2, 12) and problem.features == {"paged", "k_lengths"}
-    assert by_name()["cpu_flash"].why_not(problem) == ["does not support a paged key/value cache"]
-    assert not by_name()["math"].why_not(problem)
+    assert not by_name()["cpu_flash"].why_not(problem) and not by_name()["math"].why_not(problem)
+    many = problem._replace(M=9)
+    told = ["reads pages for at most 8 queries of heads that share keys, got 9"]
+    assert by_name()["cpu_flash"].why_not(many) == told
+    assert by_name()["cpu_flash"].why_not(problem._replace(direction="backward")) == [
+        "reads a paged cache in the forward only"
+    ]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 24, 64])
+@pytest.mark.parametrize("order", ["scattered", "in order", "backwards"])
+@dtypes
+def test_pages_of_any_size_in_any_order(dtype, order, page_size):
+    """Few queries over 200 keys, which are read where they lie: pages that follow one another as one piece, and windows
+    and prefixes that begin inside of a page."""
+    N, B, Hkv, D = 200, 2, 2, 20
+    places = -(-N // page_size)
+    number = torch.arange(B * places)
+    number = {"scattered": number[torch.randperm(B * places)], "in order": number, "backwards": number.flip(0)}[order]
+    table = number.to(torch.int32).view(B, places)
+    caches = [draw(B * places, page_size, Hkv, D, dtype=dtype, seed=seed) for seed in (1, 2)]
+    k, v = (cache[table.long()].reshape(B, -1, Hkv, D).transpose(1, 2) for cache in caches)
+    lengths = int32(N, 77)
+    for M, mask in ((1, Mask()), (2, Mask(causal=True, align="bottom_right", window=(30, 0))), (4, Mask(prefix=5))):
+        query = draw(B, M, 4, D, dtype=dtype, seed=3)
+        out = paged(query, *caches, table, lengths, mask, enable_gqa=True)
+        assert sdpa.last_choice().kernel.name == "cpu_flash" and "paged" in sdpa.last_choice().problem.features
+        expected = plain(query.transpose(1, 2), k, v, mask & Mask(lengths=lengths), enable_gqa=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_views_are_passed_without_copies():

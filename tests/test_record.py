@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 from sdpa.bench import plots, record
 from sdpa.bench.contest import Entry
 from sdpa.bench.suites import GPU_SUITES, SUITES
-from sdpa.cli.bench import line
+from sdpa.cli.rows import line, speed
 
 RESULTS = Path(record.__file__).parent / "results"
 HEADER = {
@@ -132,6 +132,20 @@ def test_summary_of_a_kernel():
 def test_the_line_of_our_default_beside_torch_alone_is_short():
     rows = [replace(row, peers=(replace(row.peers[0], name="torch"),)) for row in some_rows(kernel="default")]
     assert record.summary("overhead", "default", rows) == "suite=overhead cells=36 geomean=2.000 worst=2.000"
+
+
+def test_small_speeds_are_shown_in_smaller_units():
+    """On the terminal; a CSV keeps its unit."""
+    (row,) = some_rows(few=1)
+    work = row.problem.operations()
+    assert speed(row.problem, work / 2.5e12) == ("2.5", "TFLOP/s")
+    assert speed(row.problem, work / 96.3e9) == ("96.3", "GFLOP/s")
+    slow = replace(row, own=replace(row.own, seconds=work / 96.3e9))
+    assert " 96.3 GFLOP/s " in line(slow)
+    kept = record.as_record(slow)
+    assert kept["unit"] == "TFLOP/s" and float(kept["tflops_or_gbs"]) == pytest.approx(0.0963)
+    decode, host = replace(row.problem, M=1, N=4096), replace(row.problem, host=True)
+    assert speed(decode, 1.0)[1] == "GB/s" and speed(host, 1e-6) == ("1.0", "us")
 
 
 def test_lines_name_every_peer():

@@ -90,6 +90,12 @@ def test_strict_refuses_to_fall_to_math():
         assert "cpu_flash: able, but not allowed" in str(error.value)
     with sdpa_kernel("math", strict=True):
         assert by_name()[ran()].family == "math"  # asked for by name: no fall
+    with sdpa_kernel(["efficient", "math"]):
+        assert by_name()[ran()].family == "math"
+    with sdpa_kernel(["efficient", "math"], strict=True), pytest.raises(sdpa.NoKernelError, match="strict mode"):
+        ran()
+    with sdpa_kernel(["efficient"]), pytest.raises(sdpa.NoKernelError, match="asked for: efficient"):
+        ran()  # also without
     with sdpa_kernel(strict=True):
         assert by_name()[ran()].family == "flash"
 

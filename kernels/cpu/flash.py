@@ -19,8 +19,8 @@ from sdpa.torch_private import empty_strided_cpu, profiler_enabled
 # 2 % on one thread of a Zen 4.
 TILES = (Tile(768, 384),)
 
-# Fields of AttentionInputs: those a dense call has, and the rest, which is passed by name where it is there. The last
-# ones, of packed and paged calls, never come here.
+# Fields of AttentionInputs: those of a dense call, and the rest, which is passed by name where it is there. Of the last
+# ones, of packed and paged calls, only the table of pages comes here.
 DENSE = AttentionInputs._fields.index("allowed") + 1
 FIRST_OPTION = AttentionInputs._fields.index("bias")
 END = AttentionInputs._fields.index("cu_q")
@@ -152,7 +152,7 @@ def _is_dense(inputs: AttentionInputs, tile: Tile | None) -> bool:
         return False
     # Asked by identity: to compare a tensor with None takes 30 us.
     q_lengths, k_lengths, q_segments, _, prefix, alibi, sinks, softcap, dropout_p, _ = inputs[DENSE:END]
-    absent = q_lengths is k_lengths is q_segments is prefix is alibi is sinks is None
+    absent = q_lengths is k_lengths is q_segments is prefix is alibi is sinks is None  # a paged call has lengths
     return absent and softcap == 0.0 and dropout_p == 0.0
 
 
@@ -173,6 +173,8 @@ def _operator(name: str) -> Callable[..., tuple[Tensor, ...]]:
 def _options(inputs: AttentionInputs, tile: Tile | None) -> dict[str, Tensor | float | int]:
     """The optional arguments that are there, by name."""
     given = {name: value for name, value in zip(OPTIONS, inputs[FIRST_OPTION:END], strict=True) if value is not None}
+    if inputs.block_table is not None:
+        given["block_table"] = inputs.block_table
     if tile is not None and tile is not TILES[0]:
         given.update(block_m=tile.BLOCK_M, block_n=tile.BLOCK_N)
     return given

@@ -15,7 +15,6 @@ namespace sdpa_cpu {
 namespace {
 
 constexpr int64_t kSkippedKeys = 64;         // runs of so many masked keys are skipped beside visible ones
-constexpr int64_t kDirectRows = 8;           // up to so many rows, reading keys in place is faster than packing them
 constexpr int64_t kDirectScores = 8192;      // of a block whose keys are read in place: only its scores need memory
 constexpr int64_t kPartialKeys = 256;        // of such a block where some keys are masked: a second read hits a cache
 constexpr int64_t kFewestKeysOfSplit = 512;  // for a task of one row; for one of eight and more rows an eighth of it
@@ -229,7 +228,7 @@ class Forward {
       const int64_t last = query_ + queries_ - 1;
       int64_t cut = range.begin;  // the end of a partly masked block that is visited in smaller ones
       for (int64_t begin = range.begin, count; begin < range.end; begin += count) {
-        count = std::min(begin < cut ? kPartialKeys : f_.plan_.block_n, range.end - begin);
+        count = std::min({begin < cut ? kPartialKeys : f_.plan_.block_n, range.end - begin, in_one_piece(begin)});
         Cover cover = mask_.structured(query_, last, begin, count);
         if (cover == Cover::kPartial && f_.plan_.direct && count > kPartialKeys) {
           cut = begin + count;
@@ -365,8 +364,29 @@ class Forward {
       return block;
     }
 
+    // The page of a sequence, by its place in the table; a number of no page is that of the nearest one.
+    int64_t page_of(int64_t place) const {
+      return std::clamp<int64_t>(*reinterpret_cast<const int32_t*>(p_.block_table.at(batch_, place)), 0, p_.pages - 1);
+    }
+
+    // How many keys from `begin` on lie one after the other: those of a page, and of pages that follow it in memory.
+    int64_t in_one_piece(int64_t begin) const {
+      if (!p_.block_table) return p_.N;
+      const int64_t size = p_.page_size, places = p_.N / size;
+      int64_t place = begin / size, count = size - begin % size;
+      const bool follow = p_.k.stride[0] == size * p_.k.stride[2] && p_.v.stride[0] == size * p_.v.stride[2];
+      for (; follow && count < f_.plan_.block_n && place + 1 < places; ++place, count += size)
+        if (page_of(place + 1) != page_of(place) + 1) break;
+      return count;
+    }
+
+    Source rows_of(const View& view, int64_t begin) const {
+      if (!p_.block_table) return view.rows(batch_, kv_head_, begin);
+      return view.rows(page_of(begin / p_.page_size), kv_head_, begin % p_.page_size);
+    }
+
     KeyBlock load(int64_t begin, int64_t count, Cover cover) const {
-      KeyBlock block{begin, count, p_.k.rows(batch_, kv_head_, begin), p_.v.rows(batch_, kv_head_, begin)};
+      KeyBlock block{begin, count, rows_of(p_.k, begin), rows_of(p_.v, begin)};
       if (!f_.plan_.direct) f_.prim_.pack_columns(block.keys, count, p_.D, b_.keys, f_.plan_.ld);
       if (!f_.values_in_place_) {
         f_.prim_.pack_steps(block.values, count, p_.Dv, b_.values, f_.v_ld_);
@@ -489,7 +509,8 @@ template <typename T>
 void attention_forward(const AttentionParams& params, const Toolbox<T>& tools, const ForwardResults& results) {
   if (params.B * params.H * params.M == 0) return;
   if constexpr (sizeof(T) == sizeof(float))
-    if (tools.split && in_parts(params)) return Forward<T, Split>(params, *tools.split, results).run();
+    if (tools.split && !params.block_table && in_parts(params))
+      return Forward<T, Split>(params, *tools.split, results).run();
   const bool direct = reads_in_place(params);
   const bool pairs =
       tools.pairs && (direct ? tools.pairs->scores_direct && whole_vectors(params.v, params.Dv, tools.pairs->lanes)

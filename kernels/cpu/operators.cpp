@@ -126,7 +126,7 @@ Tensor empty_result(int32_t code) { return new_tensor({0}, {1}, code); }
 struct Call {
   Tensor q, k, v;
   std::vector<std::optional<Tensor>> kept;  // in the order of the arguments
-  std::optional<Tensor> rng;
+  std::optional<Tensor> rng, block_table;
   AttentionParams params;
 
   void take_tensors(Arguments* in) {
@@ -158,6 +158,8 @@ struct Call {
     params.block_n = in->next<int64_t>();
   }
 
+  void take_pages(Arguments* in) { block_table = in->next_optional(); }
+
   void read() {
     read_tensors();
     params.left = side(params.left);
@@ -182,13 +184,26 @@ struct Call {
     params.v = view_of(v);
     params.B = of_q[0], params.H = of_q[1], params.M = of_q[2], params.D = of_q[3];
     params.Hkv = of_k[1], params.N = of_k[2], params.Dv = of_v[3];
+    int64_t entries = params.B;
+    if (block_table) entries = read_pages(of_k[0]);
     STD_TORCH_CHECK(params.k.dtype == params.q.dtype && params.v.dtype == params.q.dtype,
                     "cpu_flash: expected q, k and v of one dtype");
     STD_TORCH_CHECK(params.Hkv > 0 ? params.H % params.Hkv == 0 : params.H == 0,
                     "cpu_flash: expected the heads of q to be a multiple of those of k, but got ", params.H, " and ",
                     params.Hkv);
-    check_sizes("k", of_k, {params.B, params.Hkv, params.N, params.D});
-    check_sizes("v", of_v, {params.B, params.Hkv, params.N, params.Dv});
+    check_sizes("k", of_k, {entries, params.Hkv, of_k[2], params.D});
+    check_sizes("v", of_v, {entries, params.Hkv, of_k[2], params.Dv});
+    STD_TORCH_CHECK(!block_table || (params.M * params.G() <= kDirectRows && unit_stride(params.k)),
+                    "cpu_flash: expected at most ", kDirectRows,
+                    " queries of heads that share pages, and rows of keys ", "whose numbers lie side by side");
+  }
+
+  // The keys of a sequence are those of its pages. Returns the number of pages.
+  int64_t read_pages(int64_t pages) {
+    const int64_t places = block_table->dim() == 2 ? block_table->size(1) : 0;
+    params.block_table = words("block_table", block_table, ScalarType::Int, {params.B, places}, false);
+    params.pages = pages, params.page_size = params.N, params.N *= pages > 0 ? places : 0;
+    return pages;
   }
 
   // A side of the band that is wider than the matrix hides nothing, and sums with it could overflow.
@@ -225,10 +240,11 @@ struct Call {
   }
 
   // An optional argument of integers or booleans.
-  static View words(const char* name, const std::optional<Tensor>& tensor, ScalarType type, Sizes wanted) {
+  static View words(const char* name, const std::optional<Tensor>& tensor, ScalarType type, Sizes wanted,
+                    bool broadcasts = true) {
     STD_TORCH_CHECK(!tensor || tensor->scalar_type() == type, "cpu_flash: expected ", name,
                     type == ScalarType::Bool ? " in bool" : " in int32");
-    return optional_view(name, tensor, false, wanted);
+    return optional_view(name, tensor, false, wanted, broadcasts);
   }
 
   void read_rng() {
@@ -267,7 +283,7 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
   if (kDense)
     call.take_dense(&in);
   else
-    call.take_options(&in);
+    call.take_options(&in), call.take_pages(&in);
   call.read();
   const AttentionParams& p = call.params;
   const Tensor out = new_like(call.q, p.Dv);
@@ -281,6 +297,7 @@ struct Recorded {
   explicit Recorded(const Call& call) : params(call.params), has_rng(call.rng.has_value()) {
     for (const std::optional<Tensor>& tensor : call.kept) given.push_back(tensor.has_value());
     if (has_rng) rng_stride = call.rng->stride(0);
+    has_pages = call.block_table.has_value();
   }
   virtual ~Recorded() = default;
 
@@ -306,13 +323,14 @@ struct Recorded {
       const auto* words = reinterpret_cast<const uint64_t*>(*addresses++);
       p.philox_key = words[0], p.philox_offset = words[rng_stride];
     }
+    if (has_pages) p.block_table.data = *addresses++;
     p.threads = torch::stable::get_num_threads();
     return p;
   }
 
  private:
   std::vector<bool> given;  // which optional tensors there are, an empty one too, whose view is absent
-  bool has_rng;
+  bool has_rng, has_pages;
   int64_t rng_stride = 0;  // in words
 };
 
@@ -343,6 +361,7 @@ void record_forward(StableIValue* stack, uint64_t, uint64_t) {
   call.take_tensors(&in);
   call.take_band(&in);
   call.take_options(&in);
+  call.take_pages(&in);
   const std::optional<Tensor> out = in.next_optional();
   const bool has_lse = in.next<bool>();
   call.read();
@@ -511,6 +530,7 @@ const std::string kOptions =
     "Tensor? bias=None, Tensor? allowed=None, Tensor? q_lengths=None, Tensor? k_lengths=None, "
     "Tensor? q_segments=None, Tensor? k_segments=None, Tensor? prefix=None, Tensor? alibi=None, Tensor? sinks=None, "
     "float softcap=0.0, float dropout_p=0.0, Tensor? rng=None, int block_m=0, int block_n=0";
+const std::string kPages = ", Tensor? block_table=None";
 
 }  // namespace
 
@@ -521,14 +541,15 @@ STABLE_TORCH_LIBRARY(sdpa_cpu, library) {
   library.def(("flash_backward_dense(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + dense +
                ") -> (Tensor, Tensor, Tensor)")
                   .c_str());
-  library.def(("flash_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ") -> (Tensor, Tensor)").c_str());
+  library.def(
+      ("flash_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + kPages + ") -> (Tensor, Tensor)").c_str());
   library.def(("flash_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + band +
                "Tensor? grad_lse=None, " + kOptions +
                ", bool bias_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
                   .c_str());
-  library.def(
-      ("record_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + ", Tensor? out=None, bool lse=False) -> int")
-          .c_str());
+  library.def(("record_forward(Tensor q, Tensor k, Tensor v, " + band + kOptions + kPages +
+               ", Tensor? out=None, bool lse=False) -> int")
+                  .c_str());
   library.def(("record_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " + band +
                "Tensor? grad_lse=None, " + kOptions + ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None) -> int")
                   .c_str());

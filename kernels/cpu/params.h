@@ -9,6 +9,7 @@
 namespace sdpa_cpu {
 
 constexpr int64_t kUnlimited = -1;
+constexpr int64_t kDirectRows = 8;  // up to so many rows, reading keys in place is faster than packing them
 
 inline size_t size_of(Dtype dtype) {
   if (dtype == Dtype::kFloat64) return 8;
@@ -63,6 +64,8 @@ struct AttentionParams {
   View prefix;                  // [B], int32
   View alibi;                   // [B, H], float32 or float64
   View sinks;                   // [H]
+  View block_table;             // [B, pages of a sequence], int32; then k and v are [pages, Hkv, page_size, .]
+  int64_t pages = 0, page_size = 0;
   double softcap = 0.0;
   double dropout_p = 0.0;
   uint64_t philox_key = 0, philox_offset = 0;

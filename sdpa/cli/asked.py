@@ -11,6 +11,7 @@ import torch
 from sdpa.cli.common import require_name
 from sdpa.dispatch import apple, cards
 from sdpa.dispatch.catalog import SERVED
+from sdpa.dispatch.rules import PAGED_ROWS
 from sdpa.problem import LARGE_SOFTCAP, UNLIMITED, AttentionProblem
 
 # What a mask of each name asks for, in the words of sdpa.problem.FEATURES.
@@ -79,7 +80,7 @@ class Number(click.ParamType):
         except ValueError:
             number = math.nan
         if not (math.isfinite(number) and self.lowest <= number <= self.highest):
-            self.fail(f"expected {self.words}, got {value!r}", param, ctx)
+            self.fail(f"expected {self.words}, got {str(value).strip()!r}", param, ctx)
         return number
 
 
@@ -208,7 +209,8 @@ def served(features: frozenset[str], asked: Asked) -> tuple[frozenset[str], tupl
     B, H, M, N, D = asked.shape
     device = asked.device.partition(":")[0]
     if asked.paged:
-        return features if device in SERVED["paged"] else features - {"paged"}, asked.shape
+        few = device != "cpu" or M * (H // (asked.kv_heads or H)) <= PAGED_ROWS
+        return features if device in SERVED["paged"] and few else features - {"paged"}, asked.shape
     if not asked.packed or device in SERVED["packed"]:
         return features, asked.shape
     features = features - {"packed"}

@@ -17,20 +17,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from sdpa.bench import pool, record, warm
-from sdpa.bench.contest import DEFAULT, NOT_TORCHS, OWN, DeviceLost, Entry, Options, Row, run_contest
+from sdpa.bench.contest import DEFAULT, OWN, DeviceLost, Options, Row, run_contest
 from sdpa.bench.drawn import drawn
 from sdpa.bench.models import models
-from sdpa.bench.peers import PEERS, TORCH_PEERS
+from sdpa.bench.peers import PEERS, TORCH_PEERS, why_absent
 from sdpa.bench.problems import Problem
 from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Pace
 from sdpa.cli.cold import SUITE as COLD
 from sdpa.cli.cold import run_cold
-from sdpa.cli.common import Time, console, duration, progress, require_device, set_threads
+from sdpa.cli.common import Time, console, progress, require_device, set_threads
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
 from sdpa.cli.outputs import require_output
 from sdpa.cli.race import write_page_of_csvs, write_page_of_run
+from sdpa.cli.rows import LINE, line
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.context import backend_name
 
@@ -39,8 +40,6 @@ RANDOM = "random"  # the suite that is drawn by a seed
 DRAWN = 300  # problems
 KNOWN = ", ".join((*SUITES, MODELS, RANDOM, COLD))
 FROM_CSV = "Draw what a CSV holds, or write its page, and measure nothing; repeatable for a page."
-SLOWER = 0.9  # below this share of the best peer's speed a row is red
-LINE = "{:<48} {:<18} {:>9} {:>8} {:<7} {:>7} {:>7} {:>6}  {}"
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,15 @@ def chosen_problems(request: Request) -> dict[str, list[Problem]]:
         raise click.UsageError(f"no problem of suite {suites} contains {request.only!r}")
     for device in {problem.device for problems in chosen.values() for problem in problems}:
         require_device(device)
+        require_peers(request.peers, device)
     return chosen
+
+
+def require_peers(names: Sequence[str], device: str) -> None:
+    """A peer that was asked for and cannot run would be told of after all is measured."""
+    for name in names:
+        if reason := why_absent(name, device):
+            raise click.UsageError(f"--peer {name}: {reason}")
 
 
 def check_name(kernel: str) -> None:
@@ -341,30 +348,6 @@ def run_and_show(
         except DeviceLost as error:
             raise click.ClickException(str(error)) from None
     return measured
-
-
-def line(row: Row, regret: float | None = None) -> str:
-    """A row as it is printed; `regret` is the default's beside our other kernels."""
-    own, label = row.own, row.problem.label
-    peers = " ".join(map(told, sorted(row.peers, key=lambda peer: peer.seconds or float("inf"))))
-    peers += f"; {own.note}" if own.note == NOT_TORCHS else ""
-    peers += f" regret={regret:.2f}" if regret is not None and own.name == DEFAULT else ""
-    if own.seconds is None or own.timing is None:
-        color = "red" if own.failed else "yellow"
-        return f"[{color}]{escape(f'{label:<48} {own.name:<18} {own.reason}  {peers}')}"
-    name = f"({own.kernel})" if own.name in (DEFAULT, OWN) else own.kernel
-    ratio, torch_ratio = row.ratio(), row.torch_ratio
-    ratios = ["" if number is None else f"{number:.3f}" for number in (ratio, torch_ratio)]
-    figure = f"{row.problem.figure(own.seconds):.1f}"
-    times = (duration(own.seconds), figure, row.problem.unit, *ratios, f"{own.timing.spread:.0%}")
-    text = escape(LINE.format(label, name, *times, peers))
-    if ratio is None:
-        return text
-    return f"[red]{text}" if ratio < SLOWER else f"[green]{text}" if ratio > 1 else text
-
-
-def told(peer: Entry) -> str:
-    return f"{peer.name}={duration(peer.seconds)}" if peer.seconds is not None else f"{peer.name}=no"
 
 
 def show_suites(out: Console) -> None:

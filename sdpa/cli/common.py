@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sdpa.dispatch import apple
-from sdpa.dispatch.catalog import KERNELS, by_name
+from sdpa.dispatch.catalog import KERNELS, by_name, kernels_for
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # Where standard output is not a terminal nobody sees its width, and a wrapped table cannot be searched.
 PIPED_WIDTH = 160
 PROGRESS_LINES = 20  # of a long command whose standard output is no terminal
+LINE_SECONDS = 10.0  # of steps that may take long there is a line after so many
 MOST_THREADS = 4096  # more than any machine has; torch takes more, and ends the process where it starts them
 LARGEST_SEED = 2**63 - 1  # that torch's generators take
 NO_CUDA = "torch sees no CUDA device"  # as the kernels say it
@@ -84,6 +85,39 @@ def counted(task: str, total: int, json_out: bool) -> Iterator[Callable[[], obje
 
     click.echo(f"{task}: {total} cases", err=json_out)  # echo flushes
     yield advance
+
+
+@contextmanager
+def named_steps(task: str, total: int) -> Iterator[Callable[[str], object]]:
+    """A function to call with its name before each of `total` steps, or with none at first and when each has ended: it
+    moves a bar, or where standard output is no terminal it prints a line when none was printed for `LINE_SECONDS`."""
+    begun, begin, said = 0, time.perf_counter(), -math.inf
+    if sys.stdout.isatty():
+        with progress() as bar:
+            shown = bar.add_task(task, total=total)
+
+            def move(name: str) -> None:
+                nonlocal begun
+                bar.update(shown, completed=begun, description=f"{name or task:<48}")
+                begun += 1
+
+            yield move
+        return
+
+    def tell(name: str) -> None:
+        nonlocal begun, said
+        now = time.perf_counter()
+        if now - said >= LINE_SECONDS:
+            click.echo(f"{task}: {begun} of {total} done, {now - begin:.0f} s" + (f"; now {name}" if name else ""))
+            said = now
+        begun += 1
+
+    yield tell
+
+
+def compiling_kernels(device: str) -> tuple[str, ...]:
+    """Those that a first call on such a device compiles; of CPUs none."""
+    return tuple(kernel.name for kernel in kernels_for(device.partition(":")[0]) if kernel.compiles)
 
 
 def require_device(name: str) -> str:

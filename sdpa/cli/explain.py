@@ -26,7 +26,37 @@ SHARED_MEMORY = {"sm80": 163 << 10, "sm90": 227 << 10, "sm100": 227 << 10}
 COLOURS = {"chosen": "bold green", "able": "green", "refused": "red", "disabled": "yellow"}
 
 
-@click.command(short_help="Which kernel would run, and why not the others.")
+class OptionalNumber(click.Option):
+    """A number that may be left out behind the option's name."""
+
+
+class WithOptionalNumbers(click.Command):
+    """What is behind such an option and reads as a number is its number: click takes -1 for an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        taking = {name for one in self.params if isinstance(one, OptionalNumber) for name in one.opts}
+        read: list[str] = []
+        for word in args:
+            name, equals, number = word.partition("=")
+            if name in taking and equals:
+                read += [name, f" {number}"]
+            # Behind a space it begins as no option does, and is the same number.
+            else:
+                read.append(f" {word}" if read and read[-1] in taking and is_negative(word) else word)
+        return super().parse_args(ctx, read)
+
+
+def is_negative(word: str) -> bool:
+    if not word.startswith("-"):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+@click.command(cls=WithOptionalNumbers, short_help="Which kernel would run, and why not the others.")
 @click.option("--shape", required=True, type=Sizes("B,H,M,N,D", 1), metavar="B,H,M,N,D")
 @click.option("--dv", type=click.IntRange(1), help="Head size of the values, if not D.")
 @click.option("--kv-heads", type=click.IntRange(1), help="Key/value heads, if fewer than H.")
@@ -42,12 +72,14 @@ COLOURS = {"chosen": "bold green", "able": "green", "refused": "red", "disabled"
 @click.option("--learned-bias", is_flag=True, help="The backward gives a gradient to the bias of --mask bias.")
 @click.option("--scale", type=Number("a finite number"), help="Factor of the scores, 1 / sqrt(D) if not given.")
 @click.option(
-    "--softcap", type=CAP, default=0.0, is_flag=False, flag_value=30.0, help="A softcap; 30 where no number follows."
-)
+    "--softcap", cls=OptionalNumber, type=CAP, default=0.0, is_flag=False, flag_value=30.0,
+    help="A softcap; 30 where no number follows.",
+)  # fmt: skip
 @click.option("--sinks", is_flag=True, help="With attention sinks.")
 @click.option(
-    "--dropout", type=CHANCE, default=0.0, is_flag=False, flag_value=0.1, help="Its probability; 0.1 if none follows."
-)
+    "--dropout", cls=OptionalNumber, type=CHANCE, default=0.0, is_flag=False, flag_value=0.1,
+    help="Its probability; 0.1 if none follows.",
+)  # fmt: skip
 @click.option("--return-lse", is_flag=True, help="A forward that also returns the log-sum-exp.")
 @click.option("--packed", is_flag=True, help="varlen_attention of B documents, of M queries and N keys at most.")
 @click.option("--paged", is_flag=True, help="paged_attention, N keys of each sequence in pages.")

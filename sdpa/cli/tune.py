@@ -20,9 +20,10 @@ from sdpa.cli.check import Verdict, chosen_cases, run_check
 from sdpa.cli.check import summary as check_summary
 from sdpa.cli.common import (
     Time,
+    compiling_kernels,
     console,
     device_option,
-    progress,
+    named_steps,
     require_device,
     require_kernels,
     require_served,
@@ -154,7 +155,10 @@ def prune_table(path: Path) -> None:
 
 
 def write_preference(request: Request, ratio: float) -> None:
-    path = table_of(request, require_device(request.device))
+    device = require_device(request.device)
+    if not compiling_kernels(device):
+        raise click.UsageError(f"--prefer-built has no effect on {device}, where no first call compiles a kernel")
+    path = table_of(request, device)
     require_writable(path.parent)
     prefer_built(path, request.device, ratio)
     console().print(f"written: {path}", soft_wrap=True)
@@ -225,11 +229,14 @@ def check_and_build(
     names = tuple(kernels or (kernel.name for kernel in kernels_for(device.partition(":")[0])))
     cases = chosen_cases(device, quick=True)
     if not device.startswith("cuda"):
-        refuse_wrong_kernels(run_check(names, cases, seed=0), device)
+        with named_steps("checking", len(cases)) as step:
+            step("")
+            verdicts = run_check(names, cases, seed=0, step=lambda: step(""))
+        refuse_wrong_kernels(verdicts, device)
         return None
     begin = time.monotonic()
     tasks: list[pool.Task] = [(check_case, (names, case)) for case in without_most_halves(cases)]
-    verdicts: list[Verdict] = []
+    verdicts = []
 
     def judge(outcome: pool.Outcome) -> None:
         if outcome.error:
@@ -240,9 +247,9 @@ def check_and_build(
         refuse_wrong_kernels(outcome.value, device)
 
     builds = warm.builds_of(todo, kernels)
-    with progress() as bar:
-        task = bar.add_task("checking and compiling", total=len(tasks) + len(builds))
-        listener = warm.Listener(judge, report, lambda: bar.advance(task))
+    with named_steps("checking and compiling", len(tasks) + len(builds)) as step:
+        step("")
+        listener = warm.Listener(judge, report, lambda: step(""))
         ready = warm.warm_builds(builds, jobs, tasks, end, listener)
     told = f"{check_summary(verdicts)}; {len(ready.done)} of {len(builds)} builds ready"
     report(f"{told} after {time.monotonic() - begin:.0f} s")
@@ -280,13 +287,12 @@ def measure_all(
     """Measure in the grid's order until the time `end`; the number of problems done. An interruption leaves the partial
     file with all that was measured."""
     done, unsaved = 0, 0
-    with progress() as bar:
-        task = bar.add_task("measuring", total=len(todo))
+    with named_steps("measuring", len(todo)) as step:
         try:
             for problem in todo:
                 if time.monotonic() >= end:
                     break
-                bar.update(task, description=f"{problem.label:<48}")
+                step(problem.label)
                 contest = tuner.Contest(book.kernels, list(book.entries.values()), report)
                 contest.ready = ready or contest.ready
                 limit = SECONDS_PER_RACER if problem.device.startswith("cuda") else SECONDS_PER_PROBLEM
@@ -298,7 +304,6 @@ def measure_all(
                 if unsaved >= SAVE_EVERY:
                     book.save()
                     unsaved = 0
-                bar.advance(task)
         finally:
             if unsaved:
                 book.save()

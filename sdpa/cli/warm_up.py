@@ -16,8 +16,10 @@ from sdpa.bench.problems import MASKS, Problem
 from sdpa.bench.warm_up import warm_up as warm
 from sdpa.bench.workload import make_workload
 from sdpa.cli.asked import Sizes
-from sdpa.cli.common import DTYPES, as_json, console, duration, print_json, require_device
+from sdpa.cli.common import DTYPES, as_json, compiling_kernels, console, duration, print_json, require_device
 from sdpa.dispatch.select import NoKernelError
+
+NOTHING = "nothing to compile on {}: its kernels were built with the library; sdpa explain says which one answers"
 
 
 @click.command("warm-up", short_help="Compiles ahead what calls of given sizes need.")
@@ -33,7 +35,8 @@ from sdpa.dispatch.select import NoKernelError
 def warm_up(shapes: tuple[tuple[int, ...], ...], masks: tuple[str, ...], json_out: bool, **options: Any) -> None:
     """Runs each call once, so that what its kernel has to compile lies in Triton's cache on disk (TRITON_CACHE_DIR),
     where later processes find it. Prints which kernel answers and how long the first run took. --shape and --mask
-    repeat: every shape is run with every mask.
+    repeat: every shape is run with every mask. On a CPU nothing is run: its kernels are compiled when the library is
+    built.
 
     What sdpa.warm_up(model, batch) does for a whole model. Example:
 
@@ -43,6 +46,11 @@ def warm_up(shapes: tuple[tuple[int, ...], ...], masks: tuple[str, ...], json_ou
     common = {"dtype": options["dtype"], "grad": options["training"], "device": device}
     common |= {"Hkv": options["kv_heads"] or 0, "Dv": options["dv"] or 0}
     problems = [problem_of(shape, mask, common) for shape, mask in product(shapes, masks)]
+    if not compiling_kernels(device):
+        click.echo(NOTHING.format(device), err=json_out)
+        if json_out:
+            print_json([])
+        return
 
     def every_call() -> list[Any]:
         return [our_call(make_workload(problem))() for problem in problems]

@@ -40,15 +40,18 @@ HANDLES = "_sdpa_routing_handles"  # attribute of a model whose functional calls
 @dataclass
 class Report:
     """What `accelerate` did: names of modules that were swapped, and those it left alone with the reason; and whether
-    the model's functional calls are routed here, by this call or one before."""
+    the model's functional calls are routed here, by this call or one before; and how many modules were ours already."""
 
     swapped: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     functional: bool = False
+    ours: int = 0
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)} modules" + (f": {', '.join(self.swapped)}" if self.swapped else "")]
-        if self.functional and not self.swapped:
+        if self.ours:
+            lines[0] += f"; {self.ours} were ours already"
+        elif self.functional and not self.swapped:
             lines = []
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]
         if self.functional:
@@ -83,7 +86,10 @@ def accelerate(model: torch.nn.Module, *, functional: bool = False) -> Report:
     report = Report(functional=functional or hasattr(model, HANDLES))
     layers = {child: layer for layer in model.modules() if isinstance(layer, LAYERS) for child in layer.children()}
     for name, module in model.named_modules():
-        if not isinstance(module, OF_TORCH) or isinstance(module, OF_OURS):
+        if not isinstance(module, OF_TORCH):
+            continue
+        if isinstance(module, OF_OURS):
+            report.ours += 1
             continue
         reason = why_not(module, layers.get(module))
         if reason is None:

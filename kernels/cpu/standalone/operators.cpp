@@ -115,6 +115,8 @@ struct Call {
     give(stack, softcap, dropout_p, rng, usual_blocks, usual_blocks);
   }
 
+  static void give_no_pages(std::vector<StableIValue>* stack) { give(stack, std::optional<Tensor>()); }
+
   template <typename... Values>
   static void give(std::vector<StableIValue>* stack, const Values&... values) {
     (stack->push_back(torch::stable::detail::from(values)), ...);
@@ -162,6 +164,7 @@ void forward(StableIValue* stack, uint64_t, uint64_t) {
   Call::give(&given, call.q, call.k, call.v);
   call.give_band(&given);
   call.give_masks(&given);
+  Call::give_no_pages(&given);
   dispatch("sdpa_cpu::flash_forward", &given);
   const Tensor out = result(given.data(), 0), lse = result(given.data(), 1);
   put(stack, out, needs_lse ? lse : no_tensor(call.q));

@@ -1,0 +1,43 @@
+"""A rank's part of a sequence, and the whole of its parts: of tensors, positions, labels and masks of one dimension."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, as a view; nothing is sent.
+
+    Parts are consecutive and differ by one position at most, the longer ones first.
+
+    Args:
+        tensor: the same on all ranks.
+        mesh: one dimension.
+        dim: of the sequence.
+    """
+    parts: tuple[Tensor, ...] = tensor.tensor_split(mesh.size(), dim)
+    return parts[mesh.get_local_rank()]
+
+
+def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The whole of the ranks' parts, which may differ in length, on every rank. It has no gradient.
+
+    Args:
+        tensor: this rank's part; other sizes and the dtype are the same on all ranks.
+        mesh: one dimension.
+        dim: of the sequence.
+    """
+    own = tensor.detach().movedim(dim, 0).contiguous()
+    length = torch.tensor([own.shape[0]], device=tensor.device)
+    lengths = length.new_empty(mesh.size())
+    dist.all_gather_into_tensor(lengths, length, group=mesh.get_group())
+    sizes = lengths.tolist()
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: own.shape[0]] = own
+    found = own.new_empty(mesh.size() * max(sizes), *own.shape[1:])
+    dist.all_gather_into_tensor(found, padded, group=mesh.get_group())
+    parts = [part[:size] for part, size in zip(found.chunk(mesh.size()), sizes, strict=True)]
+    return torch.cat(parts).movedim(0, dim)
