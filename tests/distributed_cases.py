@@ -376,3 +376,32 @@ def alone(rank: int) -> None:
         assert time.monotonic() - begin < 30
     else:
         raise AssertionError("a call without its other rank ended")
+
+
+def volume(rank: int) -> None:
+    """What a rank sends: of its part of q, k, v and the output all but what it keeps, and in a backward the same."""
+    from sdpa.distributed import context, context_parallel
+
+    mesh, ranks, m, heads, Hkv, Dv = init_device_mesh("cpu", (4,)), 4, 6, 8, 4, D + 4
+    g = torch.Generator().manual_seed(11 + rank)
+    own = [randn(g, B, heads, m, D), randn(g, B, Hkv, m, D), randn(g, B, Hkv, m, Dv)]
+    sent, exchange = [], context.Heads.exchange
+
+    def counted(self: Any, rows: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+        count = (sum(sizes) - sizes[rank]) * rows.element_size()
+        sent.append(count)
+        found = exchange(self, rows, sizes, received)
+        back = (sum(received) - received[rank]) * rows.element_size()
+        found.register_hook(lambda gradient: sent.append(back))
+        return found
+
+    context.Heads.exchange = counted
+    try:
+        with context_parallel(mesh, lengths=[m] * ranks):
+            out = sdpa.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
+        forward = B * m * (heads * D + Hkv * (D + Dv) + heads * Dv) * 8 * (ranks - 1) // ranks
+        assert sum(sent) == forward, (sum(sent), forward)
+        out.sum().backward()
+        assert sum(sent) == 2 * forward, (sum(sent), forward)
+    finally:
+        context.Heads.exchange = exchange

@@ -47,3 +47,7 @@ def test_ulysses_elsewhere():
 
 def test_a_rank_that_is_gone():
     run(2, cases.alone)
+
+
+def test_bytes_that_a_rank_sends():
+    run(4, cases.volume)

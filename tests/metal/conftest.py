@@ -33,6 +33,7 @@ def served(monkeypatch):
     """Packed rows and pages are passed on as they are, as on a device with a kernel for them."""
     cpu = frozenset({"cpu"})
     monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "packed": cpu, "paged": cpu, "segments": cpu})
+    monkeypatch.setattr(sequences, "keeps_pages", lambda inputs: True)  # of any number of queries, as on its device
     clear_caches()
     yield
     clear_caches()
