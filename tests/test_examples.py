@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 RUNS = {
     "fine_tune_encoder.py": (("--steps", "2"), r"largest distance of the losses: (\S+)$"),
     "pack_documents.py": (("--steps", "2"), r"largest distance of the losses: (\S+)$"),
-    "serve_pages.py": (("--tokens", "70"), r"same tokens: True; largest distance of the logits: (\S+)$"),
+    "serve_pages.py": (("--tokens", "70"), r"same tokens: True; largest distance of the logits, as a share of the largest: (\S+)$"),
     "image_blocks.py": (("--size", "16", "--rounds", "1"), "same image: True$"),
 }
 NEEDS = {"image_blocks.py": "diffusers"}
@@ -37,6 +37,16 @@ def test_both_ways_agree(name):
     assert not found.groups() or float(found[1]) < CLOSE
     assert "swapped" in done.stdout or "accelerate" not in (EXAMPLES / name).read_text()
     assert len(re.findall(r"/s +\d+\.\d\d x$", done.stdout, re.M)) == 2  # a line for each way
+
+
+def test_a_row_in_parts_learns_as_a_whole_one():
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [EXAMPLES / "long_context.py", "--steps", "2", "--documents", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"largest distance of the losses from one process: (\S+)$", done.stdout.strip())
+    assert found and float(found[1]) < 1e-5, done.stdout
 
 
 def test_every_example_is_in_a_test():

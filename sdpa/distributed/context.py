@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.overrides import TorchFunctionMode
 
 from sdpa.functional import scaled_dot_product_attention
@@ -134,10 +133,25 @@ class context_parallel(TorchFunctionMode):
                 )
             return self.lengths, self.lengths
         here = torch.tensor([M, N], device=self.mesh.device_type)
-        found = here.new_empty(2 * self.mesh.size())
-        dist.all_gather_into_tensor(found, here, group=self.mesh.get_group())
-        numbers = found.tolist()
-        return tuple(numbers[::2]), tuple(numbers[1::2])
+        found = [torch.empty_like(here) for _ in range(self.mesh.size())]
+        dist.all_gather(found, here, group=self.mesh.get_group())
+        queries, keys = torch.stack(found, 1).tolist()
+        return tuple(queries), tuple(keys)
+
+
+class Exchange(torch.autograd.Function):
+    """What ranks send each other, in one piece for each; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, sent_sizes: list[int], received_sizes: list[int], group: Any) -> Tensor:
+        ctx.back = received_sizes, sent_sizes, group
+        received = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return Exchange.apply(gradient.contiguous(), *ctx.back), None, None, None
 
 
 class Heads:
@@ -173,8 +187,7 @@ class Heads:
 
     def exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
         """What every rank sent to this one; its gradient goes back."""
-        received = sent.new_empty(sum(received_sizes))
-        found: Tensor = all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
+        found: Tensor = Exchange.apply(sent, sent_sizes, received_sizes, self.group)
         return found
 
     def own(self, tensor: Tensor, dim: int, heads: int) -> Tensor:

@@ -32,12 +32,11 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """
     own = tensor.detach().movedim(dim, 0).contiguous()
     length = torch.tensor([own.shape[0]], device=tensor.device)
-    lengths = length.new_empty(mesh.size())
-    dist.all_gather_into_tensor(lengths, length, group=mesh.get_group())
-    sizes = lengths.tolist()
+    lengths = [torch.empty_like(length) for _ in range(mesh.size())]
+    dist.all_gather(lengths, length, group=mesh.get_group())
+    sizes = torch.cat(lengths).tolist()
     padded = own.new_zeros(max(sizes), *own.shape[1:])
     padded[: own.shape[0]] = own
-    found = own.new_empty(mesh.size() * max(sizes), *own.shape[1:])
-    dist.all_gather_into_tensor(found, padded, group=mesh.get_group())
-    parts = [part[:size] for part, size in zip(found.chunk(mesh.size()), sizes, strict=True)]
-    return torch.cat(parts).movedim(0, dim)
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=mesh.get_group())
+    return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)]).movedim(0, dim)
