@@ -50,7 +50,11 @@ __all__ = [
 ]
 # What is imported when it is used, and from where.
 LAZY = {"accelerate": "sdpa.nn", "restore": "sdpa.nn", "warm_up": "sdpa.bench.warm_up"}
-PACKAGES = ("integrations", "nn")  # imported when used; not in __all__, where `nn` would hide torch's `nn`
+PACKAGES = (
+    "distributed",
+    "integrations",
+    "nn",
+)  # imported when used; not in __all__, where `nn` would hide torch's `nn`
 
 
 def __getattr__(name: str) -> object:

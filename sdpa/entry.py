@@ -111,6 +111,8 @@ def answer(
     places: Any = None,
 ) -> Any:
     """The result of a call by what a call like it before came to, else by the ordinary way; nothing is checked yet."""
+    if sharded.open_blocks > 0:
+        return sharded.not_compiled(kind, tensors, options, returns_lse, kernel, places)
     if is_dynamo_compiling():
         return ordinary(request_of(kind, tensors, options, returns_lse, kernel, places))
     found = recognise(kind, tensors, options, returns_lse, kernel, places)
@@ -316,15 +318,17 @@ def ordinary(request: Request) -> Any:
     if function is not None:
         return sharded.answer(function, kind.name, call, returns_lse, kernel)
     if call.places is not None and sharded.has_shards(call, kind.name):
-        return sharded.locally(partial(answer_call, kind, returns_lse, kernel), call, returns_lse)
-    if kind.name not in PUBLIC and sharded.INSIDE.get():
-        raise RuntimeError(f"context_parallel: {kind.name.partition(',')[0]} is not supported")
+        again = lambda own: answer(kind, own[:3], tuple(own.options), returns_lse, kernel, own.places)  # noqa: E731
+        return sharded.locally(again, call, returns_lse)
+    if kind.name not in PUBLIC:
+        sharded.refuse_inside(f"{kind.name.partition(',')[0]} is not supported")
     if kind.name in PUBLIC and has_torch_function(tensors):
         mask = as_mask(call.options.attn_mask)
         if mask is call.options.attn_mask:
             return overridden(request, tensors)
         if call.options.is_causal:
             raise ValueError("CausalBias should not be used with causal=True")
+        sharded.refuse_inside("CausalBias is not supported; take sdpa.Mask(causal=True, align=...)")
         call = call._replace(options=call.options._replace(attn_mask=mask))
     dtype = autocast_dtype(call.query)
     if dtype is not None:
@@ -341,10 +345,6 @@ def ordinary(request: Request) -> Any:
         return nested_attention(*call[:4], returns_lse, attend)
     results = operator_results(request._replace(call=call), setting)
     return (results[0], results[1]) if returns_lse else results[0]
-
-
-def answer_call(kind: Kind, returns_lse: bool, kernel: str | None, call: Call) -> Any:
-    return answer(kind, call[:3], tuple(call.options), returns_lse, kernel, call.places)
 
 
 def overridden(request: Request, tensors: tuple[Any, ...]) -> Any:
@@ -365,6 +365,7 @@ def operator_results(request: Request, setting: str) -> Sequence[Any]:
     """The output, the log-sum-exp where it is asked for, and the weights where those are."""
     kind, call = request.kind, request.call
     with sharded.replicating(call, kind.name):
+        call = sharded.with_whole_documents(call)
         inputs = sharded.on_mesh(with_dropout(kind.normalise(call, kind.check(call)), call.options))
         form = sharded.on_mesh(served_form(inputs))
     if not is_traced():

@@ -32,6 +32,8 @@ from sdpa.problem import AttentionInputs, Results, describe, is_empty
 from sdpa.validate import Call, Options, Sizes
 from sdpa.validate_sequences import Documents, Pages, check_packed, check_paged
 
+SHORT_PAGES = 8  # of fewer keys a copy is faster (docs/log/cpu-pages.md)
+
 
 def build_packed(query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: Options) -> AttentionInputs:
     """A call of varlen_attention, checked and then normalised."""
@@ -99,13 +101,14 @@ def served_form(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def keeps_pages(inputs: AttentionInputs) -> bool:
-    """Whether a kernel of the device reads these pages. On a CPU it does for few queries, and rows of numbers side by
-    side; else a copy costs little, or is needed."""
+    """Whether a kernel of the device reads these pages. On a CPU it does for few queries, pages that are not short, and
+    rows of numbers side by side; else a copy costs less, or is needed."""
     if inputs.q.device.type != "cpu":
         return True
     _, H, M, _ = inputs.q.shape
     few = M * H <= PAGED_ROWS * inputs.k.shape[1]
-    return few and not is_empty(inputs) and inputs.k.stride(3) == 1
+    long = inputs.k.shape[2] >= SHORT_PAGES
+    return few and long and not is_empty(inputs) and inputs.k.stride(3) == 1
 
 
 def is_one_line(inputs: AttentionInputs) -> bool:

@@ -19,11 +19,23 @@ from torch import Tensor
 
 from sdpa.mask import Mask
 from sdpa.problem import AttentionInputs
-from sdpa.torch_private import TORCHS, constant, distributed_tensors, handles_attention, is_distributed, is_sharded
+from sdpa.torch_private import (
+    TORCHS,
+    constant,
+    distributed_tensors,
+    handles_attention,
+    implicit_replication,
+    is_distributed,
+    is_sharded,
+)
 from sdpa.validate import Call
 
 NAME = "scaled_dot_product_attention"
 INSIDE: ContextVar[bool] = ContextVar("inside of sdpa.distributed.context_parallel", default=False)
+# How many such blocks are open in any thread, and what then answers: a compiler sees no mode around a call of ours, so
+# that its graphs break there. Graphs depend on the number.
+open_blocks = 0
+not_compiled: Callable[..., Any]
 CAUSAL = ["causal"]  # all that a mask may say there
 
 
@@ -43,6 +55,18 @@ def all_given(call: Call) -> Iterator[Tensor]:
     for value in (*call[:3], *of_mask, call.options.sinks, *places):
         parts = value if isinstance(value, tuple) else (value,)
         yield from (part for part in parts if isinstance(part, Tensor))
+
+
+def with_whole_documents(call: Call) -> Call:
+    """With cumulative lengths whole: where documents begin is arithmetic of which DTensor has no strategy."""
+    mask: Any = call.options.attn_mask
+    given = mask.cu_seqlens if isinstance(mask, Mask) else None
+    pair: Any = given if isinstance(given, tuple) else (given,)
+    if not any(map(is_distributed, pair)):
+        return call
+    whole = tuple(cu.full_tensor() for cu in pair)
+    mask = mask.replace(cu_seqlens=whole if isinstance(given, tuple) else whole[0])
+    return call._replace(options=call.options._replace(attn_mask=mask))
 
 
 def has_shards(call: Call, function: str) -> bool:
@@ -67,8 +91,6 @@ def replicating(call: Call, function: str) -> AbstractContextManager[Any]:
     """A block in which tensors that are made beside a call's DTensors are whole on every rank."""
     if not has_shards(call, function) or torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
-
     return implicit_replication()
 
 
@@ -88,6 +110,16 @@ def on_mesh(inputs: AttentionInputs) -> AttentionInputs:
         if isinstance(value, Tensor) and not is_distributed(value)
     }
     return inputs._replace(**made)
+
+
+def is_inside() -> bool:
+    """Whether this thread is inside of a block of ours. Graphs depend on the count alone."""
+    return open_blocks > 0 and INSIDE.get()
+
+
+def refuse_inside(what: str) -> None:
+    if is_inside():
+        raise RuntimeError(f"context_parallel: {what}")
 
 
 @constant

@@ -7,8 +7,8 @@ holds the names that the running torch lacks, which `sdpa info` lists: calls are
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -232,11 +232,25 @@ def is_distributed(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """As torch's, which leaves the switch off where a program had it on."""
+    dispatcher = getattr(distributed_tensors().DTensor, "_op_dispatcher", None)
+    before = getattr(dispatcher, "_allow_implicit_replication", False)
+    try:
+        if dispatcher is not None:
+            dispatcher._allow_implicit_replication = True
+        yield
+    finally:
+        if dispatcher is not None:
+            dispatcher._allow_implicit_replication = before
+
+
 def handles_attention() -> bool:
     """Whether torch's context_parallel answers for DTensors of torch's own kernels now."""
     module = distributed_tensors()
     handlers = getattr(getattr(module and module.DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+    return any("scaled_dot_product" in str(operator) for operator in handlers)
 
 
 # How types become pytrees. Absent: torch.export and torch.func take no Mask.

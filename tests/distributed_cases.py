@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -127,7 +128,7 @@ def beyond(rank: int) -> None:
     given = [distribute_tensor(t.detach(), mesh, [Shard(1)]) for t in whole]
     expected = sdpa.scaled_dot_product_attention(*whole, is_causal=True)
     with sdpa.patch():
-        out = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+        out = F.scaled_dot_product_attention(*given, is_causal=True)
     assert torch.equal(out.full_tensor(), expected) and out.placements == (Shard(1),)
     attend = torch.compile(sdpa.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
     assert torch.equal(attend(*given, is_causal=True).full_tensor(), expected)
@@ -307,17 +308,13 @@ def ulysses_elsewhere(rank: int) -> None:
     whole = [randn(g, 2, 4, 10, D).detach() for _ in range(3)]
     own = [shard(t, mesh, 2).contiguous() for t in whole]
     expected = sdpa.scaled_dot_product_attention(*whole, is_causal=True)
-    attend = torch.compile(
-        lambda *t: torch.nn.functional.scaled_dot_product_attention(*t, is_causal=True), backend="eager"
-    )
+    attend = torch.compile(lambda *t: F.scaled_dot_product_attention(*t, is_causal=True), backend="eager")
     torch.manual_seed(10)
     layer = sdpa.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 10, 16, generator=g, dtype=torch.float64)
     layer_expected, _ = layer(x, x, x, need_weights=False)
     with context_parallel(mesh, lengths=[5, 5]):
-        assert torch.equal(
-            unshard(torch.nn.functional.scaled_dot_product_attention(*own, None, 0.0, True), mesh, 2), expected
-        )
+        assert torch.equal(unshard(F.scaled_dot_product_attention(*own, None, 0.0, True), mesh, 2), expected)
         assert torch.equal(unshard(attend(*own), mesh, 2), expected)
         try:
             sdpa.scaled_dot_product_attention(*(t[:, :, :4] for t in own))
@@ -405,3 +402,103 @@ def volume(rank: int) -> None:
         assert sum(sent) == 2 * forward, (sum(sent), forward)
     finally:
         context.Heads.exchange = exchange
+
+
+def refused(call: Callable[[], Any], told: str) -> None:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        assert told in str(error), error
+    else:
+        raise AssertionError(f"not refused: {told}")
+
+
+def ulysses_edges(rank: int) -> None:
+    """What would attend to a rank's own part without a word, and what would let other ranks wait."""
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.utils.checkpoint import checkpoint
+
+    from sdpa.distributed import context_parallel, shard, unshard
+
+    mesh = init_device_mesh("cpu", (2,))
+    g = torch.Generator().manual_seed(12)
+    whole = [randn(g, 2, 4, 8, D).detach() for _ in range(3)]
+    own = [shard(t, mesh, 2).contiguous() for t in whole]
+    expected = sdpa.scaled_dot_product_attention(*whole)
+    attend = torch.compile(sdpa.scaled_dot_product_attention, backend="eager")
+    whole_graph = torch.compile(
+        lambda q, k, v: sdpa.scaled_dot_product_attention(q, k, v, dropout_p=0.0), backend="eager", fullgraph=True
+    )
+    for compiled in (attend, whole_graph):  # made outside of the block
+        compiled(*own)
+    bias, sinks = torch.randn(2, 2, 8, 8, generator=g, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    encoder = sdpa.nn.TransformerEncoder(
+        sdpa.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64), 1, enable_nested_tensor=False
+    )
+    x, padding = torch.randn(2, 4, 8, generator=g, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.bool)
+    padding[0, 2:] = rank == 1  # on one rank alone
+    with context_parallel(mesh):
+        assert torch.equal(unshard(attend(*own), mesh, 2), expected)
+        refused(lambda: whole_graph(*own), "torch.compiler.disable")
+        refused(
+            lambda: sdpa.scaled_dot_product_attention(*own, bias), "expected attn_mask of 4 heads, got (2, 2, 8, 8)"
+        )
+        refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=sinks), "expected sinks of 4 heads, got (5,)")
+        refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=[0.0]), "expected sinks as a Tensor")
+        refused(lambda: sdpa.scaled_dot_product_attention(1, 2, 3), "expected query, key and value as")
+        refused(lambda: encoder(x, src_key_padding_mask=padding), "layers take no mask but a causal one")
+        refused(lambda: context_parallel(mesh).__enter__(), "blocks do not nest")
+        of_part = causal_lower_right(4, 4)
+        refused(lambda: sdpa.scaled_dot_product_attention(*own, of_part), "CausalBias is not supported; take sdpa.Mask")
+        refused(lambda: F.scaled_dot_product_attention(*own, of_part), "expected a mask of the whole sequence, 8 x 8")
+        few = [t[: 1 + rank] for t in own]
+        refused(lambda: sdpa.scaled_dot_product_attention(*few), "ranks have tensors of different batch, heads")
+        learning = [t.clone().requires_grad_() for t in own]
+        again = lambda: checkpoint(sdpa.scaled_dot_product_attention, *learning, use_reentrant=True)  # noqa: E731
+        refused(again, "take use_reentrant=False, with the block inside")
+        empty = [shard(t[:, :, :1], mesh, 2) for t in whole]  # the second rank has none
+        one = unshard(sdpa.scaled_dot_product_attention(*empty), mesh, 2)
+    assert torch.equal(one, sdpa.scaled_dot_product_attention(*(t[:, :, :1] for t in whole)))
+    assert torch.equal(attend(*whole), expected) and torch.equal(whole_graph(*whole), expected)
+
+    def inside(*tensors: Tensor) -> Tensor:
+        with context_parallel(mesh):
+            return sdpa.scaled_dot_product_attention(*tensors)
+
+    upstream = shard(torch.randn(2, 4, 8, D, generator=g, dtype=torch.float64), mesh, 2)
+    checkpoint(inside, *learning, use_reentrant=False).backward(upstream)
+    gradients = [t.grad.clone() for t in learning]
+    for t in learning:
+        t.grad = None
+    inside(*learning).backward(upstream)
+    assert all(torch.equal(t.grad, gradient) for t, gradient in zip(learning, gradients, strict=True))
+
+
+def edges(rank: int) -> None:
+    """DTensors: sequences of pages that ranks do not divide, documents in a mask, and torch's own switch."""
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    mesh = init_device_mesh("cpu", (2,))
+    g = torch.Generator().manual_seed(13)
+    table, lengths = torch.arange(6, dtype=torch.int32).reshape(3, 2), torch.tensor([8, 5, 2], dtype=torch.int32)
+    pages = [torch.randn(6, 4, 4, D, generator=g) for _ in range(2)]
+    query = torch.randn(3, 4, 4, D, generator=g)
+    expected, expected_lse = sdpa.paged_attention(query, *pages, table, lengths, return_lse=True)
+    found, found_lse = sdpa.paged_attention(
+        distribute_tensor(query, mesh, [Shard(0)]),
+        *(distribute_tensor(t, mesh, [Replicate()]) for t in pages),
+        *(distribute_tensor(t, mesh, [Shard(0)]) for t in (table, lengths)),
+        return_lse=True,
+    )
+    assert found.shape == expected.shape and torch.equal(found.full_tensor(), expected)
+    assert found_lse.shape == expected_lse.shape and torch.equal(found_lse.full_tensor(), expected_lse)
+
+    whole = [randn(g, 1, 4, 12, D).detach() for _ in range(3)]
+    given = [distribute_tensor(t, mesh, [Shard(1)]) for t in whole]
+    cu = torch.tensor([0, 5, 12])
+    expected = sdpa.scaled_dot_product_attention(*whole, Mask(cu_seqlens=cu))
+    for mask in (Mask(cu_seqlens=distribute_tensor(cu, mesh, [Replicate()])),):
+        assert torch.equal(sdpa.scaled_dot_product_attention(*given, mask).full_tensor(), expected)
+    with implicit_replication():
+        sdpa.scaled_dot_product_attention(*given, is_causal=True)
+        assert torch.equal((given[0] + whole[0]).full_tensor(), 2 * whole[0]), "torch's block is still open"

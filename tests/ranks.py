@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +17,13 @@ PATIENCE = datetime.timedelta(seconds=60)  # of a collective
 
 def run(world: int, function: Callable[..., None], *args: Any) -> None:
     """Raises what a rank raised first; the others are ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(begin, (world, port, function, args), nprocs=world)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(begin, (world, str(Path(folder) / "store"), function, args), nprocs=world)
 
 
-def begin(rank: int, world: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def begin(rank: int, world: int, store: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", PATIENCE, world, rank)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), timeout=PATIENCE, world_size=world, rank=rank)
     try:
         function(rank, *args)
     finally:

@@ -6,6 +6,9 @@ import distributed_cases as cases
 import pytest
 from ranks import run
 
+import sdpa
+from sdpa.distributed import context_parallel
+
 ALL = tuple(cases.MASKS)
 
 
@@ -51,3 +54,15 @@ def test_a_rank_that_is_gone():
 
 def test_bytes_that_a_rank_sends():
     run(4, cases.volume)
+
+
+def test_edges_of_ulysses():
+    run(2, cases.ulysses_edges)
+
+
+def test_edges_of_dtensors():
+    run(2, cases.edges)
+
+
+def test_the_package_is_found():
+    assert sdpa.distributed.context_parallel is context_parallel

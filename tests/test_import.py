@@ -53,13 +53,13 @@ def test_modules_are_imported_by_who_asks_for_them():
 
 def test_names_that_are_listed_are_the_public_ones():
     code = "import sdpa; print([name for name in dir(sdpa) if not name.startswith('__')])"
-    assert fresh(code) == str(sorted([*sdpa.__all__, "integrations", "nn"]))
+    assert fresh(code) == str(sorted([*sdpa.__all__, "distributed", "integrations", "nn"]))
     assert "__version__" in dir(sdpa)
 
 
 def test_packages_are_reached_by_their_names():
     """Without an import of their own, and not before."""
-    code = "import sys, sdpa; names = ['nn', 'integrations']\n"
+    code = "import sys, sdpa; names = ['nn', 'integrations', 'distributed']\n"
     code += "print(any(f'sdpa.{n}' in sys.modules for n in names), all(n in dir(sdpa) for n in names))\n"
     code += "print(sdpa.nn.MultiheadAttention(8, 2).embed_dim, sdpa.integrations.__name__, hasattr(sdpa, 'nnn'))\n"
     code += "from torch import nn; from sdpa import *; print(nn.__name__)"

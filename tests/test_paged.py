@@ -30,7 +30,7 @@ dtypes = pytest.mark.parametrize("dtype", sorted(ALL_DTYPES, key=str), ids=lambd
 def form(request, monkeypatch):
     """How the front door passes a cache on: its keys in order where no fused kernel takes pages, else as it is.
 
-    On a CPU cpu_flash takes few queries; math answers where many are passed on."""
+    On a CPU cpu_flash takes few queries; math answers where many are passed on. "few" is what a CPU does."""
     if request.param == "gathered":
         monkeypatch.setattr(sequences, "SERVED", {**sequences.SERVED, "paged": frozenset()})
     if request.param == "paged":
@@ -331,7 +331,7 @@ def test_backward_of_a_paged_cache_says_that_there_is_none(monkeypatch):
 def test_form_and_features(form, request):
     query, keys, values, pages = page_operands()[0]
     inputs = build_paged(query, keys, values, pages, Options())
-    as_is = request.node.callspec.params["form"] != "gathered"
+    as_is = request.node.callspec.params["form"] == "paged"
     assert (sequences.served_form(inputs).block_table is not None) == as_is
     paged(query, keys, values, *pages[:2])
     assert sdpa.last_choice().kernel.name == "cpu_flash"
@@ -346,12 +346,16 @@ def test_form_and_features(form, request):
     ]
 
 
+@pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 24, 64])
 @pytest.mark.parametrize("order", ["scattered", "in order", "backwards"])
 @dtypes
-def test_pages_of_any_size_in_any_order(dtype, order, page_size):
-    """Few queries over 200 keys, which are read where they lie: pages that follow one another as one piece, and windows
-    and prefixes that begin inside of a page."""
+def test_pages_of_any_size_in_any_order(dtype, order, page_size, short, monkeypatch):
+    """Few queries over 200 keys, which are read where they lie, short pages too where they are not copied: pages that
+    follow one another as one piece, and windows and prefixes that begin inside of a page."""
+    if short:
+        monkeypatch.setattr(sequences, "SHORT_PAGES", 1)
+        clear_caches()
     N, B, Hkv, D = 200, 2, 2, 20
     places = -(-N // page_size)
     number = torch.arange(B * places)
@@ -363,9 +367,11 @@ def test_pages_of_any_size_in_any_order(dtype, order, page_size):
     for M, mask in ((1, Mask()), (2, Mask(causal=True, align="bottom_right", window=(30, 0))), (4, Mask(prefix=5))):
         query = draw(B, M, 4, D, dtype=dtype, seed=3)
         out = paged(query, *caches, table, lengths, mask, enable_gqa=True)
-        assert sdpa.last_choice().kernel.name == "cpu_flash" and "paged" in sdpa.last_choice().problem.features
+        assert sdpa.last_choice().kernel.name == "cpu_flash"
+        assert ("paged" in sdpa.last_choice().problem.features) == (page_size >= sequences.SHORT_PAGES)
         expected = plain(query.transpose(1, 2), k, v, mask & Mask(lengths=lengths), enable_gqa=True)
         torch.testing.assert_close(out, expected.transpose(1, 2))
+    clear_caches()
 
 
 def test_views_are_passed_without_copies():

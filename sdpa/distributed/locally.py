@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -105,11 +106,21 @@ class Local:
 
     def results(self, found: Any, returns_lse: bool) -> Any:
         out, lse = found if returns_lse else (found, None)
-        out = DTensor.from_local(out, self.mesh, self.placements(self.query_heads, 0), run_check=False)
+        entries, heads = self.query.shape[0], self.query.shape[self.query_heads]
+        whole = [*self.query.shape[:-1], out.shape[-1]]
+        out = self.of_mesh(out, whole, self.placements(self.query_heads, 0))
         if lse is None:
             return out
-        of_heads = 0 if self.packed else 1  # (H, T) or (B, H, M)
-        return out, DTensor.from_local(lse, self.mesh, self.placements(of_heads, 0), run_check=False)
+        if self.packed:  # (H, T)
+            return out, self.of_mesh(lse, [heads, entries], self.placements(0, None))
+        return out, self.of_mesh(lse, [entries, heads, self.query.shape[1]], self.placements(1, 0))
+
+    def of_mesh(self, local: Tensor, shape: list[int], placements: list[Placement]) -> DTensor:
+        """Ranks may have different numbers of sequences, so that the whole's shape has to be told."""
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return DTensor.from_local(
+            local.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+        )
 
 
 def attend(answer: Callable[[Call], Any], call: Call, returns_lse: bool) -> Any:

@@ -138,9 +138,9 @@ def heads_divide(inputs: AttentionInputs) -> bool:
     H, Hkv = inputs.q.shape[HEADS], inputs.k.shape[HEADS]
     if H == Hkv:
         return True
-    sharded = [size for spec in inputs[:3] for size in sizes_along(spec, HEADS)]
+    sharded = max(math.prod(sizes_along(spec, HEADS)) for spec in inputs[:3])
     spec: Any = inputs.q  # what DTensor has in the place of a tensor
-    return all(Hkv % size == 0 for size in spec.mesh.shape) and Hkv % math.prod(set(sharded) or {1}) == 0
+    return all(Hkv % size == 0 for size in spec.mesh.shape) and Hkv % sharded == 0
 
 
 def sizes_along(spec: Any, dimension: int) -> list[int]:

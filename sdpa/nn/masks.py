@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdpa import sharded
 from sdpa.mask import Mask
 from sdpa.nn.padding import is_lengths
 from sdpa.scalars import type_name
@@ -102,6 +103,8 @@ def mask_of(
     """
     if key_padding_mask is None and attn_mask is None:
         return None
+    if key_padding_mask is not None or not is_causal:
+        sharded.refuse_inside("layers take no mask but a causal one, because theirs are of their own rows")
     mask = Mask()
     if is_causal and not extra:
         mask = Mask(causal=True)

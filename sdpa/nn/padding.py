@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from sdpa import sharded
 from sdpa.mask import is_integer
 from sdpa.torch_private import mode_traces, peek_interpreter_stack
 from sdpa.varlen import varlen_attention
@@ -95,8 +96,9 @@ def is_lengths(mask: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def can_pack() -> bool:
-    """Packing needs the number of rows on the host: not inside a graph that must serve every mask."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """Packing needs the number of rows on the host: not inside a graph that must serve every mask. Nor where rows are a
+    part of a sequence, whose other parts are on other ranks."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or sharded.is_inside():
         return False
     if peek_interpreter_stack() is not None or mode_traces():
         return False
