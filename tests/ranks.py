@@ -26,5 +26,7 @@ def begin(rank: int, world: int, store: str, function: Callable[..., None], args
     dist.init_process_group("gloo", store=dist.FileStore(store, world), timeout=PATIENCE, world_size=world, rank=rank)
     try:
         function(rank, *args)
+        if function.__name__ != "alone":  # whose other rank is gone
+            dist.barrier()  # who is done first would close connections that others use
     finally:
         dist.destroy_process_group()
