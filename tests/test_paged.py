@@ -548,3 +548,20 @@ def test_errors_say_what_was_expected_and_what_was_got(name):
     with pytest.raises(error) as caught:
         call_paged(**changes)
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("M", "packs", "kept"), [(8, False, True), (9, False, False), (8, True, True), (9, True, False)]
+)
+def test_pages_of_many_queries_are_copied_on_a_cpu(M, packs, kept):
+    """They would be answered by math where they lay. Queries of sequences one after the other count likewise."""
+    caches = [draw(4, 16, 2, 8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    table, lengths = torch.arange(4, dtype=torch.int32).view(2, 2), int32(32, 20)
+    query = draw(2, M, 2, 8, dtype=torch.float32)
+    rows = {"cu_q": int32(0, M, 2 * M), "max_q": M} if packs else {}
+    out = paged(query.flatten(0, 1) if packs else query, *caches, table, lengths, **rows)
+    assert sdpa.last_choice().kernel.name == "cpu_flash"
+    assert ("paged" in sdpa.last_choice().problem.features) == kept
+    k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in caches)
+    expected = plain(query.transpose(1, 2), k, v, Mask(lengths=lengths)).transpose(1, 2)
+    torch.testing.assert_close(out, expected.flatten(0, 1) if packs else expected)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from sdpa.operators import of_backward, of_forward, of_weights
-from sdpa.problem import AttentionInputs, Results
+from sdpa.problem import AttentionInputs
 
 Placements = list[Placement | None]
 Strategy = tuple[Placements, Placements]  # of the results, and of the arguments, None for what is no tensor
@@ -107,7 +107,7 @@ def backward_shardings(*args: Any) -> list[Strategy]:
                 *way.of_fields(MASKS),
             ][: len(args)],
         )
-        for way in ways(inputs, results)
+        for way in ways(inputs)
     ]
 
 
@@ -122,7 +122,7 @@ def weights_shardings(*args: Any) -> list[Strategy]:
     ]
 
 
-def ways(inputs: AttentionInputs, results: Results | None = None) -> list[Sharded]:
+def ways(inputs: AttentionInputs) -> list[Sharded]:
     """All that a dimension of a mesh may do with a call."""
     tell_of_gathered(inputs)
     along: list[int | None] = [None]
