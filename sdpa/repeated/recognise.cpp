@@ -25,8 +25,8 @@ bool is_usual(const Call& call) {
          is_number_or_none(call.softcap);
 }
 
-// Whether a mode, forward mode or torch's context_parallel stands between the call and its kernel; -1 with an exception.
-// The guards see what has a dispatch key of its own, as functorch and torch.jit have.
+// Whether a mode, forward mode or torch's context_parallel stands between the call and its kernel; -1 with an
+// exception. The guards see what has a dispatch key of its own, as functorch and torch.jit have.
 int is_transformed() {
   for (PyObject* asked : {parts.function_modes, parts.dispatch_modes}) {
     int on = is_true(PyObject_CallNoArgs(asked));

@@ -56,8 +56,8 @@ class Ref {
 #define SDPA_TENSORS(X) X(data_ptr) X(get_device)
 #define SDPA_PARTS(X) SDPA_STATE(X) SDPA_SHARDED(X) SDPA_TOGGLES(X) SDPA_OTHERS(X) SDPA_CALLS(X) SDPA_TENSORS(X)
 // Names that attributes and methods are asked by.
-#define SDPA_NAMES(X) X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered) \
-  X(scaled_dot_product_attention)
+#define SDPA_NAMES(X) \
+  X(is_nested) X(_current_level) X(choice) X(fill_) X(first_time) X(recovered) X(scaled_dot_product_attention)
 #define SDPA_DECLARE(name) PyObject* name = nullptr;
 struct Parts {
   SDPA_PARTS(SDPA_DECLARE)
