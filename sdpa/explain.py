@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.interop import is_nested, pack_jagged
 from sdpa.mask import Mask, as_mask
 from sdpa.problem import AttentionProblem
+from sdpa.sharded import INSIDE, is_inside
 from sdpa.sinks import moves_rows
-from sdpa.validate import check_flag
+from sdpa.validate import Call, check_flag
 
 
 def explain(
@@ -37,11 +40,19 @@ def explain(
 
     Takes the arguments of `scaled_dot_product_attention`; `direction` is "forward", "backward" or "weights" (per
     head, as sdpa.nn's attention returns them). str() of the result is a table, `.as_dict()` is for machines.
+
+    Inside of `sdpa.distributed.context_parallel` every rank has to ask. The answer is about the call that this rank's
+    kernel gets, and its reason tells of the modes that were weighed.
     """
     if direction not in ("forward", "backward", "weights"):
         raise ValueError(f"direction must be 'forward', 'backward' or 'weights', got {direction!r}")
     check_flag("return_lse", return_lse, "explain")
-    options = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks)
+    options, shared = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks), ""
+    if is_inside():
+        part, shared = INSIDE.get().local(Call(query, key, value, options, None), return_lse, kernel)
+        query, key, value, mask = part[:4]
+        options = options._replace(attn_mask=mask, is_causal=False, sinks=part.sinks)
+        return_lse = part.returns_lse
     inputs = build_inputs(*prepare(query, key, value, options, return_lse))
     tensors = (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -61,7 +72,8 @@ def explain(
         request = weights_setting(request, problem.device_type)
     if direction == "backward":
         request = backward_setting(request, problem)
-    return explain_problem(problem, request)
+    found = explain_problem(problem, request)
+    return replace(found, reason=f"{found.reason}; of the modes of context_parallel {shared}") if shared else found
 
 
 def prepare(

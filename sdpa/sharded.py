@@ -31,7 +31,7 @@ from sdpa.torch_private import (
 from sdpa.validate import Call
 
 NAME = "scaled_dot_product_attention"
-INSIDE: ContextVar[bool] = ContextVar("inside of sdpa.distributed.context_parallel", default=False)
+INSIDE: ContextVar[Any] = ContextVar("the sdpa.distributed.context_parallel that this is inside of", default=None)
 # How many such blocks are open in any thread, and what then answers: a compiler sees no mode around a call of ours, so
 # that its graphs break there. Graphs depend on the number.
 open_blocks = 0
@@ -114,7 +114,7 @@ def on_mesh(inputs: AttentionInputs) -> AttentionInputs:
 
 def is_inside() -> bool:
     """Whether this thread is inside of a block of ours. Graphs depend on the count alone."""
-    return open_blocks > 0 and INSIDE.get()
+    return open_blocks > 0 and INSIDE.get() is not None
 
 
 def refuse_inside(what: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -258,50 +260,103 @@ def whole_masks() -> dict[str, Make]:
     return MASKS | {"bottom right": lambda g, heads: Mask(causal=True, align="bottom_right", window=(5, 0))}
 
 
-def ulysses(rank: int, world: int, M: int, N: int) -> None:
-    """Each mask: output and log-sum-exp bit by bit those of one process, gradients too, each of this rank's part."""
+def mesh_of(mode: str, world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, world // 2) if mode == "hybrid" else (world,))
+
+
+def parts_of(order: str, length: int, world: int) -> Any:
+    """None for what every call asks for; with any other order sequences of queries and keys are one."""
+    from sdpa.distributed import Parts
+
+    return {
+        "asked": None,
+        "zigzag": Parts.zigzag(length, world),
+        "documents": Parts.documents([3, length - 5, 2], world, chunks=3),
+    }[order]
+
+
+def in_parts(rank: int, world: int, sizes: tuple[int, int], mode: str, order: str = "asked") -> None:
+    """Each mask that the mode takes: output and log-sum-exp of one process, gradients too, each of this rank's part."""
     from sdpa.distributed import context_parallel, shard, unshard
 
-    mesh = init_device_mesh("cpu", (world,))
-    names = {
-        name: make for name, make in whole_masks().items() if (M, N) == (12, 12) or name in ("none", "bias", "alibi")
-    }
-    for name, make in names.items():
+    (M, N), mesh = sizes, mesh_of(mode, world)
+    parts, taken = parts_of(order, M, world), 0
+    for name, make in whole_masks().items():
+        if (M, N) != (12, 12) and name not in ("none", "causal", "window", "bias", "bottom right"):
+            continue
         g = torch.Generator().manual_seed(8)
         heads = (8, 4)
         whole = [randn(g, B, heads[0], M, D), randn(g, B, heads[1], N, D), randn(g, B, heads[1], N, D + 4)]
-        sinks = randn(g, heads[0])
-        mask = (
-            Mask(bias=torch.randn(1, heads[0], M, N, generator=g, dtype=torch.float64))
-            if name == "bias"
-            else make(g, 8)
-        )
+        sinks, mask = randn(g, heads[0]), make(g, 8)
+        if name == "bias":
+            bias = torch.randn(1, heads[0], M, N, generator=g, dtype=torch.float64)
+            mask = Mask(bias=bias)
         if mask.bias is not None:
             mask.bias.requires_grad_()
         options: dict[str, Any] = {"enable_gqa": True, "softcap": 4.0, "return_lse": True}
         out, lse = sdpa.scaled_dot_product_attention(*whole, mask, sinks=sinks, **options)
         upstream = torch.randn(out.shape, generator=g, dtype=out.dtype)
-        out.backward(upstream)
+        of_lse = torch.randn(lse.shape, generator=g, dtype=lse.dtype)
+        torch.autograd.backward((out, lse), (upstream, of_lse))
         expected = [t.grad for t in (*whole, sinks)] + ([] if mask.bias is None else [mask.bias.grad])
         for t in (*whole, sinks, mask.bias):
             if t is not None:
                 t.grad = None
-        own = [shard(t.detach(), mesh, 2).clone().requires_grad_() for t in whole]
-        with context_parallel(mesh):
-            found, found_lse = sdpa.scaled_dot_product_attention(*own, mask, sinks=sinks, **options)
-        found.backward(shard(upstream, mesh, 2))
-        assert torch.equal(unshard(found, mesh, 2), out) and torch.equal(unshard(found_lse, mesh, 2), lse), name
+        own = [shard(t.detach(), mesh, 2, parts).clone().requires_grad_() for t in whole]
+        with context_parallel(mesh, mode, parts):
+            try:
+                found, found_lse = sdpa.scaled_dot_product_attention(*own, mask, sinks=sinks, **options)
+            except RuntimeError as error:
+                assert "ulysses" in str(error) and mode not in ("ulysses", "auto"), (name, error)
+                continue
+        taken += 1
+        torch.autograd.backward((found, found_lse), (shard(upstream, mesh, 2, parts), shard(of_lse, mesh, 2, parts)))
+        for one, wanted in ((found, out), (found_lse, lse)):
+            one = unshard(one, mesh, 2, parts)
+            if mode == "ulysses":
+                assert torch.equal(one, wanted), (mode, order, name, (one - wanted).abs().max())
+            close(one, wanted, f"{mode} {order} {name}")
         for t, wanted in zip(own, expected, strict=False):
-            torch.testing.assert_close(unshard(t.grad, mesh, 2), wanted, rtol=1e-12, atol=1e-12, msg=name)
+            close(unshard(t.grad, mesh, 2, parts), wanted, f"{mode} {order} {name}")
         for t, wanted in zip([sinks, *([] if mask.bias is None else [mask.bias])], expected[3:], strict=True):
-            total = t.grad.clone()
+            total = torch.zeros_like(t) if t.grad is None else t.grad.clone()
             dist.all_reduce(total)
-            torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12, msg=name)
+            close(total, wanted, f"{mode} {order} {name}")
+    assert taken >= (4 if (M, N) != (12, 12) else 9), (mode, taken)
+
+
+def exact_rows(rank: int) -> None:
+    """Gathered keys: where every query sees all of them, rows are bit by bit those of one process."""
+    from sdpa.distributed import context_parallel, shard, unshard
+
+    mesh, g = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(14)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        whole = [torch.randn(2, 4, 128, 32, generator=g, dtype=dtype) for _ in range(3)]
+        for mask in (None, Mask(lengths=torch.tensor([100, 128])), torch.rand(128, 128, generator=g) < 0.5):
+            expected = sdpa.scaled_dot_product_attention(*whole, mask)
+            with context_parallel(mesh, "gather"):
+                found = sdpa.scaled_dot_product_attention(*(shard(t, mesh, 2) for t in whole), mask)
+            assert torch.equal(unshard(found, mesh, 2), expected), (dtype, mask)
+
+
+def every_mode(rank: int, world: int) -> None:
+    for mode in ("ulysses", "gather", "ring", "auto", *(["hybrid"] if world > 2 else [])):
+        for order in ("asked", "zigzag", "documents"):
+            in_parts(rank, world, (12, 12), mode, order)
+        for sizes in ((11, 7), (9, 13)):
+            in_parts(rank, world, sizes, mode)
+
+
+def close(found: Tensor, wanted: Tensor, name: str) -> None:
+    def said(text: str) -> str:
+        return f"{name}: {text}"
+
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11, msg=said)
 
 
 def ulysses_elsewhere(rank: int) -> None:
     """torch's function, our layers, a compiled call, known lengths; and what is refused on every rank."""
-    from sdpa.distributed import context_parallel, shard, unshard
+    from sdpa.distributed import Parts, context_parallel, shard, unshard
 
     mesh = init_device_mesh("cpu", (2,))
     g = torch.Generator().manual_seed(9)
@@ -313,13 +368,13 @@ def ulysses_elsewhere(rank: int) -> None:
     layer = sdpa.nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 10, 16, generator=g, dtype=torch.float64)
     layer_expected, _ = layer(x, x, x, need_weights=False)
-    with context_parallel(mesh, lengths=[5, 5]):
+    with context_parallel(mesh, "ulysses", Parts.even(10, 2)):
         assert torch.equal(unshard(F.scaled_dot_product_attention(*own, None, 0.0, True), mesh, 2), expected)
         assert torch.equal(unshard(attend(*own), mesh, 2), expected)
         try:
             sdpa.scaled_dot_product_attention(*(t[:, :, :4] for t in own))
         except ValueError as error:
-            assert "this rank has 4 queries and 4 keys, where lengths tells of 5" in str(error), error
+            assert "this rank has 4 queries and 4 keys, where parts tells of 5" in str(error), error
         else:
             raise AssertionError("other lengths were taken")
         part = shard(x, mesh, 1)
@@ -344,8 +399,8 @@ def ulysses_elsewhere(rank: int) -> None:
                 raise AssertionError(f"not refused: {told}")
     assert torch.equal(sdpa.scaled_dot_product_attention(*whole, is_causal=True), expected)
     for options, told in (
-        ({"mode": "ring"}, "expected mode as one of ulysses, got 'ring'"),
-        ({"lengths": [1]}, "a length for each of 2 ranks, got 1"),
+        ({"mode": "rings"}, "expected mode as one of auto, ulysses, gather, ring on a mesh of shape (2,), got 'rings'"),
+        ({"parts": Parts.even(1, 1)}, "expected parts of 2 ranks, got those of 1"),
     ):
         try:
             context_parallel(mesh, **options)
@@ -355,7 +410,83 @@ def ulysses_elsewhere(rank: int) -> None:
             raise AssertionError(f"not refused: {told}")
 
 
-def alone(rank: int) -> None:
+def training(rank: int) -> None:
+    """A small GPT learns from parts of a row: the losses are those of one process within 1e-5 in float32."""
+    from sdpa.distributed import Parts, context_parallel, shard
+
+    length, mesh = 96, init_device_mesh("cpu", (2,))
+    g = torch.Generator().manual_seed(15)
+    texts = torch.randint(0, 50, (1, 1, length + 1), generator=g).expand(6, -1, -1)
+
+    def losses(mode: str | None, parts: Parts | None) -> list[float]:
+        torch.manual_seed(16)
+        layer = sdpa.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        model = torch.nn.ModuleDict(
+            {
+                "tokens": torch.nn.Embedding(50, 32),
+                "places": torch.nn.Embedding(length, 32),
+                "layers": sdpa.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+                "head": torch.nn.Linear(32, 50),
+            }
+        )
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for text in texts:
+            row = text[:, :-1], text[:, 1:], torch.arange(length)[None]
+            given, following, places = row if mode is None else [shard(t, mesh, 1, parts) for t in row]
+            optimizer.zero_grad()
+            with nullcontext() if mode is None else context_parallel(mesh, mode, parts):
+                x = model["tokens"](given) + model["places"](places)
+                own = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+                logits = model["head"](model["layers"](x, own, is_causal=True))
+                loss = F.cross_entropy(logits[0], following[0], reduction="sum") / length
+                loss.backward()
+            total = loss.detach().clone()
+            if mode is not None:
+                dist.all_reduce(total)
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            optimizer.step()
+            found.append(total.item())
+        return found
+
+    expected = losses(None, None)
+    assert expected[-1] < expected[0] - 0.1, expected
+    for mode in ("ulysses", "gather", "ring"):
+        for parts in (None, Parts.zigzag(length, 2)):
+            found = losses(mode, parts)
+            assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-5, (mode, found, expected)
+
+
+def models(rank: int) -> None:
+    """transformers' Llama, by torch's function and by ours; where it makes masks of a rank's positions, all refuse."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sdpa.distributed import Parts, context_parallel, shard, unshard
+
+    import_module("sdpa.integrations.transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mesh, zigzag = init_device_mesh("cpu", (2,)), Parts.zigzag(32, 2)
+    ids = torch.randint(0, 50, (2, 32), generator=torch.Generator().manual_seed(17))
+    places = torch.arange(32)[None].expand(2, -1)
+    for name in ("sdpa", "sdp_kernels"):
+        torch.manual_seed(18)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=name)).eval()
+        with torch.no_grad():
+            expected = model(ids, position_ids=places, use_cache=False).logits
+            for mode in ("ulysses", "gather", "ring"):
+                with context_parallel(mesh, mode):
+                    own = model(shard(ids, mesh, 1), position_ids=shard(places, mesh, 1), use_cache=False).logits
+                torch.testing.assert_close(unshard(own, mesh, 1), expected, rtol=1e-5, atol=1e-5)
+            own, at = (shard(t, mesh, 1, zigzag) for t in (ids, places))
+            with context_parallel(mesh, "ulysses", zigzag):  # it takes the jump in one rank's positions for documents
+                refused(
+                    lambda model=model, own=own, at=at: model(own, position_ids=at, use_cache=False),
+                    "or other options or masks",
+                )
+
+
+def alone(rank: int, mode: str) -> None:
     """A rank that is gone is an error of the others, at once."""
     from sdpa.distributed import context_parallel
 
@@ -366,7 +497,7 @@ def alone(rank: int) -> None:
         return
     begin = time.monotonic()
     try:
-        with context_parallel(mesh):
+        with context_parallel(mesh, mode):
             sdpa.scaled_dot_product_attention(q, q, q)
     except RuntimeError as error:
         assert "gloo" in str(error).lower() or "closed" in str(error).lower(), error
@@ -376,32 +507,32 @@ def alone(rank: int) -> None:
 
 
 def volume(rank: int) -> None:
-    """What a rank sends: of its part of q, k, v and the output all but what it keeps, and in a backward the same."""
-    from sdpa.distributed import context, context_parallel
+    """What a rank sends, forward and backward, is each mode's formula; keys that no query sees are not sent."""
+    from sdpa.distributed import Parts, context_parallel
 
-    mesh, ranks, m, heads, Hkv, Dv = init_device_mesh("cpu", (4,)), 4, 6, 8, 4, D + 4
+    world, m, heads, Hkv, Dv = 4, 6, 8, 4, D + 4
+    M, key = world * m, B * Hkv * (D + Dv) * 8  # bytes of a key and its value
     g = torch.Generator().manual_seed(11 + rank)
     own = [randn(g, B, heads, m, D), randn(g, B, Hkv, m, D), randn(g, B, Hkv, m, Dv)]
-    sent, exchange = [], context.Heads.exchange
-
-    def counted(self: Any, rows: Tensor, sizes: list[int], received: list[int]) -> Tensor:
-        count = (sum(sizes) - sizes[rank]) * rows.element_size()
-        sent.append(count)
-        found = exchange(self, rows, sizes, received)
-        back = (sum(received) - received[rank]) * rows.element_size()
-        found.register_hook(lambda gradient: sent.append(back))
-        return found
-
-    context.Heads.exchange = counted
-    try:
-        with context_parallel(mesh, lengths=[m] * ranks):
-            out = sdpa.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
-        forward = B * m * (heads * D + Hkv * (D + Dv) + heads * Dv) * 8 * (ranks - 1) // ranks
-        assert sum(sent) == forward, (sum(sent), forward)
+    lines = {
+        "ulysses": (None, (B * m * heads * (D + Dv) * 8 + m * key) * 3 // 4),
+        "gather": (None, 3 * m * key),
+        "gather, causal": (Mask(causal=True), (3 - rank) * m * key),  # to the ranks behind
+        "gather, window": (Mask(causal=True, window=(4, 0)), 4 * key if rank < 3 else 0),
+        "ring": (None, 3 * m * key),
+        "ring, causal": (Mask(causal=True), (3 - rank) * m * key),
+        "ring, window": (Mask(causal=True, window=(4, 0)), 4 * key if rank < 3 else 0),
+    }
+    for name, (mask, forward) in lines.items():
+        mode = name.split(",", maxsplit=1)[0]
+        with context_parallel(init_device_mesh("cpu", (world,)), mode, Parts.even(M, world)) as block:
+            out = sdpa.scaled_dot_product_attention(*own, mask, enable_gqa=True)
+        assert block.sent == forward, (name, block.sent, forward)
         out.sum().backward()
-        assert sum(sent) == 2 * forward, (sum(sent), forward)
-    finally:
-        context.Heads.exchange = exchange
+        # Gradients come back: of all that was sent to others by Ulysses, else of the keys that were taken.
+        taken = {"": 3 * m, " causal": rank * m, " window": 4 if rank else 0}[name.partition(",")[2]] * key
+        backward = {"ulysses": forward, "gather": taken, "ring": forward + taken}[mode]
+        assert block.sent == forward + backward, (name, block.sent, forward, backward)
 
 
 def refused(call: Callable[[], Any], told: str) -> None:
@@ -437,14 +568,14 @@ def ulysses_edges(rank: int) -> None:
     )
     x, padding = torch.randn(2, 4, 8, generator=g, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.bool)
     padding[0, 2:] = rank == 1  # on one rank alone
-    with context_parallel(mesh):
+    with context_parallel(mesh, "ulysses"):
         assert torch.equal(unshard(attend(*own), mesh, 2), expected)
         refused(lambda: whole_graph(*own), "torch.compiler.disable")
         refused(
-            lambda: sdpa.scaled_dot_product_attention(*own, bias), "expected attn_mask of 4 heads, got (2, 2, 8, 8)"
+            lambda: sdpa.scaled_dot_product_attention(*own, bias), "(2, 2, 8, 8) does not broadcast to (..., H, M, N)"
         )
-        refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=sinks), "expected sinks of 4 heads, got (5,)")
-        refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=[0.0]), "expected sinks as a Tensor")
+        refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=sinks), "Expected sinks to have shape (4,)")
+        refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=[0.0]), "sinks must be a Tensor of shape (H,)")
         refused(lambda: sdpa.scaled_dot_product_attention(1, 2, 3), "expected query, key and value as")
         refused(lambda: encoder(x, src_key_padding_mask=padding), "layers take no mask but a causal one")
         refused(lambda: context_parallel(mesh).__enter__(), "blocks do not nest")
@@ -462,7 +593,7 @@ def ulysses_edges(rank: int) -> None:
     assert torch.equal(attend(*whole), expected) and torch.equal(whole_graph(*whole), expected)
 
     def inside(*tensors: Tensor) -> Tensor:
-        with context_parallel(mesh):
+        with context_parallel(mesh, "ulysses"):
             return sdpa.scaled_dot_product_attention(*tensors)
 
     upstream = shard(torch.randn(2, 4, 8, D, generator=g, dtype=torch.float64), mesh, 2)

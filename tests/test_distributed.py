@@ -38,18 +38,32 @@ def test_layers_in_data_parallel():
     run(2, cases.modules)
 
 
-@pytest.mark.parametrize(("world", "M", "N"), [(2, 12, 12), (2, 11, 7), (4, 9, 13)])
-def test_ulysses(world, M, N):
-    """Parts of the sequence of one length, and of several."""
-    run(world, cases.ulysses, world, M, N)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_mode(world):
+    """Parts of the sequence of one length, and of several; in the order of ranks, and so that ranks have equal work."""
+    run(world, cases.every_mode, world)
+
+
+def test_gathered_keys_give_the_same_bits():
+    run(2, cases.exact_rows)
 
 
 def test_ulysses_elsewhere():
     run(2, cases.ulysses_elsewhere)
 
 
-def test_a_rank_that_is_gone():
-    run(2, cases.alone)
+def test_models_in_parts():
+    pytest.importorskip("transformers")
+    run(2, cases.models)
+
+
+def test_training_in_parts():
+    run(2, cases.training)
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+def test_a_rank_that_is_gone(mode):
+    run(2, cases.alone, mode)
 
 
 def test_bytes_that_a_rank_sends():

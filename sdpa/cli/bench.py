@@ -27,6 +27,8 @@ from sdpa.bench.timing import Pace
 from sdpa.cli.cold import SUITE as COLD
 from sdpa.cli.cold import run_cold
 from sdpa.cli.common import Time, console, progress, require_device, set_threads
+from sdpa.cli.distributed import SUITE as DISTRIBUTED
+from sdpa.cli.distributed import run_distributed
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
 from sdpa.cli.outputs import require_output
@@ -38,7 +40,7 @@ from sdpa.dispatch.context import backend_name
 FILE = click.Path(dir_okay=False, path_type=Path)
 RANDOM = "random"  # the suite that is drawn by a seed
 DRAWN = 300  # problems
-KNOWN = ", ".join((*SUITES, MODELS, RANDOM, COLD))
+KNOWN = ", ".join((*SUITES, MODELS, RANDOM, COLD, DISTRIBUTED))
 FROM_CSV = "Draw what a CSV holds, or write its page, and measure nothing; repeatable for a page."
 
 
@@ -50,6 +52,7 @@ class Request:
     only: str
     seed: int | None
     problems: int | None
+    simulate: int | None
     peers: tuple[str, ...]
     kernels: tuple[str, ...]
     repeat: int | None
@@ -73,12 +76,13 @@ class Request:
     "suites",
     multiple=True,
     metavar="NAME",
-    help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}, {RANDOM}, {COLD}.",
+    help=f"Repeatable: {', '.join(SUITES)}; or {MODELS}, {RANDOM}, {COLD}, {DISTRIBUTED}.",
 )
 @click.option("--list", "list_suites", is_flag=True, help="Name the suites and their cells.")
 @click.option("--only", "--cells", default="", metavar="TEXT", help="Only problems whose line contains TEXT.")
 @click.option("--seed", type=click.IntRange(0), help=f"Of suite {RANDOM}: which problems are drawn. 0 by default.")
 @click.option("--problems", type=click.IntRange(1), help=f"Of suite {RANDOM}: how many. {DRAWN} by default.")
+@click.option("--simulate", type=click.IntRange(2), metavar="RANKS", help=f"Of suite {DISTRIBUTED}: on one device.")
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
 @click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
@@ -123,8 +127,9 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
     if MODELS in request.suites:
         set_threads(threads)
         click.get_current_context().exit(0 if bench_models(request) else 1)
-    if COLD in request.suites:
-        click.get_current_context().exit(0 if bench_cold(request, threads) else 1)
+    for suite, bench_alone in ((COLD, bench_cold), (DISTRIBUTED, bench_distributed)):
+        if suite in request.suites:
+            click.get_current_context().exit(0 if bench_alone(request, threads) else 1)
     problems = chosen_problems(request)
     for kernel in request.kernels:
         check_name(kernel)
@@ -153,9 +158,22 @@ def bench_cold(request: Request, threads: int | None) -> bool:
     return run_cold(device, request.only, request.kernels, request.json)
 
 
+def bench_distributed(request: Request, threads: int | None) -> bool:
+    """The suite of several ranks, likewise."""
+    numbers = (request.repeat, request.time_limit, request.jobs)
+    files = (request.csv, request.plot, request.race)
+    others = (*files, request.peers, request.kernels, request.flush, request.deterministic, request.merge)
+    if len(request.suites) > 1 or any(others) or any(number is not None for number in numbers):
+        raise click.UsageError(f"suite {DISTRIBUTED} runs alone, with --only, --device, --simulate, --threads, --json")
+    set_threads(threads)
+    return run_distributed(request.device, request.only, request.simulate, request.json)
+
+
 def as_drawn(request: Request) -> Request:
     """The request for the suite that is drawn, with what it runs by default: every kernel of ours beside our choice,
     and torch's backends as peers."""
+    if request.simulate is not None and DISTRIBUTED not in request.suites:
+        raise click.UsageError(f"--simulate is of suite {DISTRIBUTED}")
     if RANDOM not in request.suites:
         if request.seed is not None or request.problems is not None:
             raise click.UsageError(f"--seed and --problems are of suite {RANDOM}")
@@ -359,6 +377,7 @@ def show_suites(out: Console) -> None:
     table.add_row(RANDOM, "--problems", "--device", "by --seed", drawn(0, 1, "cuda")[0].label)
     table.add_row(MODELS, str(len(whole)), "--device", "float32, bfloat16", whole[0].label)
     table.add_row(COLD, "", "--device", "float32, bfloat16", "first calls of fresh processes")
+    table.add_row(DISTRIBUTED, "", "--device", "float32, bfloat16", "context parallelism, each mode")
     out.print(table)
 
 

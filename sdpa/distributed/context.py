@@ -1,36 +1,38 @@
-"""Context parallelism: each rank has a part of the sequence, and a block in which attention sees the whole of it.
-
-Ulysses (Jacobs et al., DeepSpeed-Ulysses, 2023): before a call ranks exchange their parts of the sequence for parts of
-the heads, so that each computes some heads with all queries and keys, and afterwards back. Every rank sees whole rows,
-so a call takes any mask.
-"""
+"""Context parallelism: each rank has a part of the sequence, and a block in which attention sees the whole of it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import Token
 from functools import cache
 from threading import Lock
 from typing import Any
+from zlib import crc32
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from sdpa import sharded
+from sdpa.autocast import autocast_dtype, cast_call
+from sdpa.distributed.choosing import ONES, Way, rates_of, ways
+from sdpa.distributed.links import Link, links_of, rank_of
+from sdpa.distributed.modes import Heads, Keys, Mode, Part, Results, Whole, of_length
+from sdpa.distributed.parts import Parts
+from sdpa.distributed.ring import Ring
 from sdpa.entry import unrecognised
 from sdpa.functional import scaled_dot_product_attention
-from sdpa.mask import Mask, as_mask
+from sdpa.inputs import mask_of
+from sdpa.mask import as_mask, told
 from sdpa.sharded import INSIDE
 from sdpa.torch_private import TORCHS
+from sdpa.validate import Call, Options, check_dense
 from sdpa.varlen import paged_attention, varlen_attention
 
-MODES = ("ulysses",)
-HEAD_DIMENSIONS = {"alibi": -1, "allowed": -3, "bias": -3}  # of the fields of a mask
+MODES = {1: ("auto", "ulysses", "gather", "ring"), 2: ("auto", "hybrid")}  # by the dimensions of the mesh
 LOCK = Lock()  # of the count of open blocks
 # What would attend to this rank's part alone, and what to call instead.
 REFUSED: dict[Callable[..., Any], str] = {
@@ -48,52 +50,72 @@ REFUSED |= {
 class context_parallel(TorchFunctionMode):
     """A block in which calls of attention take this rank's part of each sequence, and the ranks of `mesh` the rest.
 
-    Query, key and value are (B, heads, own length, head size): ranks hold consecutive parts of the sequence, in the
-    order of their rank. Masks and biases are those of the whole sequence; tensors of heads (slopes, sinks) have all
-    heads. Results are this rank's part. It reaches `sdpa.scaled_dot_product_attention`, torch's function and the layers
-    of `sdpa.nn` without masks, in this thread. Nothing else is reached: flex_attention, operators of torch.ops, other
-    libraries and other threads see this rank's part alone.
+    Query, key and value are (B, heads, own length, head size). Masks and biases are those of the whole sequence;
+    tensors of heads (slopes, sinks) have all heads. Results are this rank's part. It reaches
+    `sdpa.scaled_dot_product_attention`, torch's function and the layers of `sdpa.nn` without masks, in this thread.
+    Nothing else is reached: flex_attention, operators of torch.ops, other libraries and other threads see this rank's
+    part alone.
 
-    Under torch.compile torch's function is traced with the block. Calls of sdpa are not compiled in it: the graph
-    breaks. Activation checkpointing wants use_reentrant=False and the block inside of the function that it calls again.
+    Under torch.compile calls of attention in the block are not compiled: the graph breaks at each. Activation
+    checkpointing wants use_reentrant=False and the block inside of the function that it calls again.
 
         with sdpa.distributed.context_parallel(mesh):
             out = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     Args:
-        mesh: one dimension; its ranks share the sequence.
-        mode: "ulysses", which exchanges parts of the sequence for heads.
-        lengths: how many positions each rank has, in order, of queries and keys alike. Without it every call asks all
-            ranks, which takes a small collective and on a GPU waits for it.
+        mesh: its ranks share the sequence. One dimension, or two: between nodes and inside of them.
+        mode: how ranks attend to the whole sequence.
+            "ulysses": they exchange parts of the sequence for heads, which all ranks have to divide (Jacobs et al.,
+            2023). It takes every mask.
+            "gather": each is given the keys and values that its queries see.
+            "ring": the same, those of one rank after the other, which are not kept (Liu et al., 2023).
+            "hybrid": on two dimensions, heads inside of nodes and keys between them.
+            "auto": for each call the mode that should take least time by a model of the products and of the links,
+            which the first call measures. `choices` tells why.
+        parts: which positions each rank has, of queries and keys alike. Without it ranks hold consecutive parts, in the
+            order of their rank, and every call asks for their lengths, which takes a small collective and on a GPU
+            waits for it. With it only the first call of a kind does, whether ranks agree.
 
     Gradients of query, key and value are those of this rank's part. A bias or sinks, which every rank has whole, get
-    the part of this rank's heads: sum it over the mesh.
+    the part of what this rank computes: sum it over the mesh.
 
     Raises:
-        ValueError: another mode, a mesh of several dimensions, heads that the ranks do not divide, other lengths.
+        ValueError: another mode for this mesh, heads that the ranks do not divide, other lengths.
         RuntimeError: dropout, packed or paged calls, weights, masks of layers, blocks inside of blocks, reentrant
-            checkpointing; tensors that are not (B, heads, length, head size).
+            checkpointing; tensors that are not (B, heads, length, head size); a mask that the mode cannot take.
     """
 
-    def __init__(self, mesh: DeviceMesh, mode: str = "ulysses", lengths: Sequence[int] | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, mode: str = "auto", parts: Parts | None = None) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise ValueError(f"context_parallel: expected mode as one of {', '.join(MODES)}, got {mode!r}")
-        if mesh.ndim != 1:
+        if mesh.ndim not in MODES:
+            raise ValueError(f"context_parallel: expected a mesh of one or two dimensions, got {tuple(mesh.shape)}")
+        if mode not in MODES[mesh.ndim]:
             raise ValueError(
-                f"context_parallel: expected a mesh of one dimension, got one of shape {tuple(mesh.shape)}"
+                f"context_parallel: expected mode as one of {', '.join(MODES[mesh.ndim])} on a mesh of shape "
+                f"{tuple(mesh.shape)}, got {mode!r}"
             )
-        if lengths is not None and len(lengths) != mesh.size():
-            raise ValueError(f"context_parallel: expected a length for each of {mesh.size()} ranks, got {len(lengths)}")
-        self.mesh, self.lengths = mesh, None if lengths is None else tuple(lengths)
-        self.tokens: list[Token[bool]] = []
+        if parts is not None and len(parts.intervals) != mesh.size():
+            raise ValueError(
+                f"context_parallel: expected parts of {mesh.size()} ranks, got those of {len(parts.intervals)}"
+            )
+        self.mode, self.parts = mode, parts
+        self.links = links_of(mesh)
+        self.kinds: set[int] = set()  # of calls of which ranks were asked whether theirs are the same
+        self.tokens: list[Token[Any]] = []
+        self.uncompiled = torch.compiler.disable(self.attend)
+        self.choices: list[Way] = []  # of the last call by "auto", the chosen one first
+
+    @property
+    def sent(self) -> int:
+        """The bytes that this rank sent to others, forward and backward, in calls that were not compiled."""
+        return sum(link.sent for link in self.links)
 
     def __enter__(self) -> context_parallel:
         if INSIDE.get():
             raise RuntimeError("context_parallel: blocks do not nest")
-        self.tokens.append(INSIDE.set(True))
+        self.tokens.append(INSIDE.set(self))
         with LOCK:
-            sharded.not_compiled = eager()
+            sharded.not_compiled = uncompiled(unrecognised)
             sharded.open_blocks += 1
         super().__enter__()
         return self
@@ -112,7 +134,7 @@ class context_parallel(TorchFunctionMode):
             raise RuntimeError(f"context_parallel: {REFUSED[function]}")
         if function is not scaled_dot_product_attention and function is not TORCHS:
             return function(*args, **kwargs)
-        return self.attend(*args, **kwargs)
+        return self.uncompiled(*args, **kwargs)
 
     def attend(
         self,
@@ -124,7 +146,7 @@ class context_parallel(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> Any:
-        """A call of this rank's parts, by heads of the whole sequence."""
+        """A call of this rank's parts."""
         if dropout_p:
             raise RuntimeError("context_parallel: dropout is not supported: its bits would not be those of one device")
         if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value)):
@@ -134,41 +156,108 @@ class context_parallel(TorchFunctionMode):
                 "context_parallel: reentrant checkpointing makes the call again outside of the block; take "
                 "use_reentrant=False, with the block inside of the function that is checkpointed"
             )
-        heads = Heads(self.mesh, query.shape[1], key.shape[1])
-        queries, keys = self.lengths_of(query, key, value)
-        check_whole(attn_mask, sum(queries), sum(keys))
-        mask, sinks = heads.mask(attn_mask), heads.sinks(options.pop("sinks", None))  # before anything is sent
-        q, k, v = (heads.gather(t, of) for t, of in ((query, queries), (key, keys), (value, keys)))
-        found: Any = scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, sinks=sinks, **options)
-        if not options.get("return_lse", False):
-            return heads.scatter(found, queries)
-        out, lse = found
-        return heads.scatter(out, queries), heads.scatter(lse.unsqueeze(3), queries).squeeze(3)
+        returns_lse, kernel = options.pop("return_lse", False), options.pop("kernel", None)
+        call = Call(query, key, value, Options(attn_mask, dropout_p, is_causal, **options), None)
+        part = self.part_of(call, returns_lse, kernel)
+        out, lse = self.mode_of(part)(part)
+        return (out, lse) if returns_lse else out
 
-    def lengths_of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions that each rank has, of queries and of keys. All else has to be the same on all ranks."""
-        M, N = query.shape[2], key.shape[2]
-        if self.lengths is not None:
-            own = self.lengths[self.mesh.get_local_rank()]
+    def local(self, call: Call, returns_lse: bool, kernel: str | None) -> tuple[Part, str]:
+        """What stands for a kernel's call on this rank, and the mode with its reason. Every rank has to ask."""
+        self.choices = []
+        part = self.part_of(call, returns_lse, kernel)
+        found = self.mode_of(part).local(part)
+        return found, "; ".join(map(str, self.choices)) or f"{self.mode}: as asked"
+
+    def part_of(self, call: Call, returns_lse: bool, kernel: str | None) -> Part:
+        """The call, checked as one of the whole sequence."""
+        queries, keys = self.parts_of(call, (returns_lse, kernel))
+        given, dtype = call.options.attn_mask, autocast_dtype(call.query)
+        check_whole(given, queries.length, keys.length)
+        call = call._replace(options=call.options._replace(attn_mask=as_mask(given)))
+        if dtype is not None:
+            call = cast_call(call, dtype)
+        q, k, v = call[:3]
+        check_dense(Call(of_length(q, queries), of_length(k, keys), of_length(v, keys), call.options, None))
+        if len({t.shape[0] for t in (q, k, v)}) > 1 or k.shape[1] != v.shape[1] or q.shape[1] < k.shape[1]:
+            raise RuntimeError(
+                "context_parallel: expected query, key and value of one batch, and no more heads of keys than of "
+                f"queries, got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+        options: dict[str, Any] = {name: getattr(call.options, name) for name in ("scale", "softcap", "enable_gqa")}
+        options |= {} if kernel is None else {"kernel": kernel}
+        return Part(q, k, v, mask_of(call.options), call.options.sinks, options, returns_lse, queries, keys)
+
+    def mode_of(self, part: Part) -> Mode:
+        """The mode that a call takes."""
+        if len(self.links) == 1:
+            return self.one_of(self.mode, self.links[0], part)
+        outer, inner = self.links
+        groups = [list(range(first, first + inner.ranks)) for first in range(0, outer.ranks * inner.ranks, inner.ranks)]
+        return Heads(inner, Between(self, outer), groups[outer.rank], groups)
+
+    def one_of(self, mode: str, link: Link, part: Part) -> Mode:
+        if mode in ("auto", "hybrid"):
+            modes = MODES[1][1:] if len(self.links) == 1 else ONES
+            found = ways(part, link.ranks, modes, rates_of(link))
+            self.choices = sorted(found, key=lambda way: (bool(way.reason), way.seconds))
+            if self.choices[0].reason:
+                raise RuntimeError(f"context_parallel: no mode takes this call: {'; '.join(map(str, self.choices))}")
+            mode = self.choices[0].mode
+        elif mode == "ring":
+            rates_of(link)  # NCCL wants all ranks in a group's first exchange
+        if mode == "ulysses":
+            everyone = list(range(link.ranks))
+            return Heads(link, Whole(), everyone, [everyone])
+        return Keys(link) if mode == "gather" else Ring(link)
+
+    def parts_of(self, call: Call, others: tuple[Any, ...]) -> tuple[Parts, Parts]:
+        """The positions that each rank has, of queries and of keys. All else has to be the same on all ranks, which is
+        asked with the lengths, and where `parts` tells these for the first call of a kind."""
+        M, N = call.query.shape[2], call.key.shape[2]
+        if self.parts is not None:
+            own = self.parts.lengths[rank_of(self.links)]
             if not M == N == own:
                 raise ValueError(
-                    f"context_parallel: this rank has {M} queries and {N} keys, where lengths tells of {own}"
+                    f"context_parallel: this rank has {M} queries and {N} keys, where parts tells of {own}"
                 )
-            return self.lengths, self.lengths
-        sizes = [size for t in (query, key, value) for size in (t.shape[0], t.shape[1], t.shape[3], t.element_size())]
-        here = torch.tensor([M, N, *sizes], device=self.mesh.device_type)
-        found = [torch.empty_like(here) for _ in range(self.mesh.size())]
-        dist.all_gather(found, here, group=self.mesh.get_group())
-        queries, keys, *others = torch.stack(found, 1).tolist()
-        if any(len(set(size)) > 1 for size in others):
-            raise ValueError("context_parallel: ranks have tensors of different batch, heads, head size or dtype")
-        return tuple(queries), tuple(keys)
+        sizes = [(*t.shape[:2], t.shape[3], t.dtype) for t in call[:3]]
+        kind = crc32(f"{sizes} {', '.join(map(told, (*call.options, *others)))}".encode())
+        if self.parts is not None and kind in self.kinds:
+            return self.parts, self.parts
+        found = torch.tensor([M, N, kind], device=self.links[0].device)
+        for link in reversed(self.links):
+            found = link.ask(found)
+        queries, keys, kinds = found.reshape(-1, 3).t().tolist()
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                "context_parallel: ranks have tensors of different batch, heads, head size or dtype, or other options "
+                f"or masks; this one has {', '.join(str(tuple(t.shape)) for t in call[:3])}, and as mask "
+                f"{told(call.options.attn_mask)}"
+            )
+        self.kinds.add(kind)
+        return (
+            (self.parts, self.parts) if self.parts is not None else (Parts.contiguous(queries), Parts.contiguous(keys))
+        )
+
+
+class Between:
+    """Between nodes: of the modes by keys the faster one."""
+
+    def __init__(self, block: context_parallel, link: Link) -> None:
+        self.block, self.link = block, link
+
+    def __call__(self, part: Part) -> Results:
+        return self.block.one_of("hybrid", self.link, part)(part)
+
+    def local(self, part: Part) -> Part:
+        return self.block.one_of("hybrid", self.link, part).local(part)
 
 
 @cache
-def eager() -> Callable[..., Any]:
-    """What answers a call without a compiler. It imports the compiler."""
-    found: Callable[..., Any] = torch.compiler.disable(unrecognised)
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without a compiler, which is imported here: a graph breaks where it is called."""
+    found: Callable[..., Any] = torch.compiler.disable(function)
     return found
 
 
@@ -190,81 +279,4 @@ def check_whole(mask: Any, M: int, N: int) -> None:
         raise RuntimeError(
             f"context_parallel: expected a mask of the whole sequence, {M} x {N}, got one of {mask.seq_len_q} x "
             f"{mask.seq_len_kv}"
-        )
-
-
-class Exchange(torch.autograd.Function):
-    """What ranks send each other, in one piece for each; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, sent_sizes: list[int], received_sizes: list[int], group: Any) -> Tensor:
-        ctx.back = received_sizes, sent_sizes, group
-        received = sent.new_empty(sum(received_sizes))
-        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return Exchange.apply(gradient.contiguous(), *ctx.back), None, None, None
-
-
-class Heads:
-    """The heads that this rank computes, and the way there and back."""
-
-    def __init__(self, mesh: DeviceMesh, H: int, Hkv: int) -> None:
-        self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.H = H
-        if H % self.ranks or Hkv % self.ranks:
-            raise ValueError(
-                f"context_parallel: {H} query heads and {Hkv} key heads are not both multiples of the {self.ranks} "
-                "ranks, which share them"
-            )
-
-    def gather(self, rows: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """(B, own heads, whole length, size) of (B, heads, own length, size)."""
-        B, heads, own, size = rows.shape
-        each = B * (heads // self.ranks) * size
-        sent = torch.cat([part.reshape(-1) for part in rows.chunk(self.ranks, 1)])
-        received = self.exchange(sent, [each * own] * self.ranks, [each * length for length in lengths])
-        parts = received.split([each * length for length in lengths])
-        shaped = [p.view(B, heads // self.ranks, n, size) for p, n in zip(parts, lengths, strict=True)]
-        return torch.cat(shaped, 2)
-
-    def scatter(self, rows: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """The way back: (B, heads, own length, size) of (B, own heads, whole length, size)."""
-        B, heads, _, size = rows.shape
-        own = lengths[self.rank]
-        sent = torch.cat([part.reshape(-1) for part in rows.split(lengths, 2)])
-        each = [B * heads * size * length for length in lengths]
-        received = self.exchange(sent, each, [B * heads * size * own] * self.ranks)
-        return torch.cat([p.view(B, heads, own, size) for p in received.chunk(self.ranks)], 1)
-
-    def exchange(self, sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
-        """What every rank sent to this one; its gradient goes back."""
-        found: Tensor = Exchange.apply(sent, sent_sizes, received_sizes, self.group)
-        return found
-
-    def own(self, name: str, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's heads of a tensor; all of it where the dimension is missing or broadcast."""
-        if tensor.dim() < -dim or (tensor.shape[dim] == 1 and name != "sinks"):
-            return tensor
-        if tensor.shape[dim] != self.H:
-            raise RuntimeError(f"context_parallel: expected {name} of {self.H} heads, got {tuple(tensor.shape)}")
-        return tensor.chunk(self.ranks, dim)[self.rank]
-
-    def sinks(self, given: Any) -> Any:
-        if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
-            raise TypeError(f"context_parallel: expected sinks as a Tensor of shape ({self.H},) or None")
-        return None if given is None else self.own("sinks", given, -1)
-
-    def mask(self, given: Any) -> Any:
-        """The mask of this rank's heads."""
-        given = as_mask(given)
-        if isinstance(given, Tensor):
-            return self.own("attn_mask", given, -3)
-        if not isinstance(given, Mask):
-            return given
-        found = {name: getattr(given, name) for name in HEAD_DIMENSIONS}
-        return given.replace(
-            **{n: self.own(f"Mask.{n}", t, HEAD_DIMENSIONS[n]) for n, t in found.items() if t is not None}
         )

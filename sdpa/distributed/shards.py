@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from sdpa.distributed.links import links_of, rank_of
+from sdpa.distributed.parts import Parts
 
-def shard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part of a tensor that every rank has whole, as a view; nothing is sent.
 
-    Parts are consecutive and differ by one position at most, the longer ones first.
+def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = None) -> Tensor:
+    """This rank's part of a tensor that every rank has whole; nothing is sent. A view, but for several intervals.
 
     Args:
         tensor: the same on all ranks.
-        mesh: one dimension.
+        mesh: its ranks share the sequence, in the order of its dimensions.
         dim: of the sequence.
+        parts: which positions each rank has; by default `Parts.even`: consecutive, and one position apart at most.
+
+    Raises:
+        ValueError: parts of another length, or of another number of ranks.
     """
-    parts: tuple[Tensor, ...] = tensor.tensor_split(mesh.size(), dim)
-    return parts[mesh.get_local_rank()]
+    links, ranks = links_of(mesh), mesh.size()
+    parts = Parts.even(tensor.shape[dim], ranks) if parts is None else parts
+    if parts.length != tensor.shape[dim] or len(parts.intervals) != ranks:
+        raise ValueError(
+            f"shard: expected parts of {tensor.shape[dim]} positions for {ranks} ranks, got those of {parts.length} "
+            f"for {len(parts.intervals)}"
+        )
+    own = [tensor.narrow(dim, begin, end - begin) for begin, end in parts.intervals[rank_of(links)]]
+    if len(own) == 1:
+        return own[0]
+    return torch.cat(own, dim) if own else tensor.narrow(dim, 0, 0)
 
 
-def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = None) -> Tensor:
     """The whole of the ranks' parts, which may differ in length, on every rank. It has no gradient.
 
     Args:
         tensor: this rank's part; other sizes and the dtype are the same on all ranks.
-        mesh: one dimension.
+        mesh: its ranks share the sequence, in the order of its dimensions.
         dim: of the sequence.
+        parts: which positions each rank has; by default consecutive ones.
     """
-    own = tensor.detach().movedim(dim, 0).contiguous()
-    length = torch.tensor([own.shape[0]], device=tensor.device)
-    lengths = [torch.empty_like(length) for _ in range(mesh.size())]
-    dist.all_gather(lengths, length, group=mesh.get_group())
-    sizes = torch.cat(lengths).tolist()
-    padded = own.new_zeros(max(sizes), *own.shape[1:])
-    padded[: own.shape[0]] = own
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=mesh.get_group())
-    return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)]).movedim(0, dim)
+    found = tensor.detach().movedim(dim, 0).contiguous()
+    for link in reversed(links_of(mesh)):
+        sizes = link.ask(torch.tensor([found.shape[0]], device=found.device)).flatten().tolist()
+        padded = found.new_zeros(max(sizes), *found.shape[1:])
+        padded[: found.shape[0]] = found
+        found = torch.cat([part[:size] for part, size in zip(link.ask(padded), sizes, strict=True)])
+    if parts is not None:
+        places = [place for own in parts.intervals for interval in own for place in range(*interval)]
+        whole = torch.empty_like(found)
+        whole[torch.tensor(places, device=found.device)] = found
+        found = whole
+    return found.movedim(0, dim)

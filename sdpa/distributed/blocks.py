@@ -1,0 +1,162 @@
+"""A block of a mask: what a range of queries sees of a range of keys, as a mask of its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sdpa.distributed.parts import Interval
+from sdpa.inputs import ids_of
+from sdpa.mask import Mask
+from sdpa.problem import UNLIMITED
+
+READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by tensor its version and what was read
+
+
+class Block(NamedTuple):
+    """Queries and keys of which some see each other, and their mask."""
+
+    rows: Interval
+    keys: Interval
+    mask: Mask
+
+
+class Blocks:
+    """The blocks of one mask of M queries and N keys.
+
+    Args:
+        mask: of the whole sequence.
+        M: queries.
+        N: keys.
+
+    Raises:
+        RuntimeError: a mask whose blocks are none that a Mask can say.
+    """
+
+    def __init__(self, mask: Mask, M: int, N: int) -> None:
+        self.mask, self.M, self.N = mask, M, N
+        self.left, self.right = mask.band
+        self.shift = N - M if mask.align == "bottom_right" else 0
+        self.has_lengths = mask.lengths is not None or mask.query_lengths is not None
+        self.has_prefix = mask.prefix is not None and mask.has_band
+        if mask.align == "bottom_right" and self.has_lengths and (mask.has_band or mask.alibi is not None):
+            raise RuntimeError("context_parallel: a diagonal at the end of lengths is for mode='ulysses' alone")
+        if self.has_prefix and (self.left != UNLIMITED or self.shift < 0):
+            raise RuntimeError("context_parallel: a prefix with a window to the left is for mode='ulysses' alone")
+        if mask.alibi is not None and (self.right != 0 or self.has_lengths or self.has_prefix or self.shift < 0):
+            raise RuntimeError("context_parallel: slopes without a plain causal mask are for mode='ulysses' alone")
+        self.ends = documents(mask, M, N)
+
+    def of(self, rows: Interval, keys: Interval) -> Block | None:
+        """What of these rows sees some of these keys; None where nothing does."""
+        rows, keys = self.cut(rows, keys)
+        if rows[0] >= rows[1] or keys[0] >= keys[1]:
+            return None
+        (begin, end), (first, last) = rows, keys
+        mask, offset = self.mask, begin + self.shift - keys[0]  # of the first query's own place among these keys
+        cut: dict[str, Any] = {}
+        if mask.has_band:
+            if self.right == 0 and last == end + self.shift and not self.has_lengths and not self.has_prefix:
+                cut = {"align": "bottom_right"}
+            elif mask.alibi is not None or (self.has_prefix and first > 0):
+                raise RuntimeError("context_parallel: slopes and a prefix are for mode='ulysses' and 'gather' alone")
+            else:
+                cut = {"causal": False, "align": "top_left", "window": self.window(offset, rows, keys)}
+        if mask.lengths is not None:
+            cut["lengths"] = (mask.lengths - first).clamp(min=0)
+        if mask.query_lengths is not None:
+            cut["query_lengths"] = (mask.query_lengths - begin).clamp(min=0)
+        if mask.segments is not None or mask.cu_seqlens is not None:
+            cut |= {"cu_seqlens": None, "segments": self.segments(rows, keys)}
+        for name in ("allowed", "bias"):
+            dense = getattr(mask, name)
+            if dense is not None:
+                cut[name] = narrow(narrow(dense, -2, rows), -1, keys)
+        return Block(rows, keys, mask.replace(**cut))
+
+    def window(self, offset: int, rows: Interval, keys: Interval) -> tuple[int | None, int | None] | None:
+        """(left, right) around the diagonal of these rows and keys alone; a side that hides nothing is lifted."""
+        left = None if self.left == UNLIMITED else self.left - offset
+        right = None if self.right == UNLIMITED else self.right + offset
+        if left is not None and left >= rows[1] - rows[0] - 1:
+            left = None
+        if right is not None and right >= keys[1] - keys[0] - 1:
+            right = None
+        return None if left is None and right is None else (left, right)
+
+    def cut(self, rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
+        """Without the rows at either end that see none of the keys, and without keys that none of the rows sees."""
+        begin, end = rows
+        first, last = keys
+        if self.has_prefix:  # all rows see its keys, of which a device may know the number
+            return rows, keys
+        if self.ends is not None:
+            seen = self.of_documents(rows)
+            first, last = max(first, seen[0]), min(last, seen[1])
+        if self.right != UNLIMITED:
+            last = min(last, end + self.shift + self.right)
+            begin = max(begin, first - self.shift - self.right)
+        if self.left != UNLIMITED:
+            first = max(first, begin + self.shift - self.left)
+            end = min(end, last - self.shift + self.left)
+        return (begin, end), (first, last)
+
+    def of_documents(self, rows: Interval) -> Interval:
+        """The keys of the documents that these rows lie in."""
+        assert self.ends is not None
+        queries, keys = self.ends
+        low, high = bisect_right(queries, rows[0]), bisect_right(queries, rows[1] - 1)
+        return (keys[low - 1] if low else 0), (keys[high] if high < len(keys) else self.N)
+
+    def segments(self, rows: Interval, keys: Interval) -> tuple[Tensor, Tensor] | None:
+        """The ids of these rows and keys; None where all are of one document."""
+        if self.ends is not None:
+            document, other = (bisect_right(self.ends[0], row) for row in (rows[0], rows[1] - 1))
+            first, last = self.of_documents(rows)
+            if document == other and first <= keys[0] and keys[1] <= last:
+                return None
+        given: Any = self.mask.segments if self.mask.segments is not None else self.mask.cu_seqlens
+        pair = given if isinstance(given, tuple) else (given, given)
+        of_rows, of_keys = ids_of(self.mask, pair, (self.M, self.N))
+        return of_rows[:, slice(*rows)], of_keys[:, slice(*keys)]
+
+
+def narrow(dense: Tensor, dim: int, interval: Interval) -> Tensor:
+    """These rows or columns of a dense mask; all of it where they repeat."""
+    begin, end = interval
+    return dense if dense.dim() < -dim or dense.shape[dim] == 1 else dense.narrow(dim, begin, end - begin)
+
+
+def documents(mask: Mask, M: int, N: int) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Where documents end among queries and among keys, if they lie one after the other."""
+    if mask.cu_seqlens is not None:
+        given = mask.cu_seqlens if isinstance(mask.cu_seqlens, tuple) else (mask.cu_seqlens,) * 2
+        queries, keys = (remembered(cu, lambda cu: cu.tolist()[1:]) for cu in given)
+        return queries, keys
+    ids = mask.segments
+    if not isinstance(ids, Tensor) or M != N or (ids.dim() > 1 and ids.shape[0] > 1):
+        return None
+    ends = remembered(ids, ends_of)
+    return None if ends is None else (ends, ends)
+
+
+def ends_of(ids: Tensor) -> list[int] | None:
+    """Where runs of the same id end; None where an id has several runs."""
+    found, counts = ids.reshape(-1).unique_consecutive(return_counts=True)
+    return list(accumulate(counts.tolist())) if len(found.unique()) == len(found) else None
+
+
+def remembered(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """What the host reads of a tensor, for which it waits for the device: once, as long as nobody writes into it."""
+    if tensor.is_inference():  # counts no writes
+        return read(tensor)
+    version, found = READ.get(tensor, (None, None))
+    if version != tensor._version:
+        found = read(tensor)
+        READ[tensor] = tensor._version, found
+    return found

@@ -1,0 +1,162 @@
+"""Which mode of context parallelism a call takes: a model of what each rank computes and what links carry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sdpa.dispatch.device import device_of
+from sdpa.distributed.blocks import Blocks
+from sdpa.distributed.links import Link
+from sdpa.distributed.modes import Part, count, keys_of
+from sdpa.distributed.parts import Interval, Intervals, common, merged
+from sdpa.problem import UNLIMITED
+
+SMALL, LARGE = 1 << 10, 1 << 20  # bytes for each rank, in what is timed
+REPEATS = 3
+BACKWARD = 2.5  # products of a backward, where a forward has 1
+ONES = ("gather", "ring")  # modes by the keys that ranks need
+
+
+class Rates(NamedTuple):
+    """What the links of a group carry. All ranks have the same figures: those of the slowest."""
+
+    latency: float  # seconds of a collective
+    bandwidth: float  # bytes/s that a rank sends
+
+
+class Way(NamedTuple):
+    """A mode for one call: what it should take, or why it cannot be taken."""
+
+    mode: str
+    seconds: float = 0.0  # of a forward, and of a backward where one follows, on the slowest rank
+    sent: int = 0  # bytes that a rank sends at most in a forward
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.mode}: not possible, {self.reason}"
+        return f"{self.mode}: {self.seconds * 1e3:.3f} ms expected, {self.sent} bytes sent by a rank in a forward"
+
+
+KNOWN: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()  # by process group
+
+
+def rates_of(link: Link) -> Rates:
+    """Measured once for a group, by all of its ranks at the same time."""
+    found = KNOWN.get(link.group)
+    if found is None:
+        found = KNOWN[link.group] = measured(link)
+    return found
+
+
+def measured(link: Link) -> Rates:
+    if link.ranks == 1:
+        return Rates(0.0, float("inf"))
+    seconds = torch.tensor([fastest(link, size) for size in (SMALL, LARGE)], device=link.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, link.group)
+    small, large = seconds.tolist()
+    more = (LARGE - SMALL) * (link.ranks - 1)
+    return Rates(small, more / max(large - small, 1e-9))
+
+
+def fastest(link: Link, size: int) -> float:
+    """Seconds of an exchange of `size` bytes between each two ranks."""
+    sent = torch.zeros(size * link.ranks, dtype=torch.uint8, device=link.device)
+    received, found = torch.empty_like(sent), []
+    for _ in range(1 + REPEATS):
+        begin = time.perf_counter()
+        dist.all_to_all_single(received, sent, group=link.group)
+        if sent.is_cuda:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return min(found[1:])
+
+
+def ways(part: Part, ranks: int, modes: Sequence[str], rates: Rates) -> list[Way]:
+    """Each of `modes` for a call, the same on every rank."""
+    try:
+        blocks: Blocks | None = Blocks(part.mask, part.queries.length, part.keys.length)
+        refused = ""
+    except RuntimeError as error:
+        blocks, refused = None, str(error).removeprefix("context_parallel: ")
+    found = []
+    for mode in modes:
+        if mode in ONES:
+            if mode == "ring" and part.mask.alibi is not None:
+                refused = refused or "slopes are for mode='ulysses' and 'gather' alone"
+            found.append(Way(mode, reason=refused) if blocks is None or refused else of_keys(mode, part, blocks, rates))
+        else:
+            found.append(of_heads(part, ranks, blocks, rates))
+    return found
+
+
+def of_heads(part: Part, ranks: int, blocks: Blocks | None, rates: Rates) -> Way:
+    q, k, v = part[:3]
+    H, Hkv = q.shape[1], k.shape[1]
+    if H % ranks or Hkv % ranks:
+        return Way("ulysses", reason=f"{H} query heads and {Hkv} key heads are not both multiples of {ranks} ranks")
+    M, N = part.queries.length, part.keys.length
+    pairs = M * N if blocks is None else pairs_of(blocks, [(0, M)])
+    held = max(part.queries.lengths) * H * (q.shape[3] + v.shape[3])
+    held += max(part.keys.lengths) * Hkv * (k.shape[3] + v.shape[3])
+    sent = q.shape[0] * q.element_size() * held * (ranks - 1) // ranks
+    compute, passes = products(part, pairs / ranks), 2 if learns(part) else 1
+    return Way("ulysses", compute + passes * (2 * rates.latency + sent / rates.bandwidth), sent)
+
+
+def of_keys(mode: str, part: Part, blocks: Blocks, rates: Rates) -> Way:
+    """Ranks compute and send different amounts: the slowest counts."""
+    _, k, v, *_ = part
+    rows, everything = part.queries.intervals, (0, blocks.N)
+    needs: list[Intervals] = [merged(keys_of(blocks, one, everything) for one in own) for own in rows]
+    ranks = range(len(rows))
+    sent = [sum(count(common(part.keys.intervals[rank], needs[to])) for to in ranks if to != rank) for rank in ranks]
+    bytes_of_key = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    most = max(sent) * bytes_of_key
+    compute = products(part, max(pairs_of(blocks, own) for own in rows))
+    wire = most / rates.bandwidth
+    if mode == "gather":
+        return Way(mode, compute + (2 if learns(part) else 1) * (rates.latency + wire), most)
+    # Keys travel beside the products, and in a backward once more, with gradients in float32.
+    steps = (len(rows) - 1) * rates.latency
+    back = wire * (1 + torch.float32.itemsize / k.element_size()) if learns(part) else 0.0
+    forward = compute / (1 + BACKWARD) if learns(part) else compute
+    return Way(mode, max(forward, wire) + max(compute - forward, back) + (3 if learns(part) else 1) * steps, most)
+
+
+def products(part: Part, pairs: float) -> float:
+    """Seconds of the matrix products of some pairs of query and key, at the device's peak."""
+    q, v = part.query, part.value
+    flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
+    return flops * (1 + BACKWARD if learns(part) else 1) / device_of(str(q.device)).peak(q.dtype)
+
+
+def learns(part: Part) -> bool:
+    given: tuple[Tensor, ...] = part[:3]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+
+def pairs_of(blocks: Blocks, intervals: Sequence[Interval]) -> int:
+    """Pairs of query and key that see each other, of queries in intervals; documents are counted at either end."""
+    return sum(seen_pairs(blocks, interval) for interval in intervals)
+
+
+def seen_pairs(blocks: Blocks, rows: Interval) -> int:
+    (begin, end), (first, last) = blocks.cut(rows, (0, blocks.N))
+    if begin >= end or first >= last:
+        return 0
+
+    def seen(row: int) -> int:
+        at = row + blocks.shift
+        low = first if blocks.left == UNLIMITED or blocks.has_prefix else max(first, at - blocks.left)
+        high = last if blocks.right == UNLIMITED or blocks.has_prefix else min(last, at + blocks.right + 1)
+        return max(0, high - low)
+
+    return (seen(begin) + seen(end - 1)) * (end - begin) // 2

@@ -1,0 +1,183 @@
+"""Ring attention: a rank's own queries meet the keys and values of one rank after the other.
+
+Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023. Results of the steps are merged in float32 by
+their log-sum-exp. The backward makes the steps again, so that a rank holds the keys of two ranks at a time. The keys of
+a step come straight from the rank that has them, and only those that some query sees. They travel while those before
+are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdpa.dispatch.context import request_text
+from sdpa.distributed.blocks import Block, Blocks, narrow
+from sdpa.distributed.links import Link, Passing, rows_of
+from sdpa.distributed.modes import Part, count, first_block, needed
+from sdpa.distributed.modes import Results as Pair
+from sdpa.distributed.parts import Interval, Intervals, common, places
+from sdpa.inputs import Options, build_inputs
+from sdpa.operators import call_backward, call_forward
+from sdpa.problem import AttentionInputs, Results
+from sdpa.sinks import sinks_grad
+
+
+class Ring:
+    """The mode: it is called with a rank's part."""
+
+    def __init__(self, link: Link, steps: type[Steps] | None = None) -> None:
+        self.link, self.steps = link, steps or Steps
+
+    def __call__(self, part: Part) -> Pair:
+        out, lse = RingAttention.apply(self.steps(self.link, part), *part[:3], part.mask.bias, part.sinks)
+        return out, lse if part.returns_lse else None
+
+    def local(self, part: Part) -> Part:
+        return first_block(part._replace(returns_lse=True), self.link.rank)
+
+
+class Steps:
+    """What meets what at each step, and the calls of it."""
+
+    def __init__(self, link: Link, part: Part) -> None:
+        self.link, self.setting = link, request_text(part.options.get("kernel"))
+        options = {name: value for name, value in part.options.items() if name != "kernel"}
+        self.options = Options(None, **options)
+        self.blocks = Blocks(part.mask, part.queries.length, part.keys.length)
+        self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
+        self.rows = part.queries.intervals[link.rank]
+        self.plan = [list(self.meetings(step)) for step in range(link.ranks)]
+
+    def given(self, step: int) -> Intervals:
+        """What this rank hands on at a step, of its own keys."""
+        return common(self.keys[self.link.rank], self.needs[(self.link.rank + step) % self.link.ranks])
+
+    def taken(self, step: int) -> Intervals:
+        """What it takes."""
+        return common(self.keys[(self.link.rank - step) % self.link.ranks], self.needs[self.link.rank])
+
+    def meetings(self, step: int) -> Iterator[tuple[Block, Interval, Interval]]:
+        """The blocks of a step, and where their queries and keys lie in what is held."""
+        taken = self.taken(step)
+        for keys in taken:
+            for rows in self.rows:
+                block = self.blocks.of(rows, keys)
+                if block is not None:
+                    yield block, places((block.rows,), self.rows)[0], places((block.keys,), taken)[0]
+
+    def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
+        """The keys and values of a step, on their way."""
+        given, length = self.given(step), count(self.taken(step))
+        shapes = [(t.shape[0], t.shape[1], length, t.shape[3]) for t in (k, v)]
+        return self.link.pass_on(step, [rows_of(t, given, self.keys[self.link.rank]) for t in (k, v)], shapes)
+
+    def add(self, dk: Tensor, dv: Tensor, step: int, returned: Passing) -> None:
+        """Add to the gradients of this rank's own keys and values those that come back of a step."""
+        own, given = self.keys[self.link.rank], self.given(step)
+        sizes = [end - begin for begin, end in given]
+        for total, gradient in zip((dk, dv), returned.wait(), strict=True):
+            for rows, part in zip(places(given, own), gradient.split(sizes, 2) if sizes else (), strict=True):
+                at(total, rows).add_(part)
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        return call_forward(inputs, True, self.setting)
+
+    def backward(
+        self, inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool
+    ) -> tuple[Tensor, ...]:
+        return call_backward(inputs, results, upstream, bias_grad, self.setting)
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, block: Block, bias: Tensor | None) -> AttentionInputs:
+        mask = block.mask if bias is None else block.mask.replace(bias=of_block(bias, block))
+        return build_inputs(q, k, v, self.options._replace(attn_mask=mask))
+
+
+class RingAttention(torch.autograd.Function):
+    """A rank's part of the output and of the log-sum-exp. What it saves is this rank's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, steps: Steps, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        total = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=total)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=total)
+        passing = steps.begin(0, k, v)
+        for step in range(steps.link.ranks):
+            keys, values = passing.wait()
+            if step + 1 < steps.link.ranks:
+                passing = steps.begin(step + 1, k, v)
+            for block, rows, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
+                merge(at(out, rows), at(lse, rows), *steps.forward(inputs))
+        if sinks is not None:
+            with_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.steps = steps
+        ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        steps, (q, k, v, bias, sinks, out, lse) = ctx.steps, ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+        dbias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[4] else None
+        passing = steps.begin(0, k, v)
+        home: list[tuple[int, Passing]] = []  # gradients on their way, of one step while the next is computed
+        for step in range(steps.link.ranks):
+            keys, values = passing.wait()
+            if step + 1 < steps.link.ranks:
+                passing = steps.begin(step + 1, k, v)
+            dkeys, dvalues = (torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values))
+            for block, rows, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
+                upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
+                results = Results(at(out, rows), at(lse, rows))
+                found = steps.backward(inputs, results, upstream, dbias is not None)
+                for total, gradient in zip((at(dq, rows), at(dkeys, own), at(dvalues, own)), found, strict=False):
+                    total += gradient
+                if dbias is not None:
+                    place = of_block(dbias, block)
+                    place += found[3].reshape(place.shape)
+            length = count(steps.given(step))
+            shapes = [(t.shape[0], t.shape[1], length, t.shape[3]) for t in (k, v)]
+            home.append((step, steps.link.pass_on(-step, [dkeys, dvalues], shapes)))
+            if step:
+                steps.add(dk, dv, *home.pop(0))
+        steps.add(dk, dv, *home.pop())
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[5]:
+            delta = (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(3)
+            dsinks = sinks_grad(sinks, lse, delta if grad_lse is None else delta - grad_lse)
+        own = [total.to(t.dtype) for total, t in zip((dq, dk, dv), (q, k, v), strict=True)]
+        return (None, *own, None if dbias is None else dbias.to(bias.dtype), dsinks)
+
+
+def at(tensor: Tensor, rows: Interval) -> Tensor:
+    return tensor[:, :, rows[0] : rows[1]]
+
+
+def of_block(bias: Tensor, block: Block) -> Tensor:
+    return narrow(narrow(bias, -2, block.rows), -1, block.keys)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add to results of some keys, in place, those of others."""
+    both = torch.logaddexp(lse, more_lse)
+    before, after = ((part - both).exp().masked_fill_(both == -torch.inf, 0.0) for part in (lse, more_lse))
+    out.mul_(before.unsqueeze(3)).addcmul_(more.to(out.dtype), after.unsqueeze(3))
+    lse.copy_(both)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add to results, in place, one more logit a head, which has no value."""
+    both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    out.mul_((lse - both).exp().unsqueeze(3))
+    lse.copy_(both)

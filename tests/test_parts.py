@@ -1,0 +1,146 @@
+"""Parts of a sequence, and blocks of a mask: each block says what the whole mask says there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sdpa import Mask
+from sdpa.distributed import Parts
+from sdpa.distributed.blocks import Blocks
+from sdpa.distributed.parts import common, merged, places, work_of
+
+B, H = 2, 2
+SIZES = ((13, 13), (13, 13), (9, 14), (14, 9))
+
+
+def drawn(chance: random.Random, g: torch.Generator, M: int, N: int) -> Mask:
+    """A mask of some fields."""
+
+    def lengths(limit: int) -> torch.Tensor:
+        return torch.randint(0, limit + 1, (B,), generator=g)
+
+    def ids() -> torch.Tensor:
+        found = torch.randint(0, 3, (chance.choice([1, B]), M), generator=g)
+        return found.sort(-1)[0] if chance.random() < 0.7 else found
+
+    choices = {
+        "causal": (0.6, lambda: True),
+        "window": (0.4, lambda: (chance.choice([None, 0, 2, 5]), chance.choice([None, 0, 3]))),
+        "align": (0.3, lambda: "bottom_right"),
+        "lengths": (0.3, lambda: lengths(N)),
+        "query_lengths": (0.2, lambda: lengths(M)),
+        "prefix": (0.2, lambda: chance.choice([3, lengths(N)])),
+        "alibi": (0.2, lambda: torch.rand(H, generator=g)),
+        "allowed": (0.2, lambda: torch.rand(B, 1, M, N, generator=g) < 0.7),
+        "bias": (0.2, lambda: torch.randn(1, H, chance.choice([1, M]), N, generator=g)),
+    }
+    fields = {name: make() for name, (likely, make) in choices.items() if chance.random() < likely}
+    if chance.random() < 0.3 and M == N:
+        fields["segments"] = ids()
+    elif chance.random() < 0.2:
+        fields["cu_seqlens"] = torch.tensor([0, 3, 8]), torch.tensor([0, 5, 7])
+    return Mask(**fields)
+
+
+def test_blocks_of_random_masks():
+    chance, g = random.Random(0), torch.Generator().manual_seed(0)
+    told, refused = 0, set()
+    for _ in range(1500):
+        M, N = chance.choice(SIZES)
+        mask = drawn(chance, g, M, N)
+        rows, keys = (tuple(sorted(chance.sample(range(size + 1), 2))) for size in (M, N))
+        keys = (0, N) if chance.random() < 0.5 else keys
+        try:
+            block = Blocks(mask, M, N).of(rows, keys)
+        except RuntimeError as error:
+            refused.add(str(error))
+            continue
+        wanted = mask.dense(B, H, M, N)[:, :, slice(*rows), slice(*keys)]
+        nothing = False if wanted.dtype == torch.bool else -torch.inf
+        found = torch.full_like(wanted, nothing)
+        if block is not None:
+            (begin, end), (first, last) = block.rows, block.keys
+            dense = block.mask.dense(B, H, end - begin, last - first)
+            if dense.dtype != wanted.dtype:
+                dense = torch.where(dense, 0.0, -torch.inf)
+            found[:, :, begin - rows[0] : end - rows[0], first - keys[0] : last - keys[0]] = dense
+        torch.testing.assert_close(found, wanted, msg=f"{mask} {rows} {keys}")
+        told += 1
+    assert told > 900 and len(refused) == 4 and all("mode='ulysses'" in text for text in refused), (told, refused)
+
+
+def test_documents_that_are_one_need_no_ids():
+    mask = Mask(causal=True, cu_seqlens=torch.tensor([0, 4, 10]))
+    block = Blocks(mask, 10, 10).of((6, 8), (0, 10))
+    assert block is not None and block.keys == (4, 8) and block.mask.segments is None and block.mask.cu_seqlens is None
+    assert Blocks(mask, 10, 10).of((0, 4), (4, 10)) is None
+
+
+@pytest.mark.parametrize("field", ["cu_seqlens", "segments"])
+def test_documents_are_read_again_where_they_changed(field):
+    given = torch.tensor([0, 4, 10] if field == "cu_seqlens" else [0] * 4 + [1] * 6)
+    mask = Mask(causal=True, **{field: given})
+    assert Blocks(mask, 10, 10).of((6, 8), (0, 10)).keys == (4, 8)
+    given[1 if field == "cu_seqlens" else slice(2, 4)] = 2 if field == "cu_seqlens" else 1
+    assert Blocks(mask, 10, 10).of((6, 8), (0, 10)).keys == (2, 8)
+    with torch.inference_mode():
+        mask = Mask(causal=True, **{field: given.clone()})
+        assert Blocks(mask, 10, 10).of((6, 8), (0, 10)).keys == (2, 8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("length", [0, 1, 7, 64, 1000])
+def test_every_position_once(ranks, length):
+    for parts in (Parts.even(length, ranks), Parts.zigzag(length, ranks), Parts.documents([length], ranks)):
+        positions = [place for own in parts.intervals for interval in own for place in range(*interval)]
+        assert sorted(positions) == list(range(length)) and sum(parts.lengths) == parts.length == length
+        assert len(parts.intervals) == ranks and max(parts.lengths) - min(parts.lengths) <= 8
+
+
+def test_zigzag_is_the_first_and_the_last():
+    assert Parts.zigzag(16, 2).intervals == (((0, 4), (12, 16)), ((4, 12),))
+    assert Parts.zigzag(24, 3).intervals == (((0, 4), (20, 24)), ((4, 8), (16, 20)), ((8, 16),))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_are_balanced(causal):
+    """The most work of a rank is within 5 % of the mean, where one document after the other is not."""
+    chance = random.Random(1)
+    lengths = sorted(chance.randint(100, 9000) for _ in range(40))
+    balanced, even = Parts.documents(lengths, 8, causal), Parts.even(sum(lengths), 8)
+
+    def unevenness(parts: Parts) -> float:
+        work = [sum(work_of(own, lengths, causal)) for own in parts.intervals]
+        return max(work) / (sum(work) / len(work))
+
+    assert unevenness(balanced) < 1.05 < 1.2 < unevenness(even)
+
+
+def test_work_is_the_pairs_that_see_each_other():
+    lengths, pieces = [3, 0, 5, 4], [(0, 2), (2, 7), (7, 12)]
+    for causal in (True, False):
+        mask = Mask(causal=causal, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+        dense = mask.dense(1, 1, 12, 12)[0, 0]
+        assert work_of(pieces, lengths, causal) == [int(dense[slice(*piece)].sum()) for piece in pieces]
+
+
+def test_intervals():
+    assert merged([(4, 6), (0, 2), (2, 3), (5, 9), (7, 7)]) == ((0, 3), (4, 9))
+    assert common(((0, 4), (8, 12)), ((2, 9),)) == ((2, 4), (8, 9))
+    assert places(((2, 4), (8, 9)), ((0, 4), (8, 12))) == [(2, 4), (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "told"),
+    [
+        ((((0, 2),), ((3, 4),)), "every position of the sequence once"),
+        ((((0, 2),), ((1, 4),)), "every position of the sequence once"),
+        ((((2, 4), (0, 2)),), "in ascending order"),
+    ],
+)
+def test_wrong_parts(intervals, told):
+    with pytest.raises(ValueError, match=told):
+        Parts(intervals)
