@@ -88,11 +88,12 @@ class Alone(Link):
         self.ranks, self.rank, self.device, self.sent = ranks, rank, device, 0
         self.numbers = torch.empty(0)
 
-    def exchange(self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
+    def exchange(self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]) -> Any:
         """Random numbers: a GPU is faster where all are 0."""
         if self.numbers.numel() < received.numel() or self.numbers.dtype != received.dtype:
             self.numbers = torch.randn_like(received)
         received.copy_(self.numbers[: received.numel()])
+        return None
 
     def post(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[Any]:
         self.exchange(received, sent, [], [])

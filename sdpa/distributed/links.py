@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from sdpa.distributed.parts import Interval, Intervals, places
 
 Shape = tuple[int, ...]
 Pieces = Sequence[Sequence[Tensor]]  # by tensor, by rank
+Item = TypeVar("Item")
 
 
 class Link:
@@ -25,18 +26,26 @@ class Link:
         self.device = mesh.device_type
         self.sent = 0
 
-    def swap(self, given: Pieces, shapes: Sequence[Sequence[Shape]]) -> list[list[Tensor]]:
-        """Of each tensor the piece that every rank gives this one, of known shapes. Gradients go back.
+    def start(self, given: Pieces, shapes: Sequence[Sequence[Shape]]) -> Callable[[], list[list[Tensor]]]:
+        """Begin to give every rank its piece of each tensor. What is returned waits for those that this one is given,
+        of known shapes. Gradients go back, and are as well begun first and waited for later.
 
         Tensors of one dtype travel together.
         """
-        found: dict[int, list[Tensor]] = {}
+        begun = []
         for dtype in dict.fromkeys(pieces[0].dtype for pieces in given):
             those = [at for at, pieces in enumerate(given) if pieces[0].dtype == dtype]
-            pieces = [piece for at in those for piece in given[at]]
-            received = Swap.apply(self, [shape for at in those for shape in shapes[at]], *pieces)
-            found |= {at: list(received[i * self.ranks :][: self.ranks]) for i, at in enumerate(those)}
-        return [found[at] for at in range(len(given))]
+            flight = Flight(self, [shape for at in those for shape in shapes[at]])
+            begun.append((those, flight, Sending.apply(flight, *[piece for at in those for piece in given[at]])))
+
+        def taken() -> list[list[Tensor]]:
+            found: dict[int, list[Tensor]] = {}
+            for those, flight, flat in begun:
+                pieces = Taking.apply(flight, flat)
+                found |= {at: list(pieces[i * self.ranks :][: self.ranks]) for i, at in enumerate(those)}
+            return [found[at] for at in range(len(given))]
+
+        return taken
 
     def count(self, sizes: Sequence[int], element: int) -> None:
         """Add what goes to others, of a number of elements for each rank. A compiled graph counts nothing."""
@@ -72,9 +81,9 @@ class Link:
         ]
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def exchange(self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
-        """Numbers of elements for each rank, and from each."""
-        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
+    def exchange(self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]) -> Any:
+        """Begin to exchange numbers of elements for each rank and from each; what is to be waited for."""
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group, async_op=True)
 
 
 def links_of(mesh: DeviceMesh) -> list[Link]:
@@ -103,35 +112,79 @@ class Passing:
         return self.tensors
 
 
-class Swap(torch.autograd.Function):
-    """Every rank's piece of each tensor for every other one, in one collective; gradients go back the same way."""
+class Flight:
+    """Pieces of tensors of one dtype, by tensor and then by rank, on their way in one collective; later gradients back.
+
+    `shapes` are of what arrives.
+    """
+
+    def __init__(self, link: Link, shapes: list[Shape]) -> None:
+        self.link, self.shapes = link, shapes
+        self.back: list[Shape] = []  # shapes of what was given
+        self.work: Any = None
+        self.arriving = torch.empty(0)
+
+    def send(self, pieces: Sequence[Tensor], shapes: list[Shape]) -> Tensor:
+        """Begin to send, as what arrives is laid out: by rank and then by tensor."""
+        link = self.link
+        sent = torch.cat([piece.reshape(-1) for piece in by_rank(pieces, link.ranks)])
+        sizes, taken = (
+            [sum(part) for part in split([math.prod(shape) for shape in by_rank(of, link.ranks)], link.ranks)]
+            for of in ([piece.shape for piece in pieces], shapes)
+        )
+        self.arriving = sent.new_empty(sum(taken))
+        self.work = link.exchange(self.arriving, sent, taken, sizes)
+        link.count(sizes, sent.element_size())
+        return sent
+
+    def take(self, flat: Tensor, shapes: list[Shape]) -> tuple[Tensor, ...]:
+        """Wait, and the pieces of what arrived."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
+        ordered = by_rank(shapes, self.link.ranks)
+        parts = flat.split([math.prod(shape) for shape in ordered])
+        views = [part.view(shape) for part, shape in zip(parts, ordered, strict=True)]
+        return tuple(by_rank(views, len(shapes) // self.link.ranks))
+
+
+class Sending(torch.autograd.Function):
+    """Begins a flight; its backward waits for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
-        """`pieces` and `shapes` are by tensor and then by rank."""
-        ctx.link, ctx.back = link, [tuple(piece.shape) for piece in pieces]
-        given = [list(of_rank(pieces, rank, link.ranks)) for rank in range(link.ranks)]
-        taken = [list(of_rank(shapes, rank, link.ranks)) for rank in range(link.ranks)]
-        sent = torch.cat([piece.reshape(-1) for parts in given for piece in parts])
-        sent_sizes = [sum(piece.numel() for piece in parts) for parts in given]
-        sizes = [math.prod(shape) for parts in taken for shape in parts]
-        received = sent.new_empty(sum(sizes))
-        tensors = len(shapes) // link.ranks
-        received_sizes = [sum(sizes[rank * tensors :][:tensors]) for rank in range(link.ranks)]
-        link.exchange(received, sent, received_sizes, sent_sizes)
-        link.count(sent_sizes, sent.element_size())
-        flat = [shape for parts in taken for shape in parts]
-        views = [part.view(shape) for part, shape in zip(received.split(sizes), flat, strict=True)]
-        return tuple(views[rank * tensors + tensor] for tensor in range(tensors) for rank in range(link.ranks))
+    def forward(ctx: Any, flight: Flight, *pieces: Tensor) -> Tensor:
+        ctx.flight, flight.back = flight, [tuple(piece.shape) for piece in pieces]
+        flight.send(pieces, flight.shapes)
+        return flight.arriving
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        return (None, *ctx.flight.take(ctx.flight.arriving, ctx.flight.back))
+
+
+class Taking(torch.autograd.Function):
+    """Waits for a flight; its backward begins that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: Flight, flat: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        return flight.take(flat, flight.shapes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return (None, None, *Swap.apply(ctx.link, ctx.back, *gradients))
+        return None, ctx.flight.send(gradients, ctx.flight.back)
 
 
-def of_rank(items: Sequence[Any], rank: int, ranks: int) -> Iterator[Any]:
-    """What of items by tensor and then by rank is one rank's."""
-    return (items[at] for at in range(rank, len(items), ranks))
+def by_rank(items: Sequence[Item], ranks: int) -> list[Item]:
+    """What was by tensor and then by rank, by rank and then by tensor."""
+    return [item for rank in range(ranks) for item in items[rank::ranks]]
+
+
+def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
+    each = len(items) // parts
+    return [items[part * each :][:each] for part in range(parts)]
 
 
 class Tied(torch.autograd.Function):

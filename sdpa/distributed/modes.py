@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from sdpa.distributed.parts import Interval, Intervals, Parts, common, merged, p
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 
+MESSAGE = 32 << 20  # bytes of keys and values that are worth a message of their own
 HEAD_DIMENSIONS = {"alibi": -1, "allowed": -3, "bias": -3}  # of the fields of a mask
 
 
@@ -37,7 +38,10 @@ class Part(NamedTuple):
     keys: Parts
 
 
+Taken = Callable[[], list[list[Tensor]]]  # waits for pieces, by tensor and then by rank
 Results = tuple[Tensor, Tensor | None]  # this rank's part of the output, and of the log-sum-exp where it is asked for
+
+Stages = Iterator[Results | None]  # None while something travels, at last the results
 
 
 class Mode(Protocol):
@@ -82,71 +86,128 @@ class Heads:
         self.link, self.attend, self.of, self.groups = link, attend, of, groups
 
     def __call__(self, part: Part) -> Results:
-        mask, sinks = self.of_heads(part)  # before anything is sent
+        self.check(part)
+        ranks = self.link.ranks
+        found = in_turn([self.stages(part, group) for group in groups_of(part, part.key.shape[1] // ranks)])
+        out = of_groups([out for out, _ in found], ranks)
+        return out, of_groups([lse for _, lse in found if lse is not None], ranks) if part.returns_lse else None
+
+    def stages(self, part: Part, group: Interval) -> Stages:
+        """The exchange begun; attention, and the exchange back begun; the results. Of some of each rank's key heads."""
         queries, keys = ([parts.intervals[at] for at in self.of] for parts in (part.queries, part.keys))
-        q, k, v = self.gather(part[:3], (queries, keys, keys))
-        sequences = self.together(part.queries), self.together(part.keys)
-        out, lse = self.attend(Part(q, k, v, mask, sinks, part.options, part.returns_lse, *sequences))
-        if lse is None:
-            return self.scatter((out,), queries)[0], None
-        out, lse = self.scatter((out, lse.unsqueeze(3)), queries)
-        return out, lse.squeeze(3)
+        taken = self.gather(part, group, (queries, keys, keys))
+        yield None
+        received = [joined(pieces, of) for pieces, of in zip(taken(), (queries, keys, keys), strict=True)]
+        out, lse = self.attend(self.own(part, received, group))
+        returned = self.scatter((out,) if lse is None else (out, lse.unsqueeze(3)), queries)
+        yield None
+        out, *others = (torch.cat(pieces, 1) for pieces in returned())
+        yield out, others[0].squeeze(3) if others else None
 
     def local(self, part: Part) -> Part:
-        mask, sinks = self.of_heads(part)
-        q, k, v = (
+        self.check(part)
+        own = [
             empty(t, heads=t.shape[1] // self.link.ranks, length=sum(parts.lengths[at] for at in self.of))
             for t, parts in zip(part[:3], (part.queries, part.keys, part.keys), strict=True)
-        )
-        sequences = self.together(part.queries), self.together(part.keys)
-        return self.attend.local(Part(q, k, v, mask, sinks, part.options, part.returns_lse, *sequences))
+        ]
+        return self.attend.local(self.own(part, own, (0, own[1].shape[1])))
 
-    def of_heads(self, part: Part) -> tuple[Mask, Tensor | None]:
-        """The mask and the sinks of this rank's heads."""
-        link, H, Hkv = self.link, part.query.shape[1], part.key.shape[1]
-        if H % link.ranks or Hkv % link.ranks:
+    def check(self, part: Part) -> None:
+        ranks, H, Hkv = self.link.ranks, part.query.shape[1], part.key.shape[1]
+        if H % ranks or Hkv % ranks:
             raise ValueError(
-                f"context_parallel: {H} query heads and {Hkv} key heads are not both multiples of the {link.ranks} "
-                "ranks, which share them"
+                f"context_parallel: {H} query heads and {Hkv} key heads are not both multiples of the {ranks} ranks, "
+                "which share them"
             )
-        return self.mask(part.mask, H), self.own("sinks", part.sinks, -1, H)
+
+    def own(self, part: Part, tensors: Sequence[Tensor], group: Interval) -> Part:
+        """The call of the whole sequence by some of this rank's heads."""
+        q, k, v = tensors
+        share = part.query.shape[1] // part.key.shape[1]
+        first = self.link.rank * (part.query.shape[1] // self.link.ranks)
+        heads = first + group[0] * share, first + group[1] * share
+        sequences = self.together(part.queries), self.together(part.keys)
+        mask, sinks = mask_of_heads(part, heads), None if part.sinks is None else part.sinks[slice(*heads)]
+        return Part(q, k, v, mask, sinks, part.options, part.returns_lse, *sequences)
 
     def together(self, parts: Parts) -> Parts:
         """What is held after the exchange, by the ranks that compute the same heads."""
         return Parts(tuple(merged(i for at in group for i in parts.intervals[at]) for group in self.groups))
 
-    def gather(self, tensors: tuple[Tensor, ...], held: tuple[list[Intervals], ...]) -> list[Tensor]:
-        """(B, own heads, length of all, size) of (B, heads, own length, size)."""
-        ranks = self.link.ranks
-        shapes = [
-            [(t.shape[0], t.shape[1] // ranks, count(intervals), t.shape[3]) for intervals in of]
-            for t, of in zip(tensors, held, strict=True)
-        ]
-        received = self.link.swap([t.chunk(ranks, 1) for t in tensors], shapes)
-        return [joined(pieces, of) for pieces, of in zip(received, held, strict=True)]
+    def gather(self, part: Part, group: Interval, held: tuple[list[Intervals], ...]) -> Taken:
+        """Of each rank's own heads those of a group: by rank (B, heads, its length, size) of (B, heads, own length,
+        size)."""
+        ranks, given, shapes = self.link.ranks, [], []
+        for t, of in zip(part[:3], held, strict=True):
+            share = t.shape[1] // part.key.shape[1]
+            some = t.unflatten(1, (ranks, -1))[:, :, group[0] * share : group[1] * share]
+            given.append(some.unbind(1))
+            shapes.append([(t.shape[0], some.shape[2], count(intervals), t.shape[3]) for intervals in of])
+        return self.link.start(given, shapes)
 
-    def scatter(self, tensors: tuple[Tensor, ...], held: list[Intervals]) -> list[Tensor]:
-        """The way back: (B, heads, own length, size) of (B, own heads, length of all, size)."""
+    def scatter(self, tensors: tuple[Tensor, ...], held: list[Intervals]) -> Taken:
+        """The way back: by rank (B, its heads, own length, size) of (B, own heads, length of all, size)."""
         everything = merged(interval for of in held for interval in of)
         own = count(held[self.link.rank])
         given = [[rows_of(t, of, everything) for of in held] for t in tensors]
         shapes = [[(t.shape[0], t.shape[1], own, t.shape[3])] * self.link.ranks for t in tensors]
-        return [torch.cat(pieces, 1) for pieces in self.link.swap(given, shapes)]
+        return self.link.start(given, shapes)
 
-    def own(self, name: str, tensor: Tensor | None, dim: int, H: int) -> Any:
-        """This rank's heads of a tensor; all of it where the dimension is missing or broadcast."""
-        if tensor is None or tensor.dim() < -dim or (tensor.shape[dim] == 1 and name != "sinks"):
-            return tensor
-        if tensor.shape[dim] != H:
-            raise RuntimeError(f"context_parallel: expected {name} of {H} heads, got {tuple(tensor.shape)}")
-        return tensor.chunk(self.link.ranks, dim)[self.link.rank]
 
-    def mask(self, mask: Mask, H: int) -> Mask:
-        """The mask of this rank's heads."""
-        found = {name: getattr(mask, name) for name in HEAD_DIMENSIONS}
-        return mask.replace(
-            **{n: self.own(f"Mask.{n}", t, HEAD_DIMENSIONS[n], H) for n, t in found.items() if t is not None}
-        )
+def groups_of(part: Part, heads: int) -> Intervals:
+    """Key heads in groups, each of as many bytes of keys and values as are worth a message of their own."""
+    sent = sum(t.numel() * t.element_size() for t in part[1:3])
+    each = Parts.even(heads, max(1, min(heads, sent // MESSAGE))).intervals
+    return tuple(interval for of_group in each for interval in of_group)
+
+
+def parts_of_heads(part: Part) -> list[Part]:
+    """The same call for each group of heads."""
+    groups = groups_of(part, part.key.shape[1])
+    if len(groups) == 1:
+        return [part]
+    share, found = part.query.shape[1] // part.key.shape[1], []
+    for begin, end in groups:
+        heads = begin * share, end * share
+        sinks = None if part.sinks is None else part.sinks[slice(*heads)]
+        q, (k, v) = part.query[:, slice(*heads)], (t[:, begin:end] for t in part[1:3])
+        found.append(part._replace(query=q, key=k, value=v, mask=mask_of_heads(part, heads), sinks=sinks))
+    return found
+
+
+def of_groups(results: list[Tensor], ranks: int) -> Tensor:
+    """(B, heads, ...) of results that have some heads of each rank."""
+    if len(results) == 1:
+        return results[0]
+    return torch.cat([t.unflatten(1, (ranks, -1)) for t in results], 2).flatten(1, 2)
+
+
+def in_turn(stages: Sequence[Stages]) -> list[Results]:
+    """What the last stages yield. Each begins before the one ahead of it goes on, so that what one waits for travels
+    while others compute."""
+    running, found = list[Stages](), list[Results]()
+    for following in (*stages, None, None):  # who began last has two steps to go
+        if following is not None:
+            next(following)
+        still = []
+        for one in reversed(running):
+            results = next(one)
+            if results is None:
+                still.append(one)
+            else:
+                found.append(results)
+        running = still + ([] if following is None else [following])
+    return found
+
+
+def mask_of_heads(part: Part, heads: Interval) -> Mask:
+    """The mask of some query heads: all of a tensor where the dimension of heads is missing or broadcast."""
+    found = {}
+    for name, dim in HEAD_DIMENSIONS.items():
+        tensor = getattr(part.mask, name)
+        if tensor is not None and tensor.dim() >= -dim and tensor.shape[dim] > 1:
+            found[name] = tensor.narrow(dim, heads[0], heads[1] - heads[0])
+    return part.mask.replace(**found)
 
 
 class Keys:
@@ -161,24 +222,34 @@ class Keys:
         self.link, self.attend = link, attend or Whole()
 
     def __call__(self, part: Part) -> Results:
+        found = in_turn([self.stages(of_group) for of_group in parts_of_heads(part)])
+        if len(found) == 1:
+            return found[0]
+        out = torch.cat([out for out, _ in found], 1)
+        return out, torch.cat([lse for _, lse in found if lse is not None], 1) if part.returns_lse else None
+
+    def stages(self, part: Part) -> Stages:
+        """The keys begun to be given; attention."""
         link = self.link
         blocks = Blocks(part.mask, part.queries.length, part.keys.length)
-        needs = needed(blocks, part)
-        seen = [blocks.of(rows, (0, blocks.N)) for rows in part.queries.intervals[link.rank]]
+        needs, rows = needed(blocks, part), part.queries.intervals[link.rank]
+        seen = [blocks.of(interval, (0, blocks.N)) for interval in rows]
         own, held = part.keys.intervals[link.rank], needs[link.rank]
         given = [[rows_of(t, common(own, need), own) for need in needs] for t in part[1:3]]
         parts = [common(of, held) for of in part.keys.intervals]
         shapes = [[(t.shape[0], t.shape[1], count(of), t.shape[3]) for of in parts] for t in part[1:3]]
-        k, v = (joined(pieces, parts) for pieces in link.swap(given, shapes))
+        taken = link.start(given, shapes)
+        yield None
+        k, v = (joined(pieces, parts) for pieces in taken())
         found = []
-        for rows, block in zip(part.queries.intervals[link.rank], seen, strict=True):
-            q = rows_of(part.query, (rows,), part.queries.intervals[link.rank])
-            found += [unseen(part, q, v)] if block is None else self.of_block(part, (q, k, v), rows, block, held)
+        for interval, block in zip(rows, seen, strict=True):
+            q = rows_of(part.query, (interval,), rows)
+            found += [unseen(part, q, v)] if block is None else self.of_block(part, (q, k, v), interval, block, held)
         out = torch.cat([out for out, _ in found], 2)
         lse = torch.cat([lse for _, lse in found if lse is not None], 2) if part.returns_lse else None
         if any(tensor.requires_grad for tensor in part[:3]):
             out = Tied.apply(out, part.query, k, v)
-        return out, lse
+        yield out, lse
 
     def local(self, part: Part) -> Part:
         return first_block(part, self.link.rank)
