@@ -81,6 +81,7 @@ def main() -> None:
             print(f"step {step}: {whole} positions on {mesh.size()} ranks, loss {total.item():.4f}", flush=True)
     if rank == 0:
         print(f"largest distance of the losses from one process: {farthest:.1e}")
+    dist.barrier()  # who ends first would close connections that others still use
     dist.destroy_process_group()
 
 

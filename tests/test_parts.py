@@ -10,6 +10,7 @@ import torch
 from sdpa import Mask
 from sdpa.distributed import Parts
 from sdpa.distributed.blocks import Blocks
+from sdpa.distributed.choosing import keys_sent, pairs_of
 from sdpa.distributed.parts import common, merged, places, work_of
 
 B, H = 2, 2
@@ -54,7 +55,7 @@ def test_blocks_of_random_masks():
         rows, keys = (tuple(sorted(chance.sample(range(size + 1), 2))) for size in (M, N))
         keys = (0, N) if chance.random() < 0.5 else keys
         try:
-            block = Blocks(mask, M, N).of(rows, keys)
+            block = Blocks(mask, M, N, in_steps=keys != (0, N)).of(rows, keys)
         except RuntimeError as error:
             refused.add(str(error))
             continue
@@ -86,6 +87,7 @@ def test_documents_are_read_again_where_they_changed(field):
     assert Blocks(mask, 10, 10).of((6, 8), (0, 10)).keys == (4, 8)
     given[1 if field == "cu_seqlens" else slice(2, 4)] = 2 if field == "cu_seqlens" else 1
     assert Blocks(mask, 10, 10).of((6, 8), (0, 10)).keys == (2, 8)
+    given.numpy()[:] = given.clone().numpy()
     with torch.inference_mode():
         mask = Mask(causal=True, **{field: given.clone()})
         assert Blocks(mask, 10, 10).of((6, 8), (0, 10)).keys == (2, 8)
@@ -139,8 +141,63 @@ def test_intervals():
         ((((0, 2),), ((3, 4),)), "every position of the sequence once"),
         ((((0, 2),), ((1, 4),)), "every position of the sequence once"),
         ((((2, 4), (0, 2)),), "in ascending order"),
+        ((((0.0, 5.0),),), "by rank pairs of integers"),
+        (5, "by rank pairs of integers"),
     ],
 )
 def test_wrong_parts(intervals, told):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises((ValueError, TypeError), match=told):
         Parts(intervals)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Parts.even(10, 0), "Parts.even: expected ranks as integers from 1 on, got \\[0\\]"),
+        (lambda: Parts.even(10.0, 2), "Parts.even: expected length as integers from 0 on"),
+        (lambda: Parts.even(-1, 2), "Parts.even: expected length as integers from 0 on"),
+        (lambda: Parts.documents([5, -3], 2), "Parts.documents: expected lengths as integers from 0 on"),
+        (lambda: Parts.documents(10, 2), "Parts.documents: expected lengths as integers from 0 on, got 10"),
+        (lambda: Parts.documents([5], 2, chunks=0), "Parts.documents: expected chunks as integers from 1 on"),
+        (lambda: Parts.contiguous(10), "Parts.contiguous: expected lengths"),
+    ],
+)
+def test_wrong_arguments(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+def test_lengths_of_a_tensor():
+    lengths = torch.tensor([5, 0, 3])
+    assert Parts.documents(lengths, 2) == Parts.documents([5, 0, 3], 2)
+    assert Parts.contiguous(lengths).intervals == (((0, 5),), (), ((5, 8),))
+
+
+def test_keys_that_ranks_send():
+    """As by counting each pair of ranks."""
+    chance = random.Random(2)
+    for _ in range(50):
+        owned = Parts.documents([chance.randint(1, 30) for _ in range(5)], 4, chunks=3)
+        needs = [
+            merged(tuple(sorted(chance.sample(range(owned.length + 1), 2))) for _ in range(chance.randint(0, 3)))
+            for _ in range(4)
+        ]
+        expected = [
+            sum(end - begin for to in range(4) if to != rank for begin, end in common(own, needs[to]))
+            for rank, own in enumerate(owned.intervals)
+        ]
+        assert keys_sent(needs, owned.intervals) == expected
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(causal=True),
+        Mask(causal=True, window=(16, 0)),
+        Mask(causal=True, cu_seqlens=torch.arange(0, 2049, 128)),
+        Mask(window=(100, 30)),
+    ],
+)
+def test_pairs_are_counted_nearly(mask):
+    expected = int(mask.dense(1, 1, 2048, 2048).sum())
+    assert abs(pairs_of(Blocks(mask, 2048, 2048), [(0, 2048)]) / expected - 1) < 0.03

@@ -44,7 +44,10 @@ def measured_here(chosen: list[Case]) -> list[dict[str, Any]]:
     for case in chosen:
         for found in measure(case, PROCESSES):
             out.print(line_of(found), soft_wrap=True, highlight=False, markup=False)
-            rows.append(found._asdict())
+            names = {"problem": found.case, "mode": found.mode, "order": found.order, "ranks": found.ranks}
+            own = {"distance": found.distance, "seconds": found.seconds}
+            rows += [names | {"direction": one, "sent_bytes": found.sent[one]} | own for one in DIRECTIONS]
+    out.print("sends: of the rank that sends most; distance: of the output, to that of one process; time: both ways")
     return rows
 
 
@@ -59,6 +62,11 @@ def simulated_on(device: str, chosen: list[Case], ranks: int) -> list[dict[str, 
             for direction in DIRECTIONS:
                 rows.append(figures(simulated, direction))
                 out.print(told(rows[-1]), soft_wrap=True, highlight=False, markup=False)
+    out.print(
+        "attention: of a rank, the mean; slowest: beside it; copies and merging: beside attention; sent: by the rank "
+        "that sends most; no Ulysses where ranks do not divide the heads",
+        soft_wrap=True,
+    )
     show_model()
     return rows
 

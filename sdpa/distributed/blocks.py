@@ -33,24 +33,37 @@ class Blocks:
         mask: of the whole sequence.
         M: queries.
         N: keys.
+        in_steps: whether keys come in several ranges, and not all that a range of queries sees at once.
 
     Raises:
-        RuntimeError: a mask whose blocks are none that a Mask can say.
+        RuntimeError: a mask whose blocks are none that a Mask can say. It depends on what all ranks know.
     """
 
-    def __init__(self, mask: Mask, M: int, N: int) -> None:
+    def __init__(self, mask: Mask, M: int, N: int, in_steps: bool = False) -> None:
         self.mask, self.M, self.N = mask, M, N
         self.left, self.right = mask.band
         self.shift = N - M if mask.align == "bottom_right" else 0
         self.has_lengths = mask.lengths is not None or mask.query_lengths is not None
         self.has_prefix = mask.prefix is not None and mask.has_band
-        if mask.align == "bottom_right" and self.has_lengths and (mask.has_band or mask.alibi is not None):
-            raise RuntimeError("context_parallel: a diagonal at the end of lengths is for mode='ulysses' alone")
-        if self.has_prefix and (self.left != UNLIMITED or self.shift < 0):
-            raise RuntimeError("context_parallel: a prefix with a window to the left is for mode='ulysses' alone")
-        if mask.alibi is not None and (self.right != 0 or self.has_lengths or self.has_prefix or self.shift < 0):
-            raise RuntimeError("context_parallel: slopes without a plain causal mask are for mode='ulysses' alone")
+        refused = self.refusal(in_steps)
+        if refused:
+            raise RuntimeError(f"context_parallel: {refused} mode='ulysses'")
         self.ends = documents(mask, M, N)
+
+    def refusal(self, in_steps: bool) -> str:
+        """What is no mask of a block, and which other mode takes it."""
+        mask, shift = self.mask, self.shift
+        if mask.align == "bottom_right" and self.has_lengths and (mask.has_band or mask.alibi is not None):
+            return "a diagonal at the end of lengths is for"
+        if self.has_prefix and (self.left != UNLIMITED or shift < 0):
+            return "a prefix with a window to the left is for"
+        pairs = isinstance(mask.segments, tuple) or isinstance(mask.cu_seqlens, tuple)
+        is_causal = self.right == 0 and not (self.has_lengths or self.has_prefix or pairs)
+        if mask.alibi is not None and not (is_causal and shift >= 0 and self.M + shift <= self.N):
+            return "slopes without a plain causal mask are for"
+        if in_steps and (mask.alibi is not None or self.has_prefix):
+            return "slopes and a prefix are for mode='gather' and"
+        return ""
 
     def of(self, rows: Interval, keys: Interval) -> Block | None:
         """What of these rows sees some of these keys; None where nothing does."""
@@ -63,8 +76,6 @@ class Blocks:
         if mask.has_band:
             if self.right == 0 and last == end + self.shift and not self.has_lengths and not self.has_prefix:
                 cut = {"align": "bottom_right"}
-            elif mask.alibi is not None or (self.has_prefix and first > 0):
-                raise RuntimeError("context_parallel: slopes and a prefix are for mode='ulysses' and 'gather' alone")
             else:
                 cut = {"causal": False, "align": "top_left", "window": self.window(offset, rows, keys)}
         if mask.lengths is not None:
@@ -152,8 +163,8 @@ def ends_of(ids: Tensor) -> list[int] | None:
 
 
 def remembered(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """What the host reads of a tensor, for which it waits for the device: once, as long as nobody writes into it."""
-    if tensor.is_inference():  # counts no writes
+    """What the host reads of a tensor: of a device's, for which it waits, once as long as nobody writes into it."""
+    if tensor.is_inference() or tensor.device.type == "cpu":  # counts no writes, or not those of NumPy
         return read(tensor)
     version, found = READ.get(tensor, (None, None))
     if version != tensor._version:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,12 +16,13 @@ from torch import Tensor
 from sdpa.dispatch.device import device_of
 from sdpa.distributed.blocks import Blocks
 from sdpa.distributed.links import Link
-from sdpa.distributed.modes import Part, count, keys_of
-from sdpa.distributed.parts import Interval, Intervals, common, merged
+from sdpa.distributed.modes import Part, count, needed
+from sdpa.distributed.parts import Interval, Intervals, common
 from sdpa.problem import UNLIMITED
 
 SMALL, LARGE = 1 << 10, 1 << 20  # bytes for each rank, in what is timed
 REPEATS = 3
+PIECES = 16
 BACKWARD = 2.5  # products of a backward, where a forward has 1
 ONES = ("gather", "ring")  # modes by the keys that ranks need
 
@@ -81,29 +84,18 @@ def fastest(link: Link, size: int) -> float:
 
 def ways(part: Part, ranks: int, modes: Sequence[str], rates: Rates) -> list[Way]:
     """Each of `modes` for a call, the same on every rank."""
-    try:
-        blocks: Blocks | None = Blocks(part.mask, part.queries.length, part.keys.length)
-        refused = ""
-    except RuntimeError as error:
-        blocks, refused = None, str(error).removeprefix("context_parallel: ")
-    found = []
-    for mode in modes:
-        if mode in ONES:
-            if mode == "ring" and part.mask.alibi is not None:
-                refused = refused or "slopes are for mode='ulysses' and 'gather' alone"
-            found.append(Way(mode, reason=refused) if blocks is None or refused else of_keys(mode, part, blocks, rates))
-        else:
-            found.append(of_heads(part, ranks, blocks, rates))
-    return found
+    return [of_heads(part, ranks, rates) if mode == "ulysses" else of_keys(mode, part, rates) for mode in modes]
 
 
-def of_heads(part: Part, ranks: int, blocks: Blocks | None, rates: Rates) -> Way:
+def of_heads(part: Part, ranks: int, rates: Rates) -> Way:
     q, k, v = part[:3]
     H, Hkv = q.shape[1], k.shape[1]
     if H % ranks or Hkv % ranks:
         return Way("ulysses", reason=f"{H} query heads and {Hkv} key heads are not both multiples of {ranks} ranks")
-    M, N = part.queries.length, part.keys.length
-    pairs = M * N if blocks is None else pairs_of(blocks, [(0, M)])
+    try:
+        pairs = pairs_of(blocks_of(part), [(0, part.queries.length)])
+    except RuntimeError:  # blocks are of the other modes
+        pairs = part.queries.length * part.keys.length
     held = max(part.queries.lengths) * H * (q.shape[3] + v.shape[3])
     held += max(part.keys.lengths) * Hkv * (k.shape[3] + v.shape[3])
     sent = q.shape[0] * q.element_size() * held * (ranks - 1) // ranks
@@ -111,24 +103,46 @@ def of_heads(part: Part, ranks: int, blocks: Blocks | None, rates: Rates) -> Way
     return Way("ulysses", compute + passes * (2 * rates.latency + sent / rates.bandwidth), sent)
 
 
-def of_keys(mode: str, part: Part, blocks: Blocks, rates: Rates) -> Way:
+def of_keys(mode: str, part: Part, rates: Rates) -> Way:
     """Ranks compute and send different amounts: the slowest counts."""
-    _, k, v, *_ = part
-    rows, everything = part.queries.intervals, (0, blocks.N)
-    needs: list[Intervals] = [merged(keys_of(blocks, one, everything) for one in own) for own in rows]
-    ranks = range(len(rows))
-    sent = [sum(count(common(part.keys.intervals[rank], needs[to])) for to in ranks if to != rank) for rank in ranks]
-    bytes_of_key = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
-    most = max(sent) * bytes_of_key
-    compute = products(part, max(pairs_of(blocks, own) for own in rows))
+    try:
+        blocks = blocks_of(part, in_steps=mode == "ring")
+    except RuntimeError as error:
+        return Way(mode, reason=str(error).removeprefix("context_parallel: "))
+    key, value = part[1:3]
+    ranks = len(part.queries.intervals)
+    bytes_of_key = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
+    most = max(keys_sent(needed(blocks, part), part.keys.intervals)) * bytes_of_key
+    compute = products(part, max(pairs_of(blocks, own) for own in part.queries.intervals))
     wire = most / rates.bandwidth
     if mode == "gather":
         return Way(mode, compute + (2 if learns(part) else 1) * (rates.latency + wire), most)
     # Keys travel beside the products, and in a backward once more, with gradients in float32.
-    steps = (len(rows) - 1) * rates.latency
-    back = wire * (1 + torch.float32.itemsize / k.element_size()) if learns(part) else 0.0
+    steps = (ranks - 1) * rates.latency
+    back = wire * (1 + torch.float32.itemsize / key.element_size()) if learns(part) else 0.0
     forward = compute / (1 + BACKWARD) if learns(part) else compute
     return Way(mode, max(forward, wire) + max(compute - forward, back) + (3 if learns(part) else 1) * steps, most)
+
+
+def blocks_of(part: Part, in_steps: bool = False) -> Blocks:
+    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps)
+
+
+def keys_sent(needs: Sequence[Intervals], owned: Sequence[Intervals]) -> list[int]:
+    """How many keys each rank sends to others: of its own, each as often as another rank needs it."""
+    edges = sorted({place for own in (*needs, *owned) for interval in own for place in interval})
+    steps = dict.fromkeys(edges, 0)  # by place how many more ranks need what follows
+    for begin, end in (interval for own in needs for interval in own):
+        steps[begin] += 1
+        steps[end] -= 1
+    needing = list(accumulate(steps.values()))
+    widths = [after - before for before, after in pairwise(edges)]
+    below = list(accumulate((n * width for n, width in zip(needing, widths, strict=False)), initial=0))
+    total = dict(zip(edges, below, strict=True))  # by place the keys before it, each as often as it is needed
+    return [
+        sum(total[end] - total[begin] for begin, end in own) - count(common(own, need))
+        for own, need in zip(owned, needs, strict=True)
+    ]
 
 
 def products(part: Part, pairs: float) -> float:
@@ -144,8 +158,15 @@ def learns(part: Part) -> bool:
 
 
 def pairs_of(blocks: Blocks, intervals: Sequence[Interval]) -> int:
-    """Pairs of query and key that see each other, of queries in intervals; documents are counted at either end."""
-    return sum(seen_pairs(blocks, interval) for interval in intervals)
+    """Pairs of query and key that see each other, of queries in intervals, by trapezoids of PIECES parts of each and of
+    each document."""
+    cuts = [] if blocks.ends is None else blocks.ends[0]
+    total = 0
+    for begin, end in intervals:
+        inside = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
+        even = (begin + (end - begin) * piece // PIECES for piece in range(PIECES + 1))
+        total += sum(seen_pairs(blocks, rows) for rows in pairwise(sorted({*even, *inside})))
+    return total
 
 
 def seen_pairs(blocks: Blocks, rows: Interval) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextvars import Token
-from functools import cache
+from functools import cache, wraps
 from threading import Lock
 from typing import Any
 from zlib import crc32
@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -26,7 +27,8 @@ from sdpa.distributed.ring import Ring
 from sdpa.entry import unrecognised
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.inputs import mask_of
-from sdpa.mask import as_mask, told
+from sdpa.mask import Mask, as_mask, is_integer, told
+from sdpa.scalars import type_name
 from sdpa.sharded import INSIDE
 from sdpa.torch_private import TORCHS
 from sdpa.validate import Call, Options, check_dense
@@ -47,7 +49,7 @@ REFUSED |= {
 }
 
 
-class context_parallel(TorchFunctionMode):
+class context_parallel:
     """A block in which calls of attention take this rank's part of each sequence, and the ranks of `mesh` the rest.
 
     Query, key and value are (B, heads, own length, head size). Masks and biases are those of the whole sequence;
@@ -57,7 +59,7 @@ class context_parallel(TorchFunctionMode):
     part alone.
 
     Under torch.compile calls of attention in the block are not compiled: the graph breaks at each. Activation
-    checkpointing wants use_reentrant=False and the block inside of the function that it calls again.
+    checkpointing wants the block inside of the function that it calls again.
 
         with sdpa.distributed.context_parallel(mesh):
             out = sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -81,12 +83,14 @@ class context_parallel(TorchFunctionMode):
 
     Raises:
         ValueError: another mode for this mesh, heads that the ranks do not divide, other lengths.
-        RuntimeError: dropout, packed or paged calls, weights, masks of layers, blocks inside of blocks, reentrant
-            checkpointing; tensors that are not (B, heads, length, head size); a mask that the mode cannot take.
+        TypeError: no mesh, no parts.
+        RuntimeError: dropout, packed or paged calls, weights, masks of layers, blocks inside of blocks, checkpointing
+            inside of the block, gradients of gradients; tensors that are not (B, heads, length, head size); a mask
+            that the mode cannot take.
     """
 
     def __init__(self, mesh: DeviceMesh, mode: str = "auto", parts: Parts | None = None) -> None:
-        super().__init__()
+        self.links = links_of(mesh)
         if mesh.ndim not in MODES:
             raise ValueError(f"context_parallel: expected a mesh of one or two dimensions, got {tuple(mesh.shape)}")
         if mode not in MODES[mesh.ndim]:
@@ -94,15 +98,15 @@ class context_parallel(TorchFunctionMode):
                 f"context_parallel: expected mode as one of {', '.join(MODES[mesh.ndim])} on a mesh of shape "
                 f"{tuple(mesh.shape)}, got {mode!r}"
             )
+        if parts is not None and not isinstance(parts, Parts):
+            raise TypeError(f"context_parallel: expected parts as Parts or None, got {type_name(parts)}")
         if parts is not None and len(parts.intervals) != mesh.size():
             raise ValueError(
                 f"context_parallel: expected parts of {mesh.size()} ranks, got those of {len(parts.intervals)}"
             )
         self.mode, self.parts = mode, parts
-        self.links = links_of(mesh)
         self.kinds: set[int] = set()  # of calls of which ranks were asked whether theirs are the same
-        self.tokens: list[Token[Any]] = []
-        self.uncompiled = torch.compiler.disable(self.attend)
+        self.opened: list[tuple[Token[Any], Inside]] = []
         self.choices: list[Way] = []  # of the last call by "auto", the chosen one first
 
     @property
@@ -111,30 +115,29 @@ class context_parallel(TorchFunctionMode):
         return sum(link.sent for link in self.links)
 
     def __enter__(self) -> context_parallel:
-        if INSIDE.get():
-            raise RuntimeError("context_parallel: blocks do not nest")
-        self.tokens.append(INSIDE.set(self))
-        with LOCK:
-            sharded.not_compiled = uncompiled(unrecognised)
-            sharded.open_blocks += 1
-        super().__enter__()
+        OPEN(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        CLOSE(self)
+
+    def open(self) -> None:
+        """Enter the block. A function is not compiled beyond here."""
+        if INSIDE.get():
+            raise RuntimeError("context_parallel: blocks do not nest")
+        inside = Inside(self)
+        self.opened.append((INSIDE.set(self), inside))
+        with LOCK:
+            sharded.not_compiled = UNRECOGNISED
+            sharded.open_blocks += 1
+        inside.__enter__()
+
+    def close(self) -> None:
+        token, inside = self.opened.pop()
+        inside.__exit__(None, None, None)
         with LOCK:
             sharded.open_blocks -= 1
-        INSIDE.reset(self.tokens.pop())
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in REFUSED:
-            raise RuntimeError(f"context_parallel: {REFUSED[function]}")
-        if function is not scaled_dot_product_attention and function is not TORCHS:
-            return function(*args, **kwargs)
-        return self.uncompiled(*args, **kwargs)
+        INSIDE.reset(token)
 
     def attend(
         self,
@@ -151,11 +154,6 @@ class context_parallel(TorchFunctionMode):
             raise RuntimeError("context_parallel: dropout is not supported: its bits would not be those of one device")
         if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value)):
             raise RuntimeError("context_parallel: expected query, key and value as (B, heads, length, head size)")
-        if is_reentrant():
-            raise RuntimeError(
-                "context_parallel: reentrant checkpointing makes the call again outside of the block; take "
-                "use_reentrant=False, with the block inside of the function that is checkpointed"
-            )
         returns_lse, kernel = options.pop("return_lse", False), options.pop("kernel", None)
         call = Call(query, key, value, Options(attn_mask, dropout_p, is_causal, **options), None)
         part = self.part_of(call, returns_lse, kernel)
@@ -214,17 +212,10 @@ class context_parallel(TorchFunctionMode):
     def parts_of(self, call: Call, others: tuple[Any, ...]) -> tuple[Parts, Parts]:
         """The positions that each rank has, of queries and of keys. All else has to be the same on all ranks, which is
         asked with the lengths, and where `parts` tells these for the first call of a kind."""
-        M, N = call.query.shape[2], call.key.shape[2]
-        if self.parts is not None:
-            own = self.parts.lengths[rank_of(self.links)]
-            if not M == N == own:
-                raise ValueError(
-                    f"context_parallel: this rank has {M} queries and {N} keys, where parts tells of {own}"
-                )
-        sizes = [(*t.shape[:2], t.shape[3], t.dtype) for t in call[:3]]
-        kind = crc32(f"{sizes} {', '.join(map(told, (*call.options, *others)))}".encode())
-        if self.parts is not None and kind in self.kinds:
-            return self.parts, self.parts
+        M, N, parts = call.query.shape[2], call.key.shape[2], self.parts
+        kind = kind_of(call, others)
+        if parts is not None and kind in self.kinds and M == N == parts.lengths[rank_of(self.links)]:
+            return parts, parts
         found = torch.tensor([M, N, kind], device=self.links[0].device)
         for link in reversed(self.links):
             found = link.ask(found)
@@ -235,10 +226,51 @@ class context_parallel(TorchFunctionMode):
                 f"or masks; this one has {', '.join(str(tuple(t.shape)) for t in call[:3])}, and as mask "
                 f"{told(call.options.attn_mask)}"
             )
+        if parts is not None and not queries == keys == list(parts.lengths):
+            raise ValueError(
+                f"context_parallel: ranks have {queries} queries and {keys} keys, where parts tells of "
+                f"{list(parts.lengths)}"
+            )
         self.kinds.add(kind)
-        return (
-            (self.parts, self.parts) if self.parts is not None else (Parts.contiguous(queries), Parts.contiguous(keys))
-        )
+        return (Parts.contiguous(queries), Parts.contiguous(keys)) if parts is None else (parts, parts)
+
+
+def kind_of(call: Call, others: tuple[Any, ...]) -> int:
+    """A number that is the same where calls are: by sizes and options, and by integers of masks that the host has."""
+    sizes = [(*t.shape[:2], t.shape[3], t.dtype) for t in call[:3]]
+    kind = crc32(f"{sizes} {', '.join(map(told, (*call.options, *others)))}".encode())
+    mask = call.options.attn_mask
+    for _, tensor in mask.tensors() if isinstance(mask, Mask) else ():
+        if tensor.device.type == "cpu" and is_integer(tensor):
+            kind = crc32(tensor.detach().contiguous().numpy().tobytes(), kind)
+    return kind
+
+
+class Inside(TorchFunctionMode):
+    """What calls of attention are handed to while a block is open; `frame` is that of the function that opened it."""
+
+    def __init__(self, block: context_parallel) -> None:
+        super().__init__()
+        self.block = block
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__") != __name__ or frame.f_code.co_name != "__enter__":
+            frame = frame.f_back
+        self.frame = frame.f_back
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in REFUSED:
+            raise RuntimeError(f"context_parallel: {REFUSED[function]}")
+        if function is not scaled_dot_product_attention and function is not TORCHS:
+            return function(*args, **kwargs)
+        if is_checkpointed(self.frame):
+            raise RuntimeError(
+                "context_parallel: checkpointing makes the call again outside of the block; open the block inside of "
+                "the function that is checkpointed"
+            )
+        return ATTEND(self.block, *args, **kwargs)
 
 
 class Between:
@@ -254,22 +286,36 @@ class Between:
         return self.block.one_of("hybrid", self.link, part).local(part)
 
 
-@cache
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same without a compiler, which is imported here: a graph breaks where it is called."""
+    """The same without a compiler: a graph breaks where it is called. It imports the compiler only where that is used,
+    because torch's, imported behind init_process_group, keeps the group and its threads to the end of the process."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return (disabled(function) if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return run
+
+
+@cache
+def disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     found: Callable[..., Any] = torch.compiler.disable(function)
     return found
 
 
-def is_reentrant() -> bool:
-    """Whether torch's reentrant checkpointing calls, which does so without gradients."""
-    if torch.is_grad_enabled():
-        return False
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name == "forward":
+OPEN, CLOSE = uncompiled(context_parallel.open), uncompiled(context_parallel.close)
+ATTEND, UNRECOGNISED = uncompiled(context_parallel.attend), uncompiled(unrecognised)
+
+
+def is_checkpointed(outermost: Any) -> bool:
+    """Whether torch's checkpointing called a function since a frame: it calls that again outside of the block."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame is not outermost:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sdpa.distributed.parts import Interval, Intervals, places
+from sdpa.scalars import type_name
 
 Shape = tuple[int, ...]
 Pieces = Sequence[Sequence[Tensor]]  # by tensor, by rank
@@ -87,6 +88,8 @@ class Link:
 
 
 def links_of(mesh: DeviceMesh) -> list[Link]:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected mesh as a DeviceMesh, got {type_name(mesh)}; init_device_mesh makes one")
     return [Link(mesh, dim) for dim in range(mesh.ndim)]
 
 
@@ -122,20 +125,20 @@ class Flight:
         self.link, self.shapes = link, shapes
         self.back: list[Shape] = []  # shapes of what was given
         self.work: Any = None
-        self.arriving = torch.empty(0)
+        self.gradients: Tensor | None = None  # as they come back
 
-    def send(self, pieces: Sequence[Tensor], shapes: list[Shape]) -> Tensor:
-        """Begin to send, as what arrives is laid out: by rank and then by tensor."""
+    def send(self, pieces: Sequence[Tensor], shapes: list[Shape]) -> tuple[Tensor, Tensor]:
+        """Begin to send. What was sent and what is arriving, by rank and then by tensor."""
         link = self.link
         sent = torch.cat([piece.reshape(-1) for piece in by_rank(pieces, link.ranks)])
         sizes, taken = (
             [sum(part) for part in split([math.prod(shape) for shape in by_rank(of, link.ranks)], link.ranks)]
             for of in ([piece.shape for piece in pieces], shapes)
         )
-        self.arriving = sent.new_empty(sum(taken))
-        self.work = link.exchange(self.arriving, sent, taken, sizes)
+        arriving = sent.new_empty(sum(taken))
+        self.work = link.exchange(arriving, sent, taken, sizes)
         link.count(sizes, sent.element_size())
-        return sent
+        return sent, arriving
 
     def take(self, flat: Tensor, shapes: list[Shape]) -> tuple[Tensor, ...]:
         """Wait, and the pieces of what arrived."""
@@ -154,13 +157,13 @@ class Sending(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *pieces: Tensor) -> Tensor:
         ctx.flight, flight.back = flight, [tuple(piece.shape) for piece in pieces]
-        flight.send(pieces, flight.shapes)
-        return flight.arriving
+        return flight.send(pieces, flight.shapes)[1]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.flight.take(ctx.flight.arriving, ctx.flight.back))
+        flight = ctx.flight
+        arrived, flight.gradients = flight.gradients, None
+        return (None, *flight.take(arrived, flight.back))
 
 
 class Taking(torch.autograd.Function):
@@ -172,9 +175,10 @@ class Taking(torch.autograd.Function):
         return flight.take(flat, flight.shapes)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, ctx.flight.send(gradients, ctx.flight.back)
+        refuse_second_derivatives()
+        sent, ctx.flight.gradients = ctx.flight.send(gradients, ctx.flight.back)
+        return None, sent
 
 
 def by_rank(items: Sequence[Item], ranks: int) -> list[Item]:
@@ -187,6 +191,12 @@ def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
     return [items[part * each :][:each] for part in range(parts)]
 
 
+def refuse_second_derivatives() -> None:
+    """A backward of which a graph is made would lose what further ranks do."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("context_parallel: gradients of gradients (create_graph=True) are not supported")
+
+
 class Tied(torch.autograd.Function):
     """A tensor, of which others get gradients of 0: so their collective has its backward on every rank."""
 
@@ -197,6 +207,7 @@ class Tied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        refuse_second_derivatives()
         return (gradient, *(gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes))
 
 

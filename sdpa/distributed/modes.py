@@ -155,8 +155,10 @@ class Heads:
 
 
 def groups_of(part: Part, heads: int) -> Intervals:
-    """Key heads in groups, each of as many bytes of keys and values as are worth a message of their own."""
-    sent = sum(t.numel() * t.element_size() for t in part[1:3])
+    """Key heads in groups, each of as many bytes of keys and values as are worth a message of their own. The same on
+    every rank."""
+    B, Hkv, _, D = part.key.shape
+    sent = B * Hkv * max(part.keys.lengths) * (D + part.value.shape[3]) * part.key.element_size()
     each = Parts.even(heads, max(1, min(heads, sent // MESSAGE))).intervals
     return tuple(interval for of_group in each for interval in of_group)
 
@@ -245,10 +247,12 @@ class Keys:
         for interval, block in zip(rows, seen, strict=True):
             q = rows_of(part.query, (interval,), rows)
             found += [unseen(part, q, v)] if block is None else self.of_block(part, (q, k, v), interval, block, held)
+        found = found or [unseen(part, part.query, v)]
         out = torch.cat([out for out, _ in found], 2)
         lse = torch.cat([lse for _, lse in found if lse is not None], 2) if part.returns_lse else None
-        if any(tensor.requires_grad for tensor in part[:3]):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in part[:3]):
             out = Tied.apply(out, part.query, k, v)
+            lse = None if lse is None else Tied.apply(lse, part.query, k, v)
         yield out, lse
 
     def local(self, part: Part) -> Part:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from sdpa.scalars import as_int
 
 Interval = tuple[int, int]  # positions from the first number to before the second
 Intervals = tuple[Interval, ...]
@@ -20,13 +24,18 @@ class Parts:
     Every position of the sequence belongs to one rank. Make them by `even`, `contiguous`, `zigzag` or `documents`.
 
     Raises:
-        ValueError: positions that no rank has, or two.
+        TypeError, ValueError: no integers; positions that no rank has, or two.
     """
 
     intervals: tuple[Intervals, ...]
 
     def __post_init__(self) -> None:
-        found = sorted(interval for own in self.intervals for interval in own if interval[0] != interval[1])
+        try:
+            own = tuple(tuple((as_count(a), as_count(b)) for a, b in of if a != b) for of in self.intervals)
+        except (TypeError, ValueError):
+            raise TypeError(f"Parts: expected by rank pairs of integers (begin, end), got {self.intervals}") from None
+        object.__setattr__(self, "intervals", own)  # without empty ones
+        found = sorted(interval for of_rank in own for interval in of_rank)
         ends = [0, *(end for _, end in found)]
         if [begin for begin, _ in found] != ends[:-1] or any(end < begin for begin, end in found):
             raise ValueError(f"Parts: expected every position of the sequence once, got {self.intervals}")
@@ -44,14 +53,15 @@ class Parts:
         return tuple(sum(end - begin for begin, end in own) for own in self.intervals)
 
     @classmethod
-    def contiguous(cls, lengths: Sequence[int]) -> Parts:
+    def contiguous(cls, lengths: Sequence[int] | Tensor) -> Parts:
         """One interval a rank, one after the other."""
-        ends = [0, *accumulate(lengths)]
+        ends = [0, *accumulate(counts("Parts.contiguous", "lengths", lengths))]
         return cls(tuple((pair,) for pair in pairwise(ends)))
 
     @classmethod
     def even(cls, length: int, ranks: int) -> Parts:
         """One interval a rank; they differ by one position at most, the longer ones first."""
+        (length,), (ranks,) = counts("Parts.even", "length", [length]), counts("Parts.even", "ranks", [ranks], 1)
         return cls.contiguous(even_lengths(length, ranks))
 
     @classmethod
@@ -60,7 +70,7 @@ class Parts:
         return cls.documents([length], ranks, chunks=2)
 
     @classmethod
-    def documents(cls, lengths: Sequence[int], ranks: int, causal: bool = True, chunks: int = CHUNKS) -> Parts:
+    def documents(cls, lengths: Sequence[int] | Tensor, ranks: int, causal: bool = True, chunks: int = CHUNKS) -> Parts:
         """The sequence in `chunks` equal pieces for each rank, handed out so that ranks have equal work.
 
         The work of a piece is the number of pairs of a query and a key that it sees, in documents of the given lengths
@@ -72,6 +82,9 @@ class Parts:
             causal: whether queries see keys up to their own position, or all of their document.
             chunks: pieces of a rank.
         """
+        name = "Parts.documents"
+        lengths = counts(name, "lengths", lengths)
+        (ranks,), (chunks,) = counts(name, "ranks", [ranks], 1), counts(name, "chunks", [chunks], 1)
         pieces = list(pairwise([0, *accumulate(even_lengths(sum(lengths), ranks * chunks))]))
         work = work_of(pieces, lengths, causal)
         loads, owned = [0] * ranks, [list[Interval]() for _ in range(ranks)]
@@ -80,6 +93,26 @@ class Parts:
             owned[rank].append(pieces[piece])
             loads[rank] += work[piece]
         return cls(tuple(merged(own) for own in owned))
+
+
+def as_count(given: object) -> int:
+    """A Python integer of any integer of at least 0; ValueError of anything else."""
+    number = as_int(given)
+    if number is None or number < 0 or isinstance(given, bool):
+        raise ValueError
+    return number
+
+
+def counts(function: str, name: str, given: Any, least: int = 0) -> list[int]:
+    """Integers out of a sequence or a tensor."""
+    items = given.tolist() if isinstance(given, Tensor) else given
+    try:
+        found = [as_count(item) for item in items]
+    except (TypeError, ValueError):
+        found = [least - 1]
+    if any(number < least for number in found):
+        raise ValueError(f"{function}: expected {name} as integers from {least} on, got {given}")
+    return found
 
 
 def even_lengths(length: int, parts: int) -> list[int]:

@@ -1,9 +1,9 @@
 """Ring attention: a rank's own queries meet the keys and values of one rank after the other.
 
 Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023. Results of the steps are merged in float32 by
-their log-sum-exp. The backward makes the steps again, so that a rank holds the keys of two ranks at a time. The keys of
-a step come straight from the rank that has them, and only those that some query sees. They travel while those before
-are computed.
+their log-sum-exp. The backward makes the steps again, so that what a rank holds does not grow with the number of ranks:
+its own keys, those of a step and of the next, and what it hands on. The keys of a step come straight from the rank that
+has them, and only those that some query sees. They travel while those before are computed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa.dispatch.context import request_text
+from sdpa.dispatch.context import effective, request_text
+from sdpa.dispatch.select import backward_setting, select
 from sdpa.distributed.blocks import Block, Blocks, narrow
-from sdpa.distributed.links import Link, Passing, rows_of
+from sdpa.distributed.links import Link, Passing, refuse_second_derivatives, rows_of
 from sdpa.distributed.modes import Part, count, first_block, needed
 from sdpa.distributed.modes import Results as Pair
 from sdpa.distributed.parts import Interval, Intervals, common, places
 from sdpa.inputs import Options, build_inputs
 from sdpa.operators import call_backward, call_forward
-from sdpa.problem import AttentionInputs, Results
+from sdpa.problem import AttentionInputs, AttentionProblem, Results
 from sdpa.sinks import sinks_grad
 
 
@@ -47,7 +48,7 @@ class Steps:
         self.link, self.setting = link, request_text(part.options.get("kernel"))
         options = {name: value for name, value in part.options.items() if name != "kernel"}
         self.options = Options(None, **options)
-        self.blocks = Blocks(part.mask, part.queries.length, part.keys.length)
+        self.blocks = Blocks(part.mask, part.queries.length, part.keys.length, in_steps=True)
         self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
         self.rows = part.queries.intervals[link.rank]
         self.plan = [list(self.meetings(step)) for step in range(link.ranks)]
@@ -89,7 +90,24 @@ class Steps:
     def backward(
         self, inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool
     ) -> tuple[Tensor, ...]:
+        """Gradients of a block by the log-sum-exp of the whole row."""
+        asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
+        extra = frozenset(name for name, on in asked.items() if on)
+        problem = AttentionProblem.of(inputs, "backward", extra, (*results, upstream.out))
+        if select(problem, backward_setting(effective(self.setting), problem)).kernel.materialises:
+            results, upstream = self.of_block_alone(inputs, results, upstream)
         return call_backward(inputs, results, upstream, bias_grad, self.setting)
+
+    def of_block_alone(self, inputs: AttentionInputs, results: Results, upstream: Results) -> tuple[Results, Results]:
+        """What a kernel that computes a block's own log-sum-exp needs for the same gradients: its results, and the
+        gradients that arrive at these through the merging."""
+        assert results.lse is not None
+        out, lse = call_forward(inputs, True, self.setting)
+        share = (lse - results.lse).exp().masked_fill(lse == -torch.inf, 0.0)
+        grad_out = upstream.out.to(share.dtype)
+        of_row = (results.out.to(share.dtype) * grad_out).sum(3) - (0.0 if upstream.lse is None else upstream.lse)
+        grad_lse = share * ((out.to(share.dtype) * grad_out).sum(3) - of_row)
+        return Results(out, lse), Results((share.unsqueeze(3) * grad_out).to(out.dtype), grad_lse)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, block: Block, bias: Tensor | None) -> AttentionInputs:
         mask = block.mask if bias is None else block.mask.replace(bias=of_block(bias, block))
@@ -114,6 +132,7 @@ class RingAttention(torch.autograd.Function):
             for block, rows, own in steps.plan[step]:
                 inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
                 merge(at(out, rows), at(lse, rows), *steps.forward(inputs))
+                del inputs  # with it goes what a step was given
         if sinks is not None:
             with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -123,8 +142,8 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         steps, (q, k, v, bias, sinks, out, lse) = ctx.steps, ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
@@ -141,6 +160,7 @@ class RingAttention(torch.autograd.Function):
                 upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
                 results = Results(at(out, rows), at(lse, rows))
                 found = steps.backward(inputs, results, upstream, dbias is not None)
+                del inputs, results, upstream
                 for total, gradient in zip((at(dq, rows), at(dkeys, own), at(dvalues, own)), found, strict=False):
                     total += gradient
                 if dbias is not None:

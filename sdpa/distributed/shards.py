@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sdpa.distributed.links import links_of, rank_of
 from sdpa.distributed.parts import Parts
+from sdpa.scalars import type_name
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = None) -> Tensor:
@@ -22,13 +23,9 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = None
     Raises:
         ValueError: parts of another length, or of another number of ranks.
     """
-    links, ranks = links_of(mesh), mesh.size()
-    parts = Parts.even(tensor.shape[dim], ranks) if parts is None else parts
-    if parts.length != tensor.shape[dim] or len(parts.intervals) != ranks:
-        raise ValueError(
-            f"shard: expected parts of {tensor.shape[dim]} positions for {ranks} ranks, got those of {parts.length} "
-            f"for {len(parts.intervals)}"
-        )
+    links, length = links_of(mesh), tensor.size(dim)
+    parts = Parts.even(length, mesh.size()) if parts is None else parts
+    check_parts("shard", parts, length, mesh)
     own = [tensor.narrow(dim, begin, end - begin) for begin, end in parts.intervals[rank_of(links)]]
     if len(own) == 1:
         return own[0]
@@ -42,7 +39,7 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = No
         tensor: this rank's part; other sizes and the dtype are the same on all ranks.
         mesh: its ranks share the sequence, in the order of its dimensions.
         dim: of the sequence.
-        parts: which positions each rank has; by default consecutive ones.
+        parts: which positions each rank has, those that `shard` was given; by default consecutive ones.
     """
     found = tensor.detach().movedim(dim, 0).contiguous()
     for link in reversed(links_of(mesh)):
@@ -51,8 +48,19 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = No
         padded[: found.shape[0]] = found
         found = torch.cat([part[:size] for part, size in zip(link.ask(padded), sizes, strict=True)])
     if parts is not None:
+        check_parts("unshard", parts, found.shape[0], mesh)
         places = [place for own in parts.intervals for interval in own for place in range(*interval)]
         whole = torch.empty_like(found)
-        whole[torch.tensor(places, device=found.device)] = found
+        whole[torch.tensor(places, dtype=torch.long, device=found.device)] = found
         found = whole
     return found.movedim(0, dim)
+
+
+def check_parts(function: str, parts: object, length: int, mesh: DeviceMesh) -> None:
+    if not isinstance(parts, Parts):
+        raise TypeError(f"{function}: expected parts as Parts or None, got {type_name(parts)}")
+    if parts.length != length or len(parts.intervals) != mesh.size():
+        raise ValueError(
+            f"{function}: expected parts of {length} positions for {mesh.size()} ranks, got those of {parts.length} "
+            f"for {len(parts.intervals)}"
+        )
