@@ -154,6 +154,11 @@ class context_parallel:
             raise RuntimeError("context_parallel: dropout is not supported: its bits would not be those of one device")
         if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value)):
             raise RuntimeError("context_parallel: expected query, key and value as (B, heads, length, head size)")
+        if is_checkpointed(self.opened[-1][1].frame):
+            raise RuntimeError(
+                "context_parallel: checkpointing makes the call again outside of the block; open the block inside of "
+                "the function that is checkpointed"
+            )
         returns_lse, kernel = options.pop("return_lse", False), options.pop("kernel", None)
         call = Call(query, key, value, Options(attn_mask, dropout_p, is_causal, **options), None)
         part = self.part_of(call, returns_lse, kernel)
@@ -265,11 +270,6 @@ class Inside(TorchFunctionMode):
             raise RuntimeError(f"context_parallel: {REFUSED[function]}")
         if function is not scaled_dot_product_attention and function is not TORCHS:
             return function(*args, **kwargs)
-        if is_checkpointed(self.frame):
-            raise RuntimeError(
-                "context_parallel: checkpointing makes the call again outside of the block; open the block inside of "
-                "the function that is checkpointed"
-            )
         return ATTEND(self.block, *args, **kwargs)
 
 
