@@ -142,7 +142,7 @@ $(BIN)/python:
 
 # Not quietly: most of the time goes into downloads, which pip counts.
 $(VENV)/torch-$(TORCH): | $(BIN)/python
-	@echo "installing torch $(TORCH) into $(VENV): 3 GB with CUDA's libraries, 0.2 GB without; about 2 minutes and the download"
+	@echo "installing torch $(TORCH) into $(VENV), 3 GB with CUDA's libraries, 0.2 GB without: about 2 minutes and the download"
 	$(BIN)/python -m pip install --disable-pip-version-check torch==$(TORCH) "setuptools>=77" wheel ninja
 	touch $@
 

@@ -122,6 +122,12 @@ def refuse_inside(what: str) -> None:
         raise RuntimeError(f"context_parallel: {what}")
 
 
+def refuse_together(what: str) -> None:
+    """The same of what other ranks may not see, which then are told, too."""
+    if is_inside():
+        INSIDE.get().refuse(what)
+
+
 @constant
 def register() -> None:
     """The strategies of our operators; a compiler runs it while it traces."""

@@ -222,6 +222,11 @@ def is_sharded() -> bool:
     return now is not TORCHS and str(getattr(now, "__module__", "")).startswith(DISTRIBUTED)
 
 
+def compiler_is_imported() -> bool:
+    """Whether torch's compiler is, which takes seconds to import."""
+    return "torch._dynamo" in sys.modules
+
+
 def distributed_tensors() -> Any:
     """The module of DTensors, or None where it has not been imported."""
     return sys.modules.get("torch.distributed.tensor")

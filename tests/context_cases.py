@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed_cases import MASKS, B, D, Make, randn
+from distributed_cases import MASKS, B, D, Make, randn, refused
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sdpa
 from sdpa import Mask
@@ -223,6 +223,7 @@ def models(rank: int) -> None:
     mesh, zigzag = init_device_mesh("cpu", (2,)), Parts.zigzag(32, 2)
     ids = torch.randint(0, 50, (2, 32), generator=torch.Generator().manual_seed(17))
     places = torch.arange(32)[None].expand(2, -1)
+    padding = shard((torch.arange(32) >= 3).expand(2, -1), mesh, 1)
     for name in ("sdpa", "sdp_kernels"):
         torch.manual_seed(18)
         model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=name)).eval()
@@ -232,11 +233,14 @@ def models(rank: int) -> None:
                 with context_parallel(mesh, mode):
                     own = model(shard(ids, mesh, 1), position_ids=shard(places, mesh, 1), use_cache=False).logits
                 torch.testing.assert_close(unshard(own, mesh, 1), expected, rtol=1e-5, atol=1e-5)
+            own = shard(ids, mesh, 1)
+            with context_parallel(mesh, "gather"):
+                refused(lambda model=model, own=own: model(own, attention_mask=padding, use_cache=False), "mask")
             own, at = (shard(t, mesh, 1, zigzag) for t in (ids, places))
             with context_parallel(mesh, "ulysses", zigzag):  # it takes the jump in one rank's positions for documents
                 refused(
                     lambda model=model, own=own, at=at: model(own, position_ids=at, use_cache=False),
-                    "or other options or masks",
+                    "mask",
                 )
 
 
@@ -285,15 +289,6 @@ def volume(rank: int) -> None:
         assert block.sent == forward + backward, (name, block.sent, forward, backward)
 
 
-def refused(call: Callable[[], Any], told: str) -> None:
-    try:
-        call()
-    except (RuntimeError, ValueError, TypeError) as error:
-        assert told in str(error), error
-    else:
-        raise AssertionError(f"not refused: {told}")
-
-
 def ulysses_edges(rank: int) -> None:
     """What would attend to a rank's own part without a word, and what would let other ranks wait."""
     from torch.nn.attention.bias import causal_lower_right
@@ -325,7 +320,10 @@ def ulysses_edges(rank: int) -> None:
         refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=sinks), "Expected sinks to have shape (4,)")
         refused(lambda: sdpa.scaled_dot_product_attention(*own, sinks=[0.0]), "sinks must be a Tensor of shape (H,)")
         refused(lambda: sdpa.scaled_dot_product_attention(1, 2, 3), "expected query, key and value as")
-        refused(lambda: encoder(x, src_key_padding_mask=padding), "layers take no mask but a causal one")
+        refused(
+            lambda: encoder(x, src_key_padding_mask=padding),
+            "layers take no mask but a causal one, said",
+        )
         refused(lambda: context_parallel(mesh).__enter__(), "blocks do not nest")
         of_part = causal_lower_right(4, 4)
         refused(lambda: sdpa.scaled_dot_product_attention(*own, of_part), "CausalBias is not supported; take sdpa.Mask")
@@ -408,7 +406,7 @@ def misuse(rank: int) -> None:
         with context_parallel(mesh, mode):
             out = attend(*own)
             for mask in (Mask(lengths=torch.tensor([3 + rank])), Mask(cu_seqlens=torch.tensor([0, 3 + rank, 8]))):
-                refused(partial(attend, *own, mask), "other options or masks")
+                refused(partial(attend, *own, mask), "masks")
         told = "gradients of gradients (create_graph=True) are not supported"
         refused(lambda out=out: torch.autograd.grad(out.sum(), own, create_graph=True), told)
         block = context_parallel(mesh, mode)
@@ -426,6 +424,14 @@ def misuse(rank: int) -> None:
             with context_parallel(mesh, mode):
                 found = attend(*own, mask)
             close(unshard(found, mesh, 2), attend(*whole, mask), f"{mode} {end}")
+    prefix = Mask(causal=True, prefix=2)
+    with context_parallel(mesh, "ring"):
+        for asked in (attend, sdpa.explain):
+            refused(partial(asked, *own, prefix), "slopes and a prefix are for mode='gather'")
+            refused(partial(asked, *own, dropout_p=0.5), "dropout is not supported")
+            refused(
+                partial(asked, *(distribute_tensor(t, mesh, [Shard(2)]) for t in whole)), "t.to_local() is a rank's"
+            )
     for make, told in (
         (lambda: context_parallel("cpu"), "expected mesh as a DeviceMesh, got str"),
         (lambda: context_parallel(mesh, parts=[4, 4]), "expected parts as Parts or None, got list"),

@@ -45,6 +45,15 @@ def randn(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
 
 
+def refused(call: Callable[[], Any], told: str) -> None:
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        assert told in str(error), error
+    else:
+        raise AssertionError(f"not refused: {told}")
+
+
 def sharded(mesh: DeviceMesh, tensor: Tensor, batch: int | None, heads: int | None, ways: list[str]) -> DTensor:
     """A tensor of which the dimensions `batch` and `heads` are sharded as far as they have more than one entry."""
     dims = {"batch": batch, "heads": heads}

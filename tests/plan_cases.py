@@ -309,7 +309,7 @@ def refusals(rank: int) -> None:
     refused(lambda: parallel(odd, mesh), "got 33 hidden features of TransformerEncoderLayer")
     refused(lambda: tensor_parallel_plan(nn.MultiheadAttention(E, H)), "sdpa.accelerate(model) makes torch's ours")
     changed = type("Changed", (sdpa.nn.MultiheadAttention,), {})(E, H)
-    refused(lambda: tensor_parallel_plan(changed), "expected sdpa.nn.MultiheadAttention, got Changed")
+    refused(lambda: tensor_parallel_plan(changed), "expected sdpa.nn.MultiheadAttention, got plan_cases.Changed")
     twice = parallel(sdpa.nn.MultiheadAttention(E, H), mesh)
     refused(lambda: tensor_parallel_plan(twice), "AttentionOfRank has DTensors; a plan is applied once, and before")
     refused(lambda: tensor_parallel_plan(nn.Linear(2, 2)), "Linear has no block that is known here")

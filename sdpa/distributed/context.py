@@ -30,7 +30,7 @@ from sdpa.inputs import mask_of
 from sdpa.mask import Mask, as_mask, is_integer, told
 from sdpa.scalars import type_name
 from sdpa.sharded import INSIDE
-from sdpa.torch_private import TORCHS
+from sdpa.torch_private import TORCHS, compiler_is_imported, is_distributed
 from sdpa.validate import Call, Options, check_dense
 from sdpa.varlen import paged_attention, varlen_attention
 
@@ -150,10 +150,6 @@ class context_parallel:
         **options: Any,
     ) -> Any:
         """A call of this rank's parts."""
-        if dropout_p:
-            raise RuntimeError("context_parallel: dropout is not supported: its bits would not be those of one device")
-        if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value)):
-            raise RuntimeError("context_parallel: expected query, key and value as (B, heads, length, head size)")
         if is_checkpointed(self.opened[-1][1].frame):
             raise RuntimeError(
                 "context_parallel: checkpointing makes the call again outside of the block; open the block inside of "
@@ -174,6 +170,14 @@ class context_parallel:
 
     def part_of(self, call: Call, returns_lse: bool, kernel: str | None) -> Part:
         """The call, checked as one of the whole sequence."""
+        if call.options.dropout_p:
+            raise RuntimeError("context_parallel: dropout is not supported: its bits would not be those of one device")
+        if not all(isinstance(t, Tensor) and t.dim() == 4 for t in call[:3]):
+            raise RuntimeError("context_parallel: expected query, key and value as (B, heads, length, head size)")
+        if any(map(is_distributed, call[:3])):
+            raise RuntimeError(
+                "context_parallel: expected each rank's own tensors, got DTensors; t.to_local() is a rank's part"
+            )
         queries, keys = self.parts_of(call, (returns_lse, kernel))
         given, dtype = call.options.attn_mask, autocast_dtype(call.query)
         check_whole(given, queries.length, keys.length)
@@ -181,7 +185,12 @@ class context_parallel:
         if dtype is not None:
             call = cast_call(call, dtype)
         q, k, v = call[:3]
-        check_dense(Call(of_length(q, queries), of_length(k, keys), of_length(v, keys), call.options, None))
+        try:
+            check_dense(Call(of_length(q, queries), of_length(k, keys), of_length(v, keys), call.options, None))
+        except RuntimeError as error:
+            if call.options.attn_mask is None:
+                raise
+            raise RuntimeError(f"{error}; inside of context_parallel masks are those of the whole sequence") from None
         if len({t.shape[0] for t in (q, k, v)}) > 1 or k.shape[1] != v.shape[1] or q.shape[1] < k.shape[1]:
             raise RuntimeError(
                 "context_parallel: expected query, key and value of one batch, and no more heads of keys than of "
@@ -190,6 +199,13 @@ class context_parallel:
         options: dict[str, Any] = {name: getattr(call.options, name) for name in ("scale", "softcap", "enable_gqa")}
         options |= {} if kernel is None else {"kernel": kernel}
         return Part(q, k, v, mask_of(call.options), call.options.sinks, options, returns_lse, queries, keys)
+
+    def refuse(self, what: str) -> None:
+        """Refuse on this rank what others may not, so that they do not wait: they are told that calls differ."""
+        found = torch.zeros(3, dtype=torch.long, device=self.links[0].device)
+        for link in reversed(self.links):
+            found = link.ask(found)
+        raise RuntimeError(f"context_parallel: {what}")
 
     def mode_of(self, part: Part) -> Mode:
         """The mode that a call takes."""
@@ -228,7 +244,8 @@ class context_parallel:
         if len(set(kinds)) > 1:
             raise ValueError(
                 "context_parallel: ranks have tensors of different batch, heads, head size or dtype, or other options "
-                f"or masks; this one has {', '.join(str(tuple(t.shape)) for t in call[:3])}, and as mask "
+                "or masks (of these the shapes, and integers on the host); this one has "
+                f"{', '.join(map(told, call[:3]))}, is_causal={call.options.is_causal}, and as mask "
                 f"{told(call.options.attn_mask)}"
             )
         if parts is not None and not queries == keys == list(parts.lengths):
@@ -294,7 +311,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
-        return (disabled(function) if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        return (disabled(function) if compiler_is_imported() else function)(*args, **kwargs)
 
     return run
 

@@ -272,9 +272,9 @@ class Keys:
         return [*before, *found, *after]
 
 
-def first_block(part: Part, rank: int) -> Part:
+def first_block(part: Part, rank: int, in_steps: bool = False) -> Part:
     """The longest of a rank's own queries, and the keys that they see."""
-    blocks = Blocks(part.mask, part.queries.length, part.keys.length)
+    blocks = Blocks(part.mask, part.queries.length, part.keys.length, in_steps)
     rows = max(part.queries.intervals[rank], key=lambda interval: interval[1] - interval[0], default=(0, 0))
     block = blocks.of(rows, (0, blocks.N)) or Block((0, 0), (0, 0), Mask())
     (begin, end), (first, last) = block.rows, block.keys

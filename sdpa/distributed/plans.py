@@ -82,6 +82,8 @@ def tensor_parallel_plan(module: nn.Module) -> Plan:
             are no multiples of the ranks.
     """
     kind = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"tensor_parallel_plan: expected a torch.nn.Module, got {kind}")
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ValueError(f"tensor_parallel_plan: {kind} has DTensors; a plan is applied once, and before fully_shard")
     plan: Plan = {}
@@ -91,7 +93,10 @@ def tensor_parallel_plan(module: nn.Module) -> Plan:
             for inner, style in styles_of(block, done):
                 plan[".".join(filter(None, (name, inner)))] = style
     if not plan:
-        raise ValueError(f"tensor_parallel_plan: {kind} has no block that is known here")
+        raise ValueError(
+            f"tensor_parallel_plan: {kind} has no block that is known here: layers of sdpa.nn, and of "
+            "transformers Llama, GPT-2, GPT-J, GPT-NeoX and BERT, and what is built as they are"
+        )
     return plan
 
 
@@ -103,8 +108,8 @@ def styles_of(block: nn.Module, done: set[nn.Module]) -> Iterator[tuple[str, Par
         yield "", SharedAttention()
     elif isinstance(block, nn.MultiheadAttention):
         raise ValueError(
-            f"tensor_parallel_plan: expected sdpa.nn.MultiheadAttention, got {kind}; sdpa.accelerate(model) makes "
-            "torch's ours"
+            f"tensor_parallel_plan: expected sdpa.nn.MultiheadAttention, got {type(block).__module__}.{kind}; "
+            "sdpa.accelerate(model) makes torch's ours"
         )
     elif isinstance(block, LAYERS):
         if any(isinstance(block, layer) and is_unchanged(block, layer) for layer in LAYERS) and is_known(block):

@@ -38,7 +38,7 @@ class Ring:
         return out, lse if part.returns_lse else None
 
     def local(self, part: Part) -> Part:
-        return first_block(part._replace(returns_lse=True), self.link.rank)
+        return first_block(part._replace(returns_lse=True), self.link.rank, in_steps=True)
 
 
 class Steps:

@@ -157,7 +157,7 @@ def tell_of_gathered(inputs: AttentionInputs) -> None:
 def warn_of_gathered() -> None:
     warnings.warn(
         "sdpa gathers DTensors that are sharded along the sequence on every rank; "
-        "sdpa.distributed.context_parallel keeps them sharded.",
+        "sdpa.distributed.context_parallel attends to parts of it, given as each rank's own tensors.",
         stacklevel=2,
     )
 

@@ -25,6 +25,7 @@ from sdpa.integrations import transformers_masks
 from sdpa.integrations.transformers_masks import NAME, FieldMask, is_flag
 from sdpa.integrations.transformers_models import check_models, no_paged_cache
 from sdpa.mask import Mask
+from sdpa.sharded import refuse_together
 
 # What models hand down to their attention that says nothing of it, or only what the mask says, too.
 HARMLESS = frozenset({
@@ -72,6 +73,11 @@ def attention_forward(
     N = key.shape[2]
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, causal = mask_and_flag(mask_of(attention_mask, query.device, N), query.shape[2] > 1 and bool(causal_here))
+    if mask is not None:
+        refuse_together(
+            "transformers makes masks of this rank's own rows, here of padding or of jumps in position_ids; leave "
+            "attention_mask away, and take consecutive parts"
+        )
     further = documents_and_indices(others, mask, N)
     if position_bias is not None:
         further = Mask(bias=position_bias[..., :N]) if further is None else further & Mask(bias=position_bias[..., :N])

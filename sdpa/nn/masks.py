@@ -104,7 +104,9 @@ def mask_of(
     if key_padding_mask is None and attn_mask is None:
         return None
     if key_padding_mask is not None or not is_causal:
-        sharded.refuse_inside("layers take no mask but a causal one, because theirs are of their own rows")
+        sharded.refuse_inside(
+            "layers take no mask but a causal one, said by is_causal=True, because theirs are of their own rows"
+        )
     mask = Mask()
     if is_causal and not extra:
         mask = Mask(causal=True)
