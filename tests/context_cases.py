@@ -294,8 +294,7 @@ def ulysses_edges(rank: int) -> None:
     from torch.nn.attention.bias import causal_lower_right
     from torch.utils.checkpoint import checkpoint
 
-    mesh = init_device_mesh("cpu", (2,))
-    g = torch.Generator().manual_seed(12)
+    mesh, g = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(12)
     whole = [randn(g, 2, 4, 8, D).detach() for _ in range(3)]
     own = [shard(t, mesh, 2).contiguous() for t in whole]
     expected = sdpa.scaled_dot_product_attention(*whole)

@@ -16,7 +16,7 @@ from torch import Tensor
 from sdpa.dispatch.device import device_of
 from sdpa.distributed.blocks import Blocks
 from sdpa.distributed.links import Link
-from sdpa.distributed.modes import Part, count, needed
+from sdpa.distributed.modes import Part, blocks_of, count, needed
 from sdpa.distributed.parts import Interval, Intervals, common
 from sdpa.problem import UNLIMITED
 
@@ -84,10 +84,10 @@ def fastest(link: Link, size: int) -> float:
 
 def ways(part: Part, ranks: int, modes: Sequence[str], rates: Rates) -> list[Way]:
     """Each of `modes` for a call, the same on every rank."""
-    return [of_heads(part, ranks, rates) if mode == "ulysses" else of_keys(mode, part, rates) for mode in modes]
+    return [by_heads(part, ranks, rates) if mode == "ulysses" else by_keys(mode, part, rates) for mode in modes]
 
 
-def of_heads(part: Part, ranks: int, rates: Rates) -> Way:
+def by_heads(part: Part, ranks: int, rates: Rates) -> Way:
     q, k, v = part[:3]
     H, Hkv = q.shape[1], k.shape[1]
     if H % ranks or Hkv % ranks:
@@ -103,7 +103,7 @@ def of_heads(part: Part, ranks: int, rates: Rates) -> Way:
     return Way("ulysses", compute + passes * (2 * rates.latency + sent / rates.bandwidth), sent)
 
 
-def of_keys(mode: str, part: Part, rates: Rates) -> Way:
+def by_keys(mode: str, part: Part, rates: Rates) -> Way:
     """Ranks compute and send different amounts: the slowest counts."""
     try:
         blocks = blocks_of(part, in_steps=mode == "ring")
@@ -122,10 +122,6 @@ def of_keys(mode: str, part: Part, rates: Rates) -> Way:
     back = wire * (1 + torch.float32.itemsize / key.element_size()) if learns(part) else 0.0
     forward = compute / (1 + BACKWARD) if learns(part) else compute
     return Way(mode, max(forward, wire) + max(compute - forward, back) + (3 if learns(part) else 1) * steps, most)
-
-
-def blocks_of(part: Part, in_steps: bool = False) -> Blocks:
-    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps)
 
 
 def keys_sent(needs: Sequence[Intervals], owned: Sequence[Intervals]) -> list[int]:

@@ -54,9 +54,9 @@ class context_parallel:
 
     Query, key and value are (B, heads, own length, head size). Masks and biases are those of the whole sequence;
     tensors of heads (slopes, sinks) have all heads. Results are this rank's part. It reaches
-    `sdpa.scaled_dot_product_attention`, torch's function and the layers of `sdpa.nn` without masks, in this thread.
-    Nothing else is reached: flex_attention, operators of torch.ops, other libraries and other threads see this rank's
-    part alone.
+    `sdpa.scaled_dot_product_attention`, torch's function and the layers of `sdpa.nn`, plain or with is_causal=True, in
+    this thread. Nothing else is reached: flex_attention, operators of torch.ops, other libraries and other threads see
+    this rank's part alone.
 
     Under torch.compile calls of attention in the block are not compiled: the graph breaks at each. Activation
     checkpointing wants the block inside of the function that it calls again.
@@ -111,7 +111,7 @@ class context_parallel:
 
     @property
     def sent(self) -> int:
-        """The bytes that this rank sent to others, forward and backward, in calls that were not compiled."""
+        """The bytes that this rank sent to others, forward and backward."""
         return sum(link.sent for link in self.links)
 
     def __enter__(self) -> context_parallel:

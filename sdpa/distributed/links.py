@@ -49,9 +49,8 @@ class Link:
         return taken
 
     def count(self, sizes: Sequence[int], element: int) -> None:
-        """Add what goes to others, of a number of elements for each rank. A compiled graph counts nothing."""
-        if not torch.compiler.is_compiling():
-            self.sent += (sum(sizes) - sizes[self.rank]) * element
+        """Add what goes to others, of a number of elements for each rank."""
+        self.sent += (sum(sizes) - sizes[self.rank]) * element
 
     def ask(self, here: Tensor) -> Tensor:
         """(ranks, ...) of a tensor of one shape."""

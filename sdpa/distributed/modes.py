@@ -40,7 +40,6 @@ class Part(NamedTuple):
 
 Taken = Callable[[], list[list[Tensor]]]  # waits for pieces, by tensor and then by rank
 Results = tuple[Tensor, Tensor | None]  # this rank's part of the output, and of the log-sum-exp where it is asked for
-
 Stages = Iterator[Results | None]  # None while something travels, at last the results
 
 
@@ -127,8 +126,7 @@ class Heads:
         first = self.link.rank * (part.query.shape[1] // self.link.ranks)
         heads = first + group[0] * share, first + group[1] * share
         sequences = self.together(part.queries), self.together(part.keys)
-        mask, sinks = mask_of_heads(part, heads), None if part.sinks is None else part.sinks[slice(*heads)]
-        return Part(q, k, v, mask, sinks, part.options, part.returns_lse, *sequences)
+        return Part(q, k, v, *of_heads(part, heads), part.options, part.returns_lse, *sequences)
 
     def together(self, parts: Parts) -> Parts:
         """What is held after the exchange, by the ranks that compute the same heads."""
@@ -171,9 +169,9 @@ def parts_of_heads(part: Part) -> list[Part]:
     share, found = part.query.shape[1] // part.key.shape[1], []
     for begin, end in groups:
         heads = begin * share, end * share
-        sinks = None if part.sinks is None else part.sinks[slice(*heads)]
+        mask, sinks = of_heads(part, heads)
         q, (k, v) = part.query[:, slice(*heads)], (t[:, begin:end] for t in part[1:3])
-        found.append(part._replace(query=q, key=k, value=v, mask=mask_of_heads(part, heads), sinks=sinks))
+        found.append(part._replace(query=q, key=k, value=v, mask=mask, sinks=sinks))
     return found
 
 
@@ -202,14 +200,14 @@ def in_turn(stages: Sequence[Stages]) -> list[Results]:
     return found
 
 
-def mask_of_heads(part: Part, heads: Interval) -> Mask:
-    """The mask of some query heads: all of a tensor where the dimension of heads is missing or broadcast."""
+def of_heads(part: Part, heads: Interval) -> tuple[Mask, Tensor | None]:
+    """Mask and sinks of some query heads; all of a tensor where the dimension of heads is missing or broadcast."""
     found = {}
     for name, dim in HEAD_DIMENSIONS.items():
         tensor = getattr(part.mask, name)
         if tensor is not None and tensor.dim() >= -dim and tensor.shape[dim] > 1:
             found[name] = tensor.narrow(dim, heads[0], heads[1] - heads[0])
-    return part.mask.replace(**found)
+    return part.mask.replace(**found), None if part.sinks is None else part.sinks[slice(*heads)]
 
 
 class Keys:
@@ -233,7 +231,7 @@ class Keys:
     def stages(self, part: Part) -> Stages:
         """The keys begun to be given; attention."""
         link = self.link
-        blocks = Blocks(part.mask, part.queries.length, part.keys.length)
+        blocks = blocks_of(part)
         needs, rows = needed(blocks, part), part.queries.intervals[link.rank]
         seen = [blocks.of(interval, (0, blocks.N)) for interval in rows]
         own, held = part.keys.intervals[link.rank], needs[link.rank]
@@ -274,7 +272,7 @@ class Keys:
 
 def first_block(part: Part, rank: int, in_steps: bool = False) -> Part:
     """The longest of a rank's own queries, and the keys that they see."""
-    blocks = Blocks(part.mask, part.queries.length, part.keys.length, in_steps)
+    blocks = blocks_of(part, in_steps)
     rows = max(part.queries.intervals[rank], key=lambda interval: interval[1] - interval[0], default=(0, 0))
     block = blocks.of(rows, (0, blocks.N)) or Block((0, 0), (0, 0), Mask())
     (begin, end), (first, last) = block.rows, block.keys
@@ -300,6 +298,10 @@ def unseen(part: Part, q: Tensor, v: Tensor) -> Results:
 def of_length(tensor: Tensor, parts: Parts) -> Tensor:
     """What stands for a tensor of the whole sequence: of its shape, without its memory."""
     return tensor.new_empty(()).expand(*tensor.shape[:2], parts.length, tensor.shape[3])
+
+
+def blocks_of(part: Part, in_steps: bool = False) -> Blocks:
+    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps)
 
 
 def needed(blocks: Blocks, part: Part) -> list[Intervals]:

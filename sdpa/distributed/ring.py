@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sdpa.dispatch.context import effective, request_text
 from sdpa.dispatch.select import backward_setting, select
-from sdpa.distributed.blocks import Block, Blocks, narrow
+from sdpa.distributed.blocks import Block, narrow
 from sdpa.distributed.links import Link, Passing, refuse_second_derivatives, rows_of
-from sdpa.distributed.modes import Part, count, first_block, needed
+from sdpa.distributed.modes import Part, blocks_of, count, first_block, needed
 from sdpa.distributed.modes import Results as Pair
 from sdpa.distributed.parts import Interval, Intervals, common, places
 from sdpa.inputs import Options, build_inputs
@@ -48,7 +48,7 @@ class Steps:
         self.link, self.setting = link, request_text(part.options.get("kernel"))
         options = {name: value for name, value in part.options.items() if name != "kernel"}
         self.options = Options(None, **options)
-        self.blocks = Blocks(part.mask, part.queries.length, part.keys.length, in_steps=True)
+        self.blocks = blocks_of(part, in_steps=True)
         self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
         self.rows = part.queries.intervals[link.rank]
         self.plan = [list(self.meetings(step)) for step in range(link.ranks)]

@@ -73,11 +73,7 @@ def attention_forward(
     N = key.shape[2]
     causal_here = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, causal = mask_and_flag(mask_of(attention_mask, query.device, N), query.shape[2] > 1 and bool(causal_here))
-    if mask is not None:
-        refuse_together(
-            "transformers makes masks of this rank's own rows, here of padding or of jumps in position_ids; leave "
-            "attention_mask away, and take consecutive parts"
-        )
+    refuse_own_rows(mask)
     further = documents_and_indices(others, mask, N)
     if position_bias is not None:
         further = Mask(bias=position_bias[..., :N]) if further is None else further & Mask(bias=position_bias[..., :N])
@@ -105,6 +101,15 @@ def attention_forward(
     if head_mask is not None:
         out = out * of_heads(head_mask, query.shape[1]).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def refuse_own_rows(mask: Mask | Tensor | None) -> None:
+    """Inside of our context_parallel a mask is of the whole sequence, and transformers knows a rank's part alone."""
+    if mask is not None:
+        refuse_together(
+            "transformers makes masks of this rank's own rows, here of padding or of jumps in position_ids; leave "
+            "attention_mask away, and take consecutive parts"
+        )
 
 
 def mask_and_flag(mask: Mask | Tensor | None, causal: bool) -> tuple[Mask | Tensor | None, bool]:
