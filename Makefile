@@ -32,7 +32,16 @@ TESTS ?= $(ENTRY:%=tests/test_%.py)
 VERSION ?= $(TORCH)
 OTHER := .venv-torch-$(VERSION)
 SUITES := cpu-forward cpu-backward cpu-decode overhead
-READY := $(VENV)/built
+# Where no GPU is visible, `make demo` by itself leaves out the CUDA kernels, unless they were built before.
+GPUS ?= $(wildcard /dev/nvidia[0-9]* /dev/dxg)
+ifeq ($(or $(MAKECMDGOALS),demo)$(GPUS)$(wildcard $(VENV)/compiled),demo)
+SDPA_BUILD_CUDA ?= 0
+export SDPA_BUILD_CUDA
+WHY := , for which no GPU is visible
+endif
+# What is made without them has names of its own, so that a later `make test` makes the rest.
+WITHOUT := $(if $(filter 0,$(SDPA_BUILD_CUDA)),-without-cuda)
+READY := $(VENV)/built$(WITHOUT)
 
 .PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels check-cuda-wheel clean
 
@@ -148,7 +157,7 @@ $(VENV)/torch-$(TORCH): | $(BIN)/python
 
 # CUTLASS' headers, in a folder of their own, where the build finds them and pip does not: it would tell in red that what the
 # package requires is missing, of which nothing is used.
-$(VENV)/cutlass-$(CUTLASS): $(VENV)/torch-$(TORCH)
+$(VENV)/cutlass-$(CUTLASS)$(WITHOUT): $(VENV)/torch-$(TORCH)
 	@if [ "$$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc > /dev/null; then \
 		echo "installing CUTLASS' headers: about 10 seconds" && \
 		$(PIP) --no-deps --upgrade --target $(VENV)/cutlass nvidia-cutlass==$(CUTLASS) && rm -r $(VENV)/cutlass/*.dist-info && \
@@ -156,13 +165,14 @@ $(VENV)/cutlass-$(CUTLASS): $(VENV)/torch-$(TORCH)
 	fi
 	touch $@
 
+MORE := ; with the CUDA kernels, where there is an nvcc, 10 to 15 minutes more, up to 5 of them without a line
 # Before `pip install`, which compiles without a word.
-$(VENV)/compiled: $(VENV)/cutlass-$(CUTLASS) setup.py $(NATIVE) kernels/cuda/instances.def
-	@echo "compiling the native libraries: about a minute; with the CUDA kernels, where there is an nvcc, 10 to 15 minutes more"
+$(VENV)/compiled$(WITHOUT): $(VENV)/cutlass-$(CUTLASS)$(WITHOUT) setup.py $(NATIVE) kernels/cuda/instances.def
+	@echo "compiling the native libraries$(if $(WITHOUT), without the CUDA kernels$(WHY)): about a minute$(if $(WITHOUT),,$(MORE))"
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-$(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml | $(VENV)/compiled
+$(VENV)/installed: $(VENV)/torch-$(TORCH) setup.py pyproject.toml | $(VENV)/compiled$(WITHOUT)
 	@echo "installing sdpa and what its tests and tables need: about a minute"
 	$(PIP) torch==$(TORCH) --no-build-isolation --editable ".[cli,test,docs]"
 	touch $@
@@ -177,5 +187,5 @@ $(OTHER)/ready: | $(READY)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir torch==$(VERSION) "setuptools>=77"
 	touch $@
 
-$(READY): $(VENV)/compiled $(VENV)/installed
+$(READY): $(VENV)/compiled$(WITHOUT) $(VENV)/installed
 	touch $@

@@ -218,22 +218,25 @@ def shares(case: Case, mode: str, parts: Parts, link: Alone) -> dict[str, Share]
     }
     sent = {"forward": forward_bytes, "backward": backward_bytes}
     return {
-        direction: Share(seconds([run], device), seconds(alone, device), sent[direction])
-        for direction, (run, alone) in runs.items()
+        direction: Share(*in_turns([run], alone, device), sent[direction]) for direction, (run, alone) in runs.items()
     }
 
 
+def in_turns(runs: list[Run], others: list[Run], device: str) -> tuple[float, float]:
+    """The median times of two lists of calls, which take turns: a device that slows down does so for both."""
+    found = [(seconds(runs, device), seconds(others, device)) for _ in range(1 + ROUNDS)][1:]
+    first, second = (statistics.median(times) for times in zip(*found, strict=True))
+    return first, second
+
+
 def seconds(runs: list[Run], device: str) -> float:
-    """The median time of calls one after the other."""
-    found = []
-    for _ in range(1 + ROUNDS):
-        synchronize(device)
-        begin = time.perf_counter()
-        for run in runs:
-            run()
-        synchronize(device)
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[1:])
+    """The time of calls one after the other."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for run in runs:
+        run()
+    synchronize(device)
+    return time.perf_counter() - begin
 
 
 def synchronize(device: str) -> None:

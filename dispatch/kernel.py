@@ -22,7 +22,7 @@ ROWS = frozenset({"q", "k", "v"})
 class KernelModule(Protocol):
     """A kernel's module. It has those of the three directions that its row names.
 
-    `TILES`, `tiles`, `native` and `record` are optional and not listed; callers check for them.
+    `TILES`, `tiles`, `native`, `record` and `needs_whole_rows` are optional and not listed; callers check for them.
     """
 
     def unavailable(self) -> str | None: ...
@@ -119,6 +119,12 @@ class Kernel:
         rows = problem.B * problem.H * problem.M * torch.float32.itemsize
         sums = rows * problem.D if self.sums_queries and problem.direction == "backward" else 0
         return sums + (rows * problem.N if self.materialises else 0)
+
+    def needs_whole_rows(self, problem: AttentionProblem) -> bool:
+        """Whether the backward of `problem` may find rows' sums in the keys it is given, instead of taking them from
+        the results, so that these must be of no other keys."""
+        own = getattr(self.load(), "needs_whole_rows", None)
+        return own is not None and own(problem)
 
     def copies_rows(self, problem: AttentionProblem) -> bool:
         return bool(self.pads_heads and problem.D % self.pads_heads)

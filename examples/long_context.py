@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--documents", type=int, default=16)
     given = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("expected torchrun to start it: torchrun --nproc-per-node 2 examples/long_context.py")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -16,6 +16,7 @@ from matplotlib import pyplot as plt
 # Widest first: the curves lie on each other, and each must be seen below the next.
 WIDTHS = (7.0, 3.5, 1.2)
 COLOURS = ("#f2b880", "#4c9f9f", "#1d1d1d")
+FAR_APART = 2.0  # quartiles of a run, whose steps all do the same work
 
 
 class Report(NamedTuple):
@@ -23,7 +24,7 @@ class Report(NamedTuple):
     losses: list[float]
     seconds: list[float]  # of each step
     tokens: int  # of each step
-    rest: float  # seconds of a step without attention
+    attention: float  # its share of a step
 
     @property
     def step(self) -> float:
@@ -46,6 +47,8 @@ class Report(NamedTuple):
 def show(reports: list[Report], explanation: str, title: str, path: Path) -> None:
     """Prints the results and writes the picture, whose path is the last line."""
     Console().print(result_table(reports))
+    for warning in warnings(reports):
+        print(warning)
     ours = reports[-1]
     for other in reports[:-1]:
         distance = max(abs(x - y) for x, y in zip(ours.losses, other.losses, strict=True))
@@ -53,6 +56,17 @@ def show(reports: list[Report], explanation: str, title: str, path: Path) -> Non
     print(f"\nWhich kernel ran, and why not another:\n\n{explanation}\n")
     draw(reports, title, path)
     print(path.resolve())
+
+
+def warnings(reports: list[Report]) -> list[str]:
+    """A sentence for each run whose speed changed while it was measured."""
+    apart = [(report.name, report.quartiles[1] / report.quartiles[0]) for report in reports]
+    return [
+        f"warning: the quartiles of {name} are {times:.1f} times apart, so something else ran on this machine, and the "
+        "speeds may be off"
+        for name, times in apart
+        if times > FAR_APART
+    ]
 
 
 def result_table(reports: list[Report]) -> Table:
@@ -68,7 +82,7 @@ def result_table(reports: list[Report]) -> Table:
             f"{report.speed:,.0f}",
             f"{slow:,.0f}-{fast:,.0f}",
             f"{report.speed / torch_speed:.2f} x",
-            f"{max(0.0, 1 - report.rest / report.step):.0%}",
+            f"{report.attention:.0%}",
             f"{report.losses[-1]:.4f}",
         )
     return table

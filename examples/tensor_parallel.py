@@ -7,6 +7,10 @@
 The other dimension of the mesh has parts of the batch, and shards parameters and the optimizer's state (FSDP2). The
 losses are those of one process, which the first rank computes beside it, and the trained state loads there. With GPUs
 each rank takes its own.
+
+torch warns of two things that cost time and change no result. On CPUs gloo has no all-to-all, which torch makes of
+another exchange. The whole state, at the end, is gathered along one dimension of the mesh and then along the other.
+torchrun itself says that it gives each process one thread; OMP_NUM_THREADS gives another number.
 """
 
 from __future__ import annotations
@@ -81,6 +85,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tensor", type=int, default=2)
     given = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("expected torchrun to start it: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
+    if given.tensor < 1 or int(os.environ["WORLD_SIZE"]) % given.tensor:
+        parser.error(f"expected --tensor to divide {os.environ['WORLD_SIZE']} processes, got {given.tensor}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,7 +1,8 @@
 """Trains one small GPT three times, attention written out, torch's and sdpa's, and compares speed and losses.
 
 The text is the source of Python's standard library. The three models start equal, see the same batches and take turns
-step by step, so that whatever else the machine does falls on all of them.
+step by step, so that whatever else the machine does falls on all of them. At every few steps one without attention
+takes a turn, too: what the others take longer is attention's share.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RAMP = 20  # steps to the full rate; without it a difference in the last bit gro
 CLIP = 1.0
 TEXT_BYTES = 4_000_000
 WARM_UP = 2  # steps left out of the speeds: they allocate, choose kernels and load libraries
-REST_STEPS = 5
+REST_STEPS = 22  # turns of the model without attention at most, its warm-up among them
 
 # The CPU's model is narrow, so that attention at this context is most of the work, and trains in float32, where three
 # ways to round differ least; the GPU's is closer to what people train.
@@ -105,7 +106,12 @@ def batches(text: Tensor, config: Config, steps: int, device: torch.device):
         yield rows[:, :-1], rows[:, 1:]
 
 
-def train(runs: list[Run], config: Config, steps: int, device: torch.device) -> None:
+def turns_between(steps: int) -> int:
+    """At which steps the model without attention takes a turn: multiples of this."""
+    return max(1, steps // REST_STEPS)
+
+
+def train(runs: list[Run], rest: Run, config: Config, steps: int, device: torch.device) -> None:
     """All steps, with a bar, or with a line for each step where standard output is no terminal."""
     columns = (
         TextColumn("training"),
@@ -121,6 +127,8 @@ def train(runs: list[Run], config: Config, steps: int, device: torch.device) -> 
             for run in runs:
                 run.step(*batch)
                 progress.update(task, advance=1, loss=f"loss {run.losses[-1]:.3f}")
+            if number % turns_between(steps) == 0:
+                rest.step(*batch)
             if piped:
                 times = ", ".join(f"{run.name} {run.seconds[-1]:.2f} s" for run in runs)
                 print(f"step {number} of {steps}: {times}, loss {runs[-1].losses[-1]:.3f}")
@@ -134,13 +142,11 @@ def attention_inputs(config: Config, device: torch.device) -> tuple[Tensor, Tens
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def seconds_without_attention(config: Config, device: torch.device) -> float:
-    """The median step of the same model where attention is left out; what the others take longer, attention takes."""
-    rest = Run("none", lambda q, k, v: v)
-    rest.start(config, device)
-    for batch in batches(standard_library(), config, WARM_UP + REST_STEPS, device):
-        rest.step(*batch)
-    return statistics.median(rest.seconds[WARM_UP:])
+def attention_share(run: Run, rest: Run) -> float:
+    """The median share of a step that attention took, of steps that the model without it took a turn beside."""
+    every = turns_between(len(run.seconds))
+    shares = [1 - without / whole for whole, without in zip(run.seconds[every - 1 :: every], rest.seconds, strict=True)]
+    return max(0.0, statistics.median(shares[WARM_UP:] or shares))
 
 
 def explain(config: Config, device: torch.device) -> str:
@@ -185,15 +191,17 @@ def main() -> None:
     device, config = torch.device(chosen.device), CONFIGS[chosen.device]
     steps = chosen.steps or STEPS[chosen.device]
     runs = [Run("written out", written_out), Run("torch", fused), Run("sdpa", fused, patched=True)]
-    for run in runs:
+    rest = Run("none", lambda q, k, v: v)
+    for run in (*runs, rest):
         run.start(config, device)
     title = describe(config, device, runs[0].model)
     print(title)
-    train(runs, config, steps, device)
-    print("timing the same model without attention")
-    rest = seconds_without_attention(config, device)
+    train(runs, rest, config, steps, device)
     tokens = config.batch * config.context
-    reports = [Report(run.name, run.losses, run.seconds[WARM_UP:] or run.seconds, tokens, rest) for run in runs]
+    reports = [
+        Report(run.name, run.losses, run.seconds[WARM_UP:] or run.seconds, tokens, attention_share(run, rest))
+        for run in runs
+    ]
     show(reports, explain(config, device), title, chosen.out)
 
 

@@ -15,9 +15,10 @@ from sdpa.inputs import Options, build_inputs
 from sdpa.interop import is_nested, pack_jagged
 from sdpa.mask import Mask, as_mask
 from sdpa.problem import AttentionProblem
+from sdpa.scalars import type_name
 from sdpa.sharded import INSIDE, is_inside
 from sdpa.sinks import moves_rows
-from sdpa.validate import Call, check_flag
+from sdpa.validate import NAMES, Call, check_flag
 
 
 def explain(
@@ -42,11 +43,12 @@ def explain(
     head, as sdpa.nn's attention returns them). str() of the result is a table, `.as_dict()` is for machines.
 
     Inside of `sdpa.distributed.context_parallel` every rank has to ask. The answer is about the call that this rank's
-    kernel gets, and its reason tells of the modes that were weighed.
+    kernel gets, and its reason begins with the mode and with those that were weighed.
     """
     if direction not in ("forward", "backward", "weights"):
         raise ValueError(f"direction must be 'forward', 'backward' or 'weights', got {direction!r}")
     check_flag("return_lse", return_lse, "explain")
+    check_are_tensors(query, key, value)
     options, shared = Options(attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks), ""
     if is_inside():
         part, shared = INSIDE.get().local(Call(query, key, value, options, None), return_lse, kernel)
@@ -73,7 +75,16 @@ def explain(
     if direction == "backward":
         request = backward_setting(request, problem)
     found = explain_problem(problem, request)
-    return replace(found, reason=f"{found.reason}; of the modes of context_parallel {shared}") if shared else found
+    return replace(found, reason=f"mode: {shared}; kernel: {found.reason}") if shared else found
+
+
+def check_are_tensors(*inputs: object) -> None:
+    for name, given in zip(NAMES, inputs, strict=True):
+        if not isinstance(given, Tensor):
+            raise TypeError(
+                f"explain(): argument '{name}' must be Tensor, not {type_name(given)}; explain takes the tensors of a "
+                "call, and the command `sdpa explain --shape B,H,M,N,D` takes sizes"
+            )
 
 
 def prepare(

@@ -15,6 +15,7 @@ from torch import Tensor
 from sdpa import dense
 from sdpa.problem import UNLIMITED, AttentionInputs
 from sdpa.scalars import as_int, conversion, shown, type_name
+from sdpa.torch_private import TORCHS
 
 ALIGNMENTS = ("top_left", "bottom_right")
 ANDS: tuple[Callable[..., Any], ...] = (operator.and_, operator.iand)
@@ -34,7 +35,8 @@ class Mask:
     Args:
         causal: query i sees keys up to its own position.
         align: "top_left" (torch's `is_causal`) puts query 0 at key 0; "bottom_right" puts the last query at the last
-            key, of the lengths where they are given. Applies to causal, window and alibi.
+            key, of the lengths where they are given. Applies to causal, window and alibi. Without any of them there is
+            nothing to align: it hides no key, and `&` takes the other mask's.
         window: (left, right) keys visible on each side of the own position; None lifts a side.
         lengths: (B,) integers, the valid keys of each batch entry.
         query_lengths: (B,) integers, the valid queries; rows beyond them are 0.
@@ -124,6 +126,11 @@ class Mask:
     ) -> Mask:
         """`tensor & mask`. Also `mask & tensor` under torch.compile, which treats it as torch's operator and asks here
         first."""
+        if function is TORCHS or (function not in ANDS and len(types) == 1):  # whom nobody else will answer
+            raise TypeError(
+                f"torch's {function.__name__} takes no sdpa.Mask; pass it to sdpa.scaled_dot_product_attention, or "
+                "mask.dense(B, H, M, N) to torch's"
+            )
         if function not in ANDS or len(args) != 2:
             return NotImplemented
         a, b = args

@@ -168,7 +168,7 @@ def references() -> list[tuple[ModuleType, str]]:
 
 def keeps_original(module: str) -> bool:
     """torch's own modules, whose tables know overridable functions by identity, and ours that mean torch's."""
-    return module in (__name__, "sdpa.decomposed") or module.partition(".")[0] == "torch"
+    return module.partition(".")[0] in ("torch", "sdpa")
 
 
 def inside(function: FunctionType) -> FunctionType:

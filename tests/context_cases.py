@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -423,6 +424,10 @@ def misuse(rank: int) -> None:
             with context_parallel(mesh, mode):
                 found = attend(*own, mask)
             close(unshard(found, mesh, 2), attend(*whole, mask), f"{mode} {end}")
+    for mode, told in (("ring", "ring: as asked"), ("auto", r"\w+: \S+ ms expected, .*")):
+        with context_parallel(mesh, mode):
+            reason = sdpa.explain(*own, is_causal=True).reason
+        assert re.match(f"mode: {told}; kernel: ", reason), reason
     prefix = Mask(causal=True, prefix=2)
     with context_parallel(mesh, "ring"):
         for asked in (attend, sdpa.explain):

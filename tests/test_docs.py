@@ -30,6 +30,7 @@ from sdpa.bench import (
     support,
 )
 from sdpa.bench.race_pages import PAGES
+from sdpa.cli import cold, distributed, models
 from sdpa.dispatch import cards
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.device import Device
@@ -74,6 +75,22 @@ def test_the_first_example_says_who_ran(capsys):
         exec(block[1], names)
     said = capsys.readouterr().out
     assert said.split("\n", 1)[0] in by_name() and "refused" in said
+
+
+def test_what_the_front_page_says_that_accelerate_prints(capsys):
+    text, names = (ROOT / "README.md").read_text(), {}
+    for block in BLOCK.finditer(text):
+        exec(block[1], names)
+    printed = re.search(r"^It prints `(swapped \d+ modules: )`", text, re.M)[1]
+    assert f"\n{printed}" in capsys.readouterr().out
+
+
+def test_the_guides_name_the_suites_and_directions_of_the_command():
+    command, choice = ((DOCS / "guide" / f"{page}.md").read_text() for page in ("command", "choice"))
+    for suite in (cold.SUITE, distributed.SUITE, models.SUITE):  # those that have tables of their own
+        assert f"--suite {suite}" in command
+    for option in ("--backward", "--weights", "--training"):
+        assert option in choice and option in command
 
 
 def test_the_support_matrix_is_the_catalogs():

@@ -268,6 +268,12 @@ def test_a_forced_kernel_on_another_device_says_so():
         attention(*qkv(), kernel="vendor_flash")
 
 
+def test_explain_given_sizes_says_what_it_takes():
+    sizes = (1, 8, 128, 64)
+    with pytest.raises(TypeError, match=r"^explain\(\): argument 'query' must be Tensor, not tuple; .*--shape"):
+        sdpa.explain(sizes, sizes, sizes)
+
+
 def test_explain_refuses_like_the_call():
     with pytest.raises(TypeError, match=r"^explain\(\): argument 'return_lse' must be bool, not str$"):
         sdpa.explain(*qkv(), return_lse="no")

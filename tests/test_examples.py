@@ -49,6 +49,20 @@ def test_a_row_in_parts_learns_as_a_whole_one():
     assert found and float(found[1]) < 1e-5, done.stdout
 
 
+@pytest.mark.parametrize("name", ["long_context.py", "tensor_parallel.py"])
+def test_what_wants_torchrun_says_so(name):
+    alone = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}
+    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, env=alone)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"expected torchrun to start it: torchrun --nproc-per-node 2 examples/{name}\n")
+
+
+def test_ranks_that_are_no_groups_are_told():
+    command, alone = [sys.executable, EXAMPLES / "tensor_parallel.py"], os.environ | {"WORLD_SIZE": "3"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
+    assert done.returncode == 2 and done.stderr.endswith("expected --tensor to divide 3 processes, got 2\n")
+
+
 def test_every_example_is_in_a_test():
     tested = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for path in EXAMPLES.glob("*.py"):

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sdpa import Mask, scaled_dot_product_attention, varlen_attention
 
@@ -221,6 +222,25 @@ def test_a_query_of_a_subclass_sees_the_call_and_the_mask_does_not():
     query, mask = torch.randn(B, H, N, 4).as_subclass(Own), Mask(causal=True)
     assert scaled_dot_product_attention(query, query, query, mask) == (False, scaled_dot_product_attention)
     assert varlen_attention(rows.as_subclass(Own), rows, rows, cu, cu, N, N, mask) == (False, varlen_attention)
+
+
+@pytest.mark.parametrize("mask", [Mask(causal=True), Mask(allowed=ALLOWED)], ids=repr)
+def test_torchs_function_says_where_a_mask_goes(mask):
+    q = torch.randn(B, H, M, 4)
+    told = "torch's scaled_dot_product_attention takes no sdpa.Mask; pass it to sdpa.scaled_dot_product_attention"
+    for call in (lambda: F.scaled_dot_product_attention(q, q, q, mask), lambda: F.softmax(mask, -1)):
+        with pytest.raises(TypeError, match=r"takes no sdpa\.Mask; pass it to sdpa\.scaled_dot_product_attention"):
+            call()
+    subclass = q.as_subclass(type("Own", (torch.Tensor,), {}))
+    with pytest.raises(TypeError, match=f"^{told}"):
+        F.scaled_dot_product_attention(subclass, subclass, subclass, attn_mask=mask)
+
+
+def test_an_alignment_with_nothing_to_align_hides_nothing():
+    """As where a model's flag is the causal field: it may be False."""
+    mask = Mask(causal=False, align="bottom_right")
+    assert mask.dense(B, H, M, N).all() and (mask & Mask(causal=True)).align == "top_left"
+    assert "nothing to align" in Mask.__doc__
 
 
 def test_from_tensor_recognises_only_when_asked():

@@ -91,8 +91,8 @@ def test_a_swap_changes_classes_and_nothing_else():
 
 def test_a_model_may_be_the_module_itself():
     attention = torch.nn.MultiheadAttention(8, 2)
-    assert str(sdpa.nn.accelerate(attention)) == "swapped 1 modules: (the model)"
-    assert str(sdpa.nn.accelerate(attention)) == "swapped 0 modules; 1 were ours already"
+    assert str(sdpa.nn.accelerate(attention)) == "swapped 1 module: (the model)"
+    assert str(sdpa.nn.accelerate(attention)) == "swapped 0 modules; 1 was ours already"
     assert type(attention) is sdpa.nn.MultiheadAttention
 
 
@@ -276,7 +276,7 @@ def test_report_and_restore_tell_of_functional_calls():
     assert sdpa.nn.restore(torch.nn.Sequential(model)) == ["functional calls of 0"]
     assert sdpa.nn.restore(model) == [] and str(sdpa.nn.accelerate(model)) == "swapped 0 modules"
     model = torch.nn.MultiheadAttention(8, 2)
-    assert str(sdpa.nn.accelerate(model, functional=True)) == f"swapped 1 modules: (the model)\n{routes}"
+    assert str(sdpa.nn.accelerate(model, functional=True)) == f"swapped 1 module: (the model)\n{routes}"
     assert sdpa.nn.restore(model) == ["(the model)", "functional calls of (the model)"]
     with pytest.raises(TypeError, match=r"^accelerate\(\): argument 'functional' must be bool, not str$"):
         sdpa.nn.accelerate(model, functional="yes")

@@ -162,10 +162,13 @@ def test_what_is_no_tensor_is_told_by_its_name(kind):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
 def test_lengths_are_integers(dtype):
-    """What torch says of one dimension, and what it is not."""
-    lengths, told = torch.ones(3, dtype=dtype), f", and lengths must be integers, but got {dtype}"
+    """torch's error, and one sentence that has what is expected before what was given."""
+    lengths = torch.ones(3, dtype=dtype)
     ours, theirs = (refusal(lambda m=m: m(X, X, X, key_padding_mask=lengths)) for m in ATTENTION)
-    assert ours == (theirs[0], theirs[1] + told)
+    assert ours[0] == theirs[0] and ours[1] == (
+        "For batched (3-D) `query`, expected `key_padding_mask` to be a 2-D mask, bool or floating, or 1-D lengths, "
+        f"which are integers, but got a 1-D tensor of {dtype}"
+    )
     for call in (
         lambda: ENCODER(X, src_key_padding_mask=lengths),
         lambda: DECODER(X, X, tgt_key_padding_mask=lengths),

@@ -338,7 +338,7 @@ def needed(elf: bytes) -> list[str]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
 def test_cutlass_lies_apart_and_only_where_it_is_wanted(tmp_path):
     """In .venv pip would print in red what its package requires, at every later installation."""
-    steps = make_dry(tmp_path)
+    steps = make_dry(tmp_path, "test-ordinary")
     (cutlass,) = (step for step in steps if "nvidia-cutlass" in step)
     assert cutlass.startswith('if [ "$SDPA_BUILD_CUDA" != 0 ] && command -v nvcc')
     assert f"--no-deps --upgrade --target {tmp_path}/venv/cutlass" in cutlass and "/cutlass.pth" in cutlass
@@ -357,8 +357,25 @@ def test_each_step_says_first_what_it_does_and_for_how_long(tmp_path):
         assert re.search(r'echo "[a-z].*: about ', told), (name, told)
 
 
-def make_dry(tmp_path: Path) -> list[str]:
-    """The commands of a first `make demo`; a command of several lines is one."""
-    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", "demo"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_the_demo_compiles_no_cuda_kernels_that_no_gpu_would_run(tmp_path):
+    def compiled(*arguments: str) -> str:
+        return next(Path(step.split()[1]).name for step in make_dry(tmp_path, *arguments) if "/compiled" in step)
+
+    assert compiled("GPUS=", "demo") == compiled("SDPA_BUILD_CUDA=0", "test-ordinary") == "compiled-without-cuda"
+    for arguments in ("GPUS=/dev/nvidia0 demo", "GPUS= demo test-ordinary", "GPUS= SDPA_BUILD_CUDA=1 demo"):
+        assert compiled(*arguments.split()) == "compiled"
+    told = " ".join(make_dry(tmp_path, "GPUS=", "demo"))
+    assert "without the CUDA kernels, for which no GPU is visible: about a minute" in told
+    (tmp_path / "venv").mkdir()
+    for stamp in ("compiled-without-cuda", "built-without-cuda"):  # what the demo made stands for no part of a test's
+        (tmp_path / "venv" / stamp).touch()
+    assert compiled("GPUS=", "test-ordinary") == "compiled"
+
+
+def make_dry(tmp_path: Path, *arguments: str) -> list[str]:
+    """The commands of a first `make demo`, or of other targets and variables; a command of several lines is one."""
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", *(arguments or ("demo",))]
+    without = {name: value for name, value in os.environ.items() if name not in ("SDPA_BUILD_CUDA", "MAKEFLAGS")}
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=without).stdout
     return said.replace("\\\n", " ").splitlines()

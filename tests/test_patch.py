@@ -49,6 +49,17 @@ def test_patch_replaces_and_restores(user_module):
     assert user_module.attend is TORCHS
 
 
+def test_our_modules_that_mean_torchs_keep_the_original(qkv):
+    """By it they tell torch's function from ours, in the masks' refusal among others."""
+    kept = [F.scaled_dot_product_attention]
+    with sdpa.patch():
+        ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "sdpa"]
+        assert {vars(module)["TORCHS"] for module in ours if callable(vars(module).get("TORCHS"))} == set(kept)
+        query = qkv[0].as_subclass(type("Own", (torch.Tensor,), {}))
+        with pytest.raises(TypeError, match="pass it to sdpa"):
+            kept[0](query, *qkv[1:], sdpa.Mask(causal=True))
+
+
 def test_torchs_override_tables_keep_the_original():
     original = TORCHS  # the patch replaces this module's own name, too
     torch.overrides.get_testing_overrides.cache_clear()

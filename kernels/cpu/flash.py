@@ -31,6 +31,11 @@ def unavailable() -> str | None:
     return load_error()
 
 
+def needs_whole_rows(problem: AttentionProblem) -> bool:
+    """Rows with a large log-sum-exp are normalised anew (backward.cpp, normalise_again)."""
+    return True
+
+
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None = None) -> Results:
     if _is_dense(inputs, tile):
         return Results._make(_operator("flash_forward_dense")(*inputs[:DENSE]))

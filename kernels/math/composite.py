@@ -21,7 +21,16 @@ from sdpa.layout import like_layout
 from sdpa.problem import AttentionInputs, AttentionProblem, Gradients, Results, Tile
 from sdpa.torch_private import profiler_enabled, without_autocast
 
-__all__ = ["TILES", "backward", "backward_terms", "forward", "forward_terms", "unavailable", "weights"]
+__all__ = [
+    "TILES",
+    "backward",
+    "backward_terms",
+    "forward",
+    "forward_terms",
+    "needs_whole_rows",
+    "unavailable",
+    "weights",
+]
 
 TILES: tuple[Tile, ...] = ()
 
@@ -42,6 +51,11 @@ class Terms(NamedTuple):
 
 def unavailable() -> str | None:
     return None
+
+
+def needs_whole_rows(problem: AttentionProblem) -> bool:
+    """The probabilities are computed anew, from all keys that are given."""
+    return True
 
 
 def named(name: str) -> AbstractContextManager:

@@ -34,6 +34,11 @@ def unavailable() -> str | None:
     return None
 
 
+def needs_whole_rows(problem: AttentionProblem) -> bool:
+    """Rows with a large log-sum-exp are normalised anew (`may_be_coarse`)."""
+    return bool(problem.features & {"bias", "alibi"})
+
+
 def tiles(problem: AttentionProblem) -> tuple[Tile, ...]:
     """The tiles that fit threadgroup memory, the default first. The backward's second kernel has tiles of its own."""
     name = {"forward": "forward", "backward": "backward_q", "weights": "weights"}[problem.direction]

@@ -6,7 +6,7 @@ from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.backward import backward
 from sdpa.kernels.triton.flash import record
 from sdpa.kernels.triton.forward import forward
-from sdpa.kernels.triton.tiles import TILES, tiles
+from sdpa.kernels.triton.tiles import TILES, needs_whole_rows, tiles
 from sdpa.kernels.triton.weights import weights
 
-__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable", "weights"]
+__all__ = ["TILES", "backward", "forward", "needs_whole_rows", "record", "tiles", "unavailable", "weights"]

@@ -11,11 +11,11 @@ from sdpa.kernels.triton.availability import unavailable
 from sdpa.kernels.triton.backward import backward
 from sdpa.kernels.triton.forward import forward
 from sdpa.kernels.triton.recorded import RecordedCall
-from sdpa.kernels.triton.tiles import TILES, tiles
+from sdpa.kernels.triton.tiles import TILES, needs_whole_rows, tiles
 from sdpa.kernels.triton.weights import weights
 from sdpa.problem import AttentionProblem, Gradients, Results, Tile
 
-__all__ = ["TILES", "backward", "forward", "record", "tiles", "unavailable", "weights"]
+__all__ = ["TILES", "backward", "forward", "needs_whole_rows", "record", "tiles", "unavailable", "weights"]
 
 
 RECORDS = {"forward": forward_pass.record, "backward": backward_pass.record, "weights": weights_pass.record}

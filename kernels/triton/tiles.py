@@ -210,6 +210,11 @@ def one_block_tile(problem: AttentionProblem) -> Tile | None:
     return None if few and each > (LONGEST if half else LONGEST_FLOAT32) else staged(tile, problem)
 
 
+def needs_whole_rows(problem: AttentionProblem) -> bool:
+    """Where the keys are one block, delta is a sum over it (one_block.py)."""
+    return one_block_tile(problem) is not None
+
+
 def staged(tile: Tile, problem: AttentionProblem) -> Tile | None:
     """The tile with as many stages of loads, of those in STAGES, as fit into shared memory beside the gradient of the
     scores, dropout's random numbers, documents' ids and barriers. float32 takes one, beside one block being cut into

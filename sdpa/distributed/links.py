@@ -64,7 +64,7 @@ class Link:
         to, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
         if to == self.rank:
             return Passing([], list(given), [])
-        sent = torch.cat([tensor.reshape(-1) for tensor in given])
+        sent = in_a_row(given)
         sizes = [math.prod(shape) for shape in shapes]
         received = sent.new_empty(sum(sizes))
         self.sent += sent.numel() * sent.element_size()
@@ -129,7 +129,7 @@ class Flight:
     def send(self, pieces: Sequence[Tensor], shapes: list[Shape]) -> tuple[Tensor, Tensor]:
         """Begin to send. What was sent and what is arriving, by rank and then by tensor."""
         link = self.link
-        sent = torch.cat([piece.reshape(-1) for piece in by_rank(pieces, link.ranks)])
+        sent = in_a_row(by_rank(pieces, link.ranks))
         sizes, taken = (
             [sum(part) for part in split([math.prod(shape) for shape in by_rank(of, link.ranks)], link.ranks)]
             for of in ([piece.shape for piece in pieces], shapes)
@@ -178,6 +178,14 @@ class Taking(torch.autograd.Function):
         refuse_second_derivatives()
         sent, ctx.flight.gradients = ctx.flight.send(gradients, ctx.flight.back)
         return None, sent
+
+
+def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
+    """The numbers of tensors of one dtype, one tensor behind the other. Each is copied once, however it lies."""
+    found = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+    for place, piece in zip(found.split([piece.numel() for piece in pieces]), pieces, strict=True):
+        place.view(piece.shape).copy_(piece)
+    return found
 
 
 def by_rank(items: Sequence[Item], ranks: int) -> list[Item]:

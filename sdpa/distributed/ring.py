@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdpa.dispatch.context import effective, request_text
+from sdpa.dispatch.context import effective, forced_text, request_text
 from sdpa.dispatch.select import backward_setting, select
 from sdpa.distributed.blocks import Block, narrow
 from sdpa.distributed.links import Link, Passing, refuse_second_derivatives, rows_of
@@ -90,17 +90,20 @@ class Steps:
     def backward(
         self, inputs: AttentionInputs, results: Results, upstream: Results, bias_grad: bool
     ) -> tuple[Tensor, ...]:
-        """Gradients of a block by the log-sum-exp of the whole row."""
+        """Gradients of a block, from results of whole rows."""
         asked = {"bias_grad": bias_grad, "lse_grad": upstream.lse is not None}
         extra = frozenset(name for name, on in asked.items() if on)
         problem = AttentionProblem.of(inputs, "backward", extra, (*results, upstream.out))
-        if select(problem, backward_setting(effective(self.setting), problem)).kernel.materialises:
+        kernel = select(problem, backward_setting(effective(self.setting), problem)).kernel
+        if kernel.needs_whole_rows(problem):
             results, upstream = self.of_block_alone(inputs, results, upstream)
-        return call_backward(inputs, results, upstream, bias_grad, self.setting)
+            return call_backward(inputs, results, upstream, bias_grad, self.setting)
+        # By its name: a kernel that took its place might need what `results` are not.
+        return call_backward(inputs, results, upstream, bias_grad, forced_text(kernel.name))
 
     def of_block_alone(self, inputs: AttentionInputs, results: Results, upstream: Results) -> tuple[Results, Results]:
-        """What a kernel that computes a block's own log-sum-exp needs for the same gradients: its results, and the
-        gradients that arrive at these through the merging."""
+        """What a kernel needs for the same gradients that takes a block for whole rows: the block's own results, and
+        the gradients that arrive at these through the merging."""
         assert results.lse is not None
         out, lse = call_forward(inputs, True, self.setting)
         share = (lse - results.lse).exp().masked_fill(lse == -torch.inf, 0.0)
@@ -190,10 +193,9 @@ def of_block(bias: Tensor, block: Block) -> Tensor:
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Add to results of some keys, in place, those of others."""
-    both = torch.logaddexp(lse, more_lse)
-    before, after = ((part - both).exp().masked_fill_(both == -torch.inf, 0.0) for part in (lse, more_lse))
-    out.mul_(before.unsqueeze(3)).addcmul_(more.to(out.dtype), after.unsqueeze(3))
-    lse.copy_(both)
+    share = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # of the keys that are added; no keys at all: -inf - -inf
+    out.lerp_(more.to(out.dtype), share.unsqueeze(3))
+    torch.logaddexp(lse, more_lse, out=lse)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

@@ -48,9 +48,11 @@ class Report:
     ours: int = 0
 
     def __str__(self) -> str:
-        lines = [f"swapped {len(self.swapped)} modules" + (f": {', '.join(self.swapped)}" if self.swapped else "")]
+        count = len(self.swapped)
+        lines = [f"swapped {count} module{'' if count == 1 else 's'}"]
+        lines[0] += f": {', '.join(self.swapped)}" if self.swapped else ""
         if self.ours:
-            lines[0] += f"; {self.ours} were ours already"
+            lines[0] += f"; {self.ours} {'was' if self.ours == 1 else 'were'} ours already"
         elif self.functional and not self.swapped:
             lines = []
         lines += [f"left {name}: {reason}" for name, reason in self.left.items()]

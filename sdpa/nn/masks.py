@@ -61,14 +61,14 @@ def check_masks(
 
 
 def check_lengths(key_padding_mask: Tensor | None, query: Tensor) -> None:
-    """What torch says of one dimension, and what lengths are; of a bool mask torch says enough."""
+    """What torch would not say of one dimension: that lengths are taken, too. Of a bool mask torch says enough."""
     if key_padding_mask is None or query.dim() != 3 or key_padding_mask.dim() != 1:
         return
     if is_lengths(key_padding_mask) or key_padding_mask.dtype == torch.bool:
         return
     raise AssertionError(
-        "For batched (3-D) `query`, expected `key_padding_mask` to be `None` or 2-D but found 1-D tensor instead, and "
-        f"lengths must be integers, but got {key_padding_mask.dtype}"
+        "For batched (3-D) `query`, expected `key_padding_mask` to be a 2-D mask, bool or floating, or 1-D lengths, "
+        f"which are integers, but got a 1-D tensor of {key_padding_mask.dtype}"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sdpa.inputs import Options, build_inputs
-from sdpa.kernels.triton import arguments, tiles
+from sdpa.kernels.triton import arguments, efficient, flash, tiles
 from sdpa.kernels.triton.arguments import in_whole_rows, is_worth_a_copy
 from sdpa.kernels.triton.backward import backward_launches
 from sdpa.kernels.triton.target import assume
@@ -74,6 +74,7 @@ def test_which_backwards_are_one_pass(targets):
         results = Results(out, torch.empty(out.shape[:3]))
         with assume(targets[0]._replace(cores=132)):
             tile = tiles.tiles(problem)[0]
+            assert flash.needs_whole_rows(problem) == efficient.needs_whole_rows(problem) == one
             launches = backward_launches(inputs, results, Results(out, None), problem, tile).launches
         names = [launch.kernel.fn.__name__ for launch in launches]
         assert (names == ["one_block_kernel"]) == one and (names[0] == "delta_kernel") != one
