@@ -109,6 +109,7 @@ KNOWN_ARROWS: dict[tuple[str, str], str] = {
     ("sdpa.decomposed", "sdpa.kernels.math.weights"): "the same of the weights",
     ("sdpa.entry", "sdpa.kernels.math.weights"): "the same of the weights",
     ("sdpa.distributed.ring", "sdpa.operators"): "a step's gradients are those by the log-sum-exp of all steps",
+    ("sdpa.distributed.ring", "sdpa.kernels.triton.merge"): "one launch merges the results of two steps on a GPU",
     ("sdpa.cli.explain", "sdpa.kernels.triton.target"): "tiles of a card that was named and is not here",
     ("sdpa.autocast", "sdpa.kernels.triton.cast"): "one launch casts query, key and value, of repeated calls on a GPU",
     ("sdpa.bench.warm", "sdpa.kernels.triton.arguments"): "compiles ahead what a kernel would be called with",

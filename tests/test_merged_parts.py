@@ -11,9 +11,9 @@ from torch import Tensor
 import sdpa
 from sdpa import Mask
 from sdpa.distributed import Parts
-from sdpa.distributed.links import Link, Passing, rows_of
+from sdpa.distributed.links import Link, Passing, pieces_of, rows_of
 from sdpa.distributed.modes import Part
-from sdpa.distributed.ring import RingAttention, Steps
+from sdpa.distributed.ring import RingAttention, Steps, halves
 
 RANKS, LENGTH = 4, 96
 WHOLE = ((0, LENGTH),)
@@ -28,12 +28,9 @@ class Gradients(Link):
         self.steps: Any = None
 
     def pass_on(self, step: int, given: Any, shapes: Any) -> Passing:
-        taken = self.steps.taken(-step)
-        for total, gradient in zip(self.totals, given, strict=True):
-            for (begin, end), part in zip(
-                taken, gradient.split([b - a for a, b in taken], 2) if taken else (), strict=True
-            ):
-                rows_of(total, ((begin, end),), WHOLE).add_(part)
+        for total, pieces in zip(self.totals, halves(given), strict=True):
+            for place, piece in zip(pieces_of(total, self.steps.taken(-step), WHOLE), pieces, strict=True):
+                place.add_(piece)
         return Passing([], [given[0].new_zeros(shape) for shape in shapes], [])
 
 
@@ -42,7 +39,7 @@ def steps_of(keys: Tensor, values: Tensor) -> type[Steps]:
 
     class FromWhole(Steps):
         def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
-            return Passing([], [rows_of(t, self.taken(step), WHOLE) for t in (keys, values)], [])
+            return Passing([], [piece for t in (keys, values) for piece in pieces_of(t, self.taken(step), WHOLE)], [])
 
     return FromWhole
 

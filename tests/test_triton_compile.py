@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 
 from ahead import CUOBJDUMP, FakeDriver  # noqa: E402
 
-from sdpa.kernels.triton import backward, cast, decode, forward, tiles  # noqa: E402
+from sdpa.kernels.triton import backward, cast, decode, forward, merge, tiles  # noqa: E402
 from sdpa.kernels.triton import weights as weights_pass  # noqa: E402
 from sdpa.kernels.triton.order import AFTER  # noqa: E402
 from sdpa.kernels.triton.target import AMD_SHARED_MEMORY, Target, assume  # noqa: E402
@@ -204,6 +204,14 @@ def test_casts_compile_for_every_target(arch, pretend):
         for dtype in (torch.float16, torch.bfloat16):
             (launch,) = cast.cast_pass(inputs[:3], dtype).launches
             checked(launch, target)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_merging_compiles_for_every_target(arch, pretend):
+    target, out, lse = pretend(TARGETS[arch]), torch.empty(2, 3, 70, 80), torch.empty(2, 3, 70)
+    with assume(target):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            checked(merge.merge_launch(out, lse, out.to(dtype), lse), target)
 
 
 @pytest.mark.parametrize("arch", TARGETS)

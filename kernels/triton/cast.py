@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sdpa.kernels.triton.launch import Launch, Pass
+from sdpa.kernels.triton.launch import Launch, OnDevice, Pass
 from sdpa.kernels.triton.recorded import record_pass
 from sdpa.layout import is_dense
 from sdpa.problem import Tile
@@ -18,13 +18,6 @@ from sdpa.problem import Tile
 BLOCK = 2048
 TILE = Tile(1, BLOCK, 4, 1)
 LARGEST = 1 << 20  # numbers in one tensor: beyond, memory takes longer than launches, and torch's kernel will do
-
-
-class CastProblem(NamedTuple):
-    """What launches ask of a problem."""
-
-    device: str
-    direction: str = "forward"
 
 
 @triton.jit
@@ -61,4 +54,4 @@ def cast_pass(tensors: Sequence[Tensor], dtype: torch.dtype) -> Pass | None:
 def record(tensors: Sequence[Tensor], dtype: torch.dtype) -> Callable[..., Any] | None:
     """What casts three tensors of this form again, on a GPU; None where they are cast one by one."""
     work = cast_pass(tensors, dtype)
-    return None if work is None else record_pass(work, CastProblem(str(tensors[0].device)))[1]
+    return None if work is None else record_pass(work, OnDevice(str(tensors[0].device)))[1]

@@ -115,6 +115,13 @@ class Placed(Protocol):
     def direction(self) -> str: ...
 
 
+class OnDevice(NamedTuple):
+    """A device, for launches that compute no problem."""
+
+    device: str
+    direction: str = "forward"
+
+
 def run(launches: list[Launch], problem: Placed) -> list:
     """Run `launches` in order on the problem's device; returns what each was compiled to."""
     target = target_of(problem.device)

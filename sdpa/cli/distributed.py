@@ -11,11 +11,12 @@ import click
 from sdpa.bench import record
 from sdpa.bench.distributed import DIRECTIONS, Case, Measured, Simulated, cases, measure, simulate
 from sdpa.bench.scaling import PUBLISHED, PUBLISHED_AT, RANKS, Machine, modelled
+from sdpa.bench.torch_context import torchs
 from sdpa.cli.common import console, duration, require_device
 
 SUITE = "distributed"
 PROCESSES = 2  # of this machine
-LINE = "{:<12} {:<10} {:<10} {:<9} {:>12} {:>14} {:>18} {:>12}"
+LINE = "{:<12} {:<14} {:<10} {:<9} {:>12} {:>12} {:>14} {:>18} {:>12}"
 MEASURED = "{:<12} {:<10} {:<10} {:>16} {:>16} {:>12} {:>10}"
 MODELLED = "{:<10} {:<16}" + " {:>6}" * len(RANKS)
 
@@ -55,16 +56,18 @@ def simulated_on(device: str, chosen: list[Case], ranks: int) -> list[dict[str, 
     """Two lines for each, of ranks one after the other on one device; and the model."""
     out, rows = console(), list[dict[str, Any]]()
     out.print(f"{ranks} ranks, one after the other on {device}", style="bold")
-    titles = ("problem", "mode", "order", "", "attention", "slowest, mean", "copies and merging", "sent")
+    titles = ("problem", "mode", "order", "", "in all", "attention", "slowest, mean", "copies and merging", "sent")
     out.print(LINE.format(*titles), style="bold", soft_wrap=True)
     for case in chosen:
         for simulated in simulate(case, ranks, device):
             for direction in DIRECTIONS:
                 rows.append(figures(simulated, direction))
                 out.print(told(rows[-1]), soft_wrap=True, highlight=False, markup=False)
+        if case.mask == "causal" and device.startswith("cuda"):
+            rows += torchs_rows(case, ranks, device)
     out.print(
-        "attention: of a rank, the mean; slowest: beside it; copies and merging: beside attention; sent: by the rank "
-        "that sends most; no Ulysses where ranks do not divide the heads",
+        "in all, attention: of a rank, the mean; slowest: beside that of attention; copies and merging: beside "
+        "attention; sent: by the rank that sends most; no Ulysses where ranks do not divide the heads",
         soft_wrap=True,
     )
     show_model()
@@ -86,6 +89,7 @@ def figures(found: Simulated, direction: str) -> dict[str, Any]:
         "order": found.order,
         "ranks": found.ranks,
         "direction": direction,
+        "seconds": sum(share.seconds for share in shares) / len(shares),
         "attention_s": sum(share.attention for share in shares) / len(shares),
         "slowest": found.slowest(direction),
         "beside": found.beside(direction),
@@ -93,10 +97,28 @@ def figures(found: Simulated, direction: str) -> dict[str, Any]:
     }
 
 
+def torchs_rows(case: Case, ranks: int, device: str) -> list[dict[str, Any]]:
+    """Two lines for torch's own block by each of its backends, or why it has none."""
+    out, rows = console(), list[dict[str, Any]]()
+    for peer in torchs(case, ranks, device):
+        mode = f"torch, {peer.backend}"
+        if peer.refused:
+            out.print(f"{case.name}: {mode}: {peer.refused}", soft_wrap=True, highlight=False, markup=False)
+        for direction, found in peer.seconds.items():
+            mean = sum(found) / len(found)
+            names = {"problem": case.name, "mode": mode, "order": "zigzag", "ranks": ranks, "direction": direction}
+            rows.append(names | {"seconds": mean, "slowest": max(found) / mean})
+            line = LINE.format(case.name, mode, "zigzag", direction, duration(mean), "", "", "", "")
+            out.print(line.rstrip(), soft_wrap=True, highlight=False, markup=False)
+    return rows
+
+
 def told(row: dict[str, Any]) -> str:
     beside, sent = f"{row['beside']:.1%}", f"{row['sent_bytes'] / 1e6:.1f} MB"
     names = row["problem"], row["mode"], row["order"], row["direction"]
-    return LINE.format(*names, duration(row["attention_s"]), f"{row['slowest']:.3f}", beside, sent)
+    return LINE.format(
+        *names, duration(row["seconds"]), duration(row["attention_s"]), f"{row['slowest']:.3f}", beside, sent
+    )
 
 
 def show_model() -> None:

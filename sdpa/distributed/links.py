@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ from sdpa.distributed.parts import Interval, Intervals, places
 from sdpa.scalars import type_name
 
 Shape = tuple[int, ...]
-Pieces = Sequence[Sequence[Tensor]]  # by tensor, by rank
 Item = TypeVar("Item")
+Pieces = list[list[list[Item]]]  # by tensor and by rank
+Cut = Callable[[Tensor], list[list[Tensor]]]  # the pieces of a tensor for each rank, as views
 
 
 class Link:
@@ -27,23 +29,22 @@ class Link:
         self.device = mesh.device_type
         self.sent = 0
 
-    def start(self, given: Pieces, shapes: Sequence[Sequence[Shape]]) -> Callable[[], list[list[Tensor]]]:
-        """Begin to give every rank its piece of each tensor. What is returned waits for those that this one is given,
+    def start(self, given: Sequence[tuple[Tensor, Cut]], shapes: Pieces[Shape]) -> Callable[[], Pieces[Tensor]]:
+        """Begin to give every rank its pieces of each tensor. What is returned waits for those that this one is given,
         of known shapes. Gradients go back, and are as well begun first and waited for later.
 
         Tensors of one dtype travel together.
         """
         begun = []
-        for dtype in dict.fromkeys(pieces[0].dtype for pieces in given):
-            those = [at for at, pieces in enumerate(given) if pieces[0].dtype == dtype]
-            flight = Flight(self, [shape for at in those for shape in shapes[at]])
-            begun.append((those, flight, Sending.apply(flight, *[piece for at in those for piece in given[at]])))
+        for dtype in dict.fromkeys(tensor.dtype for tensor, _ in given):
+            those = [at for at, (tensor, _) in enumerate(given) if tensor.dtype == dtype]
+            flight = Flight(self, [given[at][1] for at in those], [shapes[at] for at in those])
+            begun.append((those, flight, Sending.apply(flight, *[given[at][0] for at in those])))
 
-        def taken() -> list[list[Tensor]]:
-            found: dict[int, list[Tensor]] = {}
+        def taken() -> Pieces[Tensor]:
+            found: dict[int, list[list[Tensor]]] = {}
             for those, flight, flat in begun:
-                pieces = Taking.apply(flight, flat)
-                found |= {at: list(pieces[i * self.ranks :][: self.ranks]) for i, at in enumerate(those)}
+                found |= zip(those, flight.by_tensor(Taking.apply(flight, flat)), strict=True)
             return [found[at] for at in range(len(given))]
 
         return taken
@@ -66,10 +67,14 @@ class Link:
             return Passing([], list(given), [])
         sent = in_a_row(given)
         sizes = [math.prod(shape) for shape in shapes]
-        received = sent.new_empty(sum(sizes))
+        received = self.room(sent, sum(sizes))
         self.sent += sent.numel() * sent.element_size()
         views = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
         return Passing(self.post(sent, to, received, source), views, [sent])
+
+    def room(self, sent: Tensor, size: int) -> Tensor:
+        """Memory for so many numbers of what others send."""
+        return sent.new_empty(size)
 
     def post(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[Any]:
         """Begin to send one tensor and to receive another; what is to be waited for."""
@@ -115,54 +120,67 @@ class Passing:
 
 
 class Flight:
-    """Pieces of tensors of one dtype, by tensor and then by rank, on their way in one collective; later gradients back.
+    """Pieces of tensors of one dtype on their way in one collective, by rank and then by tensor; later gradients back.
 
-    `shapes` are of what arrives.
+    `shapes` are of the pieces that arrive.
     """
 
-    def __init__(self, link: Link, shapes: list[Shape]) -> None:
-        self.link, self.shapes = link, shapes
-        self.back: list[Shape] = []  # shapes of what was given
+    def __init__(self, link: Link, cuts: list[Cut], shapes: Pieces[Shape]) -> None:
+        self.link, self.cuts, self.counts = link, cuts, [[len(of) for of in by_rank] for by_rank in shapes]
+        self.shapes = together(shapes)
+        self.back: list[list[Shape]] = []  # of the pieces that were given
         self.work: Any = None
         self.gradients: Tensor | None = None  # as they come back
 
-    def send(self, pieces: Sequence[Tensor], shapes: list[Shape]) -> tuple[Tensor, Tensor]:
-        """Begin to send. What was sent and what is arriving, by rank and then by tensor."""
-        link = self.link
-        sent = in_a_row(by_rank(pieces, link.ranks))
-        sizes, taken = (
-            [sum(part) for part in split([math.prod(shape) for shape in by_rank(of, link.ranks)], link.ranks)]
-            for of in ([piece.shape for piece in pieces], shapes)
-        )
-        arriving = sent.new_empty(sum(taken))
+    def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What each rank is given of tensors, as views."""
+        return together([cut(tensor) for cut, tensor in zip(self.cuts, tensors, strict=True)])
+
+    def send(self, pieces: list[list[Tensor]], shapes: list[list[Shape]]) -> tuple[Tensor, Tensor]:
+        """Begin to send, by rank. What was sent and what is arriving, of known shapes."""
+        link, sent = self.link, in_a_row([piece for of in pieces for piece in of])
+        sizes = [sum(piece.numel() for piece in of) for of in pieces]
+        taken = [sum(map(math.prod, of)) for of in shapes]
+        arriving = link.room(sent, sum(taken))
         self.work = link.exchange(arriving, sent, taken, sizes)
         link.count(sizes, sent.element_size())
         return sent, arriving
 
-    def take(self, flat: Tensor, shapes: list[Shape]) -> tuple[Tensor, ...]:
+    def take(self, flat: Tensor, shapes: list[list[Shape]]) -> tuple[Tensor, ...]:
         """Wait, and the pieces of what arrived."""
         if self.work is not None:
             self.work.wait()
         self.work = None
-        ordered = by_rank(shapes, self.link.ranks)
-        parts = flat.split([math.prod(shape) for shape in ordered])
-        views = [part.view(shape) for part, shape in zip(parts, ordered, strict=True)]
-        return tuple(by_rank(views, len(shapes) // self.link.ranks))
+        every = [shape for of in shapes for shape in of]
+        parts = flat.split([math.prod(shape) for shape in every])
+        return tuple(part.view(shape) for part, shape in zip(parts, every, strict=True))
+
+    def by_tensor(self, pieces: Sequence[Tensor]) -> Pieces[Tensor]:
+        """What arrived by tensor and by rank."""
+        rest = iter(pieces)
+        by_rank = [[list(islice(rest, counts[rank])) for counts in self.counts] for rank in range(self.link.ranks)]
+        return [list(of) for of in zip(*by_rank, strict=True)]
 
 
 class Sending(torch.autograd.Function):
-    """Begins a flight; its backward waits for the gradients."""
+    """Begins a flight; its backward waits for the gradients, and adds them up where ranks were given the same."""
 
     @staticmethod
-    def forward(ctx: Any, flight: Flight, *pieces: Tensor) -> Tensor:
-        ctx.flight, flight.back = flight, [tuple(piece.shape) for piece in pieces]
+    def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> Tensor:
+        pieces = flight.pieces(tensors)
+        ctx.flight, flight.back = flight, [[tuple(piece.shape) for piece in of] for of in pieces]
+        ctx.shapes = [tensor.shape for tensor in tensors]
         return flight.send(pieces, flight.shapes)[1]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         flight = ctx.flight
         arrived, flight.gradients = flight.gradients, None
-        return (None, *flight.take(arrived, flight.back))
+        totals = [arrived.new_zeros(shape) for shape in ctx.shapes]
+        places = [place for of in flight.pieces(totals) for place in of]
+        for place, piece in zip(places, flight.take(arrived, flight.back), strict=True):
+            place.add_(piece)
+        return None, *totals
 
 
 class Taking(torch.autograd.Function):
@@ -176,7 +194,10 @@ class Taking(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         refuse_second_derivatives()
-        sent, ctx.flight.gradients = ctx.flight.send(gradients, ctx.flight.back)
+        flight = ctx.flight
+        rest = iter(gradients)
+        pieces = [list(islice(rest, len(of))) for of in flight.shapes]
+        sent, flight.gradients = flight.send(pieces, flight.back)
         return None, sent
 
 
@@ -188,14 +209,9 @@ def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def by_rank(items: Sequence[Item], ranks: int) -> list[Item]:
-    """What was by tensor and then by rank, by rank and then by tensor."""
-    return [item for rank in range(ranks) for item in items[rank::ranks]]
-
-
-def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
-    each = len(items) // parts
-    return [items[part * each :][:each] for part in range(parts)]
+def together(items: Pieces[Item]) -> list[list[Item]]:
+    """What was by tensor and by rank, by rank alone."""
+    return [[item for of in by_tensor for item in of] for by_tensor in zip(*items, strict=True)]
 
 
 def refuse_second_derivatives() -> None:
@@ -218,21 +234,31 @@ class Tied(torch.autograd.Function):
         return (gradient, *(gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes))
 
 
+def pieces_of(tensor: Tensor, inside: Intervals, of: Intervals) -> list[Tensor]:
+    """Views (B, heads, rows, size) of the positions of each interval of `inside`, of a tensor that holds those of `of`;
+    where there is none, one of no rows."""
+    return [tensor[:, :, begin:end] for begin, end in places(inside, of)] or [tensor[:, :, :0]]
+
+
+def shapes_of(tensor: Tensor, of: Intervals, heads: int) -> list[Shape]:
+    """The shapes of such pieces of tensors with other rows and heads."""
+    batch, size = tensor.shape[0], tensor.shape[3]
+    return [(batch, heads, end - begin, size) for begin, end in of] or [(batch, heads, 0, size)]
+
+
 def rows_of(tensor: Tensor, inside: Intervals, of: Intervals) -> Tensor:
-    """(B, heads, rows, size) of the positions `inside`, of a tensor that holds those of `of`."""
-    found = [tensor[:, :, begin:end] for begin, end in places(inside, of)]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat(found, 2) if found else tensor[:, :, :0]
+    """The same pieces as one tensor."""
+    return in_rows(pieces_of(tensor, inside, of))
 
 
-def joined(pieces: Sequence[Tensor], of: Sequence[Intervals]) -> Tensor:
-    """Pieces (B, heads, rows, size), each of which holds the positions `of` its rank, in the order of positions."""
+def in_rows(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 2)
+
+
+def joined(pieces: Sequence[Sequence[Tensor]], of: Sequence[Intervals]) -> Tensor:
+    """The pieces by rank, which hold the positions `of` that rank, in the order of positions."""
     found: list[tuple[Interval, Tensor]] = []
-    for piece, held in zip(pieces, of, strict=True):
-        sizes = [end - begin for begin, end in held]
-        found += zip(held, piece.split(sizes, 2) if sizes else (), strict=True)
+    for some, held in zip(pieces, of, strict=True):
+        found += zip(held, some, strict=False)  # of no interval there is one piece, too
     found.sort(key=lambda one: one[0])
-    if len(found) == 1:
-        return found[0][1]
-    return torch.cat([piece for _, piece in found], 2) if found else pieces[0]
+    return in_rows([piece for _, piece in found] or pieces[0])

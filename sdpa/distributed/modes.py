@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sdpa.distributed.blocks import Block, Blocks
-from sdpa.distributed.links import Link, Tied, joined, rows_of
+from sdpa.distributed.links import Cut, Link, Pieces, Tied, in_rows, joined, pieces_of, rows_of, shapes_of
 from sdpa.distributed.parts import Interval, Intervals, Parts, common, merged, places
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
@@ -38,7 +39,7 @@ class Part(NamedTuple):
     keys: Parts
 
 
-Taken = Callable[[], list[list[Tensor]]]  # waits for pieces, by tensor and then by rank
+Taken = Callable[[], Pieces[Tensor]]  # waits for them
 Results = tuple[Tensor, Tensor | None]  # this rank's part of the output, and of the log-sum-exp where it is asked for
 Stages = Iterator[Results | None]  # None while something travels, at last the results
 
@@ -100,7 +101,7 @@ class Heads:
         out, lse = self.attend(self.own(part, received, group))
         returned = self.scatter((out,) if lse is None else (out, lse.unsqueeze(3)), queries)
         yield None
-        out, *others = (torch.cat(pieces, 1) for pieces in returned())
+        out, *others = (torch.cat([in_rows(some) for some in pieces], 1) for pieces in returned())
         yield out, others[0].squeeze(3) if others else None
 
     def local(self, part: Part) -> Part:
@@ -135,21 +136,24 @@ class Heads:
     def gather(self, part: Part, group: Interval, held: tuple[list[Intervals], ...]) -> Taken:
         """Of each rank's own heads those of a group: by rank (B, heads, its length, size) of (B, heads, own length,
         size)."""
-        ranks, given, shapes = self.link.ranks, [], []
+        given, shapes = list[tuple[Tensor, Cut]](), []
         for t, of in zip(part[:3], held, strict=True):
             share = t.shape[1] // part.key.shape[1]
-            some = t.unflatten(1, (ranks, -1))[:, :, group[0] * share : group[1] * share]
-            given.append(some.unbind(1))
-            shapes.append([(t.shape[0], some.shape[2], count(intervals), t.shape[3]) for intervals in of])
+            heads = group[0] * share, group[1] * share
+            given.append((t, partial(self.heads_for, heads=heads, of=of[self.link.rank])))
+            shapes.append([shapes_of(t, intervals, heads[1] - heads[0]) for intervals in of])
         return self.link.start(given, shapes)
+
+    def heads_for(self, tensor: Tensor, heads: Interval, of: Intervals) -> list[list[Tensor]]:
+        """Of each rank's heads some, of a tensor with the rows `of`."""
+        some = tensor.unflatten(1, (self.link.ranks, -1))[:, :, slice(*heads)]
+        return [pieces_of(one, of, of) for one in some.unbind(1)]
 
     def scatter(self, tensors: tuple[Tensor, ...], held: list[Intervals]) -> Taken:
         """The way back: by rank (B, its heads, own length, size) of (B, own heads, length of all, size)."""
         everything = merged(interval for of in held for interval in of)
-        own = count(held[self.link.rank])
-        given = [[rows_of(t, of, everything) for of in held] for t in tensors]
-        shapes = [[(t.shape[0], t.shape[1], own, t.shape[3])] * self.link.ranks for t in tensors]
-        return self.link.start(given, shapes)
+        shapes = [[shapes_of(t, held[self.link.rank], t.shape[1])] * self.link.ranks for t in tensors]
+        return self.link.start([(t, lambda t: [pieces_of(t, of, everything) for of in held]) for t in tensors], shapes)
 
 
 def groups_of(part: Part, heads: int) -> Intervals:
@@ -235,10 +239,10 @@ class Keys:
         needs, rows = needed(blocks, part), part.queries.intervals[link.rank]
         seen = [blocks.of(interval, (0, blocks.N)) for interval in rows]
         own, held = part.keys.intervals[link.rank], needs[link.rank]
-        given = [[rows_of(t, common(own, need), own) for need in needs] for t in part[1:3]]
+        given = [common(own, need) for need in needs]
         parts = [common(of, held) for of in part.keys.intervals]
-        shapes = [[(t.shape[0], t.shape[1], count(of), t.shape[3]) for of in parts] for t in part[1:3]]
-        taken = link.start(given, shapes)
+        shapes = [[shapes_of(t, of, t.shape[1]) for of in parts] for t in part[1:3]]
+        taken = link.start([(t, lambda t: [pieces_of(t, of, own) for of in given]) for t in part[1:3]], shapes)
         yield None
         k, v = (joined(pieces, parts) for pieces in taken())
         found = []

@@ -8,8 +8,9 @@ has them, and only those that some query sees. They travel while those before ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch import Tensor
 from sdpa.dispatch.context import effective, forced_text, request_text
 from sdpa.dispatch.select import backward_setting, select
 from sdpa.distributed.blocks import Block, narrow
-from sdpa.distributed.links import Link, Passing, refuse_second_derivatives, rows_of
-from sdpa.distributed.modes import Part, blocks_of, count, first_block, needed
+from sdpa.distributed.links import Link, Passing, pieces_of, refuse_second_derivatives, shapes_of
+from sdpa.distributed.modes import Part, blocks_of, first_block, needed
 from sdpa.distributed.modes import Results as Pair
 from sdpa.distributed.parts import Interval, Intervals, common, places
 from sdpa.inputs import Options, build_inputs
@@ -41,6 +42,15 @@ class Ring:
         return first_block(part._replace(returns_lse=True), self.link.rank, in_steps=True)
 
 
+class Meeting(NamedTuple):
+    """A block of a step, and where it lies in what is held."""
+
+    block: Block
+    rows: Interval  # of this rank's own queries
+    number: int  # of the piece that holds its keys
+    keys: Interval  # in that piece
+
+
 class Steps:
     """What meets what at each step, and the calls of it."""
 
@@ -61,28 +71,32 @@ class Steps:
         """What it takes."""
         return common(self.keys[(self.link.rank - step) % self.link.ranks], self.needs[self.link.rank])
 
-    def meetings(self, step: int) -> Iterator[tuple[Block, Interval, Interval]]:
-        """The blocks of a step, and where their queries and keys lie in what is held."""
-        taken = self.taken(step)
-        for keys in taken:
+    def meetings(self, step: int) -> Iterator[Meeting]:
+        """What meets at a step."""
+        for number, keys in enumerate(self.taken(step)):
             for rows in self.rows:
                 block = self.blocks.of(rows, keys)
                 if block is not None:
-                    yield block, places((block.rows,), self.rows)[0], places((block.keys,), taken)[0]
+                    own = block.keys[0] - keys[0], block.keys[1] - keys[0]
+                    yield Meeting(block, places((block.rows,), self.rows)[0], number, own)
 
     def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
-        """The keys and values of a step, on their way."""
-        given, length = self.given(step), count(self.taken(step))
-        shapes = [(t.shape[0], t.shape[1], length, t.shape[3]) for t in (k, v)]
-        return self.link.pass_on(step, [rows_of(t, given, self.keys[self.link.rank]) for t in (k, v)], shapes)
+        """The keys and values of a step, on their way: a piece for each interval."""
+        given, taken, own = self.given(step), self.taken(step), self.keys[self.link.rank]
+        shapes = [shape for t in (k, v) for shape in shapes_of(t, taken, t.shape[1])]
+        return self.link.pass_on(step, [piece for t in (k, v) for piece in pieces_of(t, given, own)], shapes)
+
+    def begin_back(self, step: int, k: Tensor, v: Tensor, gradients: list[Tensor]) -> Passing:
+        """The gradients of such pieces, on their way."""
+        shapes = [shape for t in (k, v) for shape in shapes_of(t, self.given(step), t.shape[1])]
+        return self.link.pass_on(-step, gradients, shapes)
 
     def add(self, dk: Tensor, dv: Tensor, step: int, returned: Passing) -> None:
         """Add to the gradients of this rank's own keys and values those that come back of a step."""
         own, given = self.keys[self.link.rank], self.given(step)
-        sizes = [end - begin for begin, end in given]
-        for total, gradient in zip((dk, dv), returned.wait(), strict=True):
-            for rows, part in zip(places(given, own), gradient.split(sizes, 2) if sizes else (), strict=True):
-                at(total, rows).add_(part)
+        for total, pieces in zip((dk, dv), halves(returned.wait()), strict=True):
+            for place, piece in zip(pieces_of(total, given, own), pieces, strict=True):
+                place.add_(piece)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         return call_forward(inputs, True, self.setting)
@@ -129,11 +143,11 @@ class RingAttention(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=total)
         passing = steps.begin(0, k, v)
         for step in range(steps.link.ranks):
-            keys, values = passing.wait()
+            keys, values = halves(passing.wait())
             if step + 1 < steps.link.ranks:
                 passing = steps.begin(step + 1, k, v)
-            for block, rows, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
+            for block, rows, number, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys[number], own), at(values[number], own), block, bias)
                 merge(at(out, rows), at(lse, rows), *steps.forward(inputs))
                 del inputs  # with it goes what a step was given
         if sinks is not None:
@@ -154,24 +168,23 @@ class RingAttention(torch.autograd.Function):
         passing = steps.begin(0, k, v)
         home: list[tuple[int, Passing]] = []  # gradients on their way, of one step while the next is computed
         for step in range(steps.link.ranks):
-            keys, values = passing.wait()
+            keys, values = halves(passing.wait())
             if step + 1 < steps.link.ranks:
                 passing = steps.begin(step + 1, k, v)
-            dkeys, dvalues = (torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values))
-            for block, rows, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
+            dkeys, dvalues = ([torch.zeros_like(t, dtype=lse.dtype) for t in pieces] for pieces in (keys, values))
+            for block, rows, number, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys[number], own), at(values[number], own), block, bias)
                 upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
                 results = Results(at(out, rows), at(lse, rows))
                 found = steps.backward(inputs, results, upstream, dbias is not None)
                 del inputs, results, upstream
-                for total, gradient in zip((at(dq, rows), at(dkeys, own), at(dvalues, own)), found, strict=False):
+                totals = at(dq, rows), at(dkeys[number], own), at(dvalues[number], own)
+                for total, gradient in zip(totals, found, strict=False):
                     total += gradient
                 if dbias is not None:
                     place = of_block(dbias, block)
                     place += found[3].reshape(place.shape)
-            length = count(steps.given(step))
-            shapes = [(t.shape[0], t.shape[1], length, t.shape[3]) for t in (k, v)]
-            home.append((step, steps.link.pass_on(-step, [dkeys, dvalues], shapes)))
+            home.append((step, steps.begin_back(step, k, v, [*dkeys, *dvalues])))
             if step:
                 steps.add(dk, dv, *home.pop(0))
         steps.add(dk, dv, *home.pop())
@@ -181,6 +194,11 @@ class RingAttention(torch.autograd.Function):
             dsinks = sinks_grad(sinks, lse, delta if grad_lse is None else delta - grad_lse)
         own = [total.to(t.dtype) for total, t in zip((dq, dk, dv), (q, k, v), strict=True)]
         return (None, *own, None if dbias is None else dbias.to(bias.dtype), dsinks)
+
+
+def halves(pieces: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Those of keys and those of values."""
+    return pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]
 
 
 def at(tensor: Tensor, rows: Interval) -> Tensor:
@@ -193,9 +211,26 @@ def of_block(bias: Tensor, block: Block) -> Tensor:
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Add to results of some keys, in place, those of others."""
+    launch = merging_launch(str(out.device)) if out.is_cuda else None
+    if launch is not None:
+        launch(out, lse, more, more_lse)
+        return
     share = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # of the keys that are added; no keys at all: -inf - -inf
     out.lerp_(more.to(out.dtype), share.unsqueeze(3))
     torch.logaddexp(lse, more_lse, out=lse)
+
+
+@lru_cache(maxsize=16)
+def merging_launch(device: str) -> Callable[..., None] | None:
+    """The kernel that merges in one launch, tried once; None where there is no Triton that could compile it."""
+    try:
+        from sdpa.kernels.triton.merge import merge as launch
+
+        out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
+        launch(out, lse, out, lse)
+        return launch
+    except Exception:  # no Triton, a device that it does not serve, no compiler, no memory
+        return None
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

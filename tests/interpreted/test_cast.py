@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sdpa.kernels.triton import cast
 from sdpa.kernels.triton.cast import BLOCK, LARGEST, cast_pass
-from sdpa.kernels.triton.launch import run
+from sdpa.kernels.triton.launch import OnDevice, run
 
 
 def of_sizes(*shapes, dtype=torch.float32):
@@ -19,7 +18,7 @@ def cast_of(tensors, dtype):
     work = cast_pass(tensors, dtype)
     for made in work.made:
         made.fill_(torch.nan)
-    run(work.launches, cast.CastProblem("cpu"))
+    run(work.launches, OnDevice("cpu"))
     return work.finished()
 
 
@@ -44,7 +43,7 @@ def test_no_number_beyond_a_tensor_is_written():
     behind = torch.full((3, 64), 7.0, dtype=torch.bfloat16)
     (launch,) = work.launches
     args = (*launch.args[:3], *[row[:10].view(2, 5) for row in behind], *launch.args[6:])
-    run([launch._replace(args=args)], cast.CastProblem("cpu"))
+    run([launch._replace(args=args)], OnDevice("cpu"))
     assert all(torch.equal(row[:10].view(2, 5), t.bfloat16()) for row, t in zip(behind, tensors, strict=True))
     assert bool((behind[:, 10:] == 7).all())
 
