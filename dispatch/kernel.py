@@ -75,6 +75,7 @@ class Kernel:
     # address; 0: any strides.
     alignment: int = 0
     aligned: frozenset[str] = ROWS  # tensors of sdpa.problem.PLACED that it reads by vectors
+    pads_columns: bool = False  # computes with head sizes filled up to powers of two
     pads_heads: int = 0  # copies q, k and v itself where their head size is no multiple of this
     rules: tuple[Rule, ...] = ()
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from sdpa.dispatch import cost, tables
 from sdpa.dispatch.catalog import by_name
 from sdpa.dispatch.device import Device, device_of
@@ -43,6 +45,8 @@ UNHEARD_SCORES = 20.0
 GPU_ROWS = 128
 GPU_WAVES = 2
 LEAST_COLUMNS = 16  # the smallest side of a tensor core's product
+# Of half precision, where memory and launches take a part of the time (docs/log/choice.md).
+HALF_PADDING = 0.5
 # A band under which this share of the pairs is visible counts as no mask.
 NEARLY_ALL = 0.9
 
@@ -61,7 +65,7 @@ CPU_REACH = Reach(1, 1.0, 0.0, 0.0)
 # A GPU kernel has instances for head sizes, and blocks of queries and keys, the last of them filled in part. A bucket
 # of another head size or another share of empty rows is further away. So is one of a backward that is another program
 # (docs/log/choice.md).
-GPU_REACH = Reach(5, 3.0, 3.0, 1.0)
+GPU_REACH = Reach(5, 5.0, 3.0, 1.0)
 
 
 class Near(NamedTuple):
@@ -77,13 +81,18 @@ class Near(NamedTuple):
         return (self.distance + SOFTNESS) ** -2
 
     def seconds(self, problem: AttentionProblem) -> dict[str, float]:
-        """By kernel: the bucket's, times how much larger the problem is, as on the problem's device."""
-        scale = 1e-3 * larger(self.bucket, problem)
-        kernels = by_name()
-        return {
-            name: ms * scale * (cost.beside(self.card, kernels[name], problem) if name in kernels else 1.0)
-            for name, ms in self.bucket.ms.items()
-        }
+        """By kernel: the bucket's, times how much larger the problem is, as on the problem's device, and how much more
+        of a padded head size is empty."""
+        scale, kernels = 1e-3 * larger(self.bucket, problem), by_name()
+        padding = (padded(problem.D, problem.Dv) / padded(*self.bucket.sizes[-2:])) ** padding_weight(problem)
+
+        def factor(name: str) -> float:
+            kernel = kernels.get(name)
+            if kernel is None:
+                return 1.0
+            return cost.beside(self.card, kernel, problem) * (padding if kernel.pads_columns else 1.0)
+
+        return {name: ms * scale * factor(name) for name, ms in self.bucket.ms.items()}
 
     def __str__(self) -> str:
         told = describe(self.bucket)
@@ -244,6 +253,16 @@ def other_programs(bucket: Bucket, problem: AttentionProblem) -> int:
 def columns(sizes: tuple[int, ...]) -> list[int]:
     """The head sizes as a kernel has columns for them, as exponents of powers of two. A tile is measured for these."""
     return [(max(LEAST_COLUMNS, size) - 1).bit_length() for size in sizes[-2:]]
+
+
+def padded(*head_sizes: int) -> float:
+    """How many columns a kernel that fills them up has for each that it needs."""
+    return sum(2**exponent for exponent in columns(head_sizes)) / sum(head_sizes)
+
+
+def padding_weight(problem: AttentionProblem) -> float:
+    """The share of the time that columns take, as an exponent: float32 is bound by its products."""
+    return 1.0 if problem.dtype == torch.float32 else HALF_PADDING
 
 
 def fill(heads: int, M: int, device: Device) -> int:
