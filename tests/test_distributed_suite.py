@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from sdpa.bench import distributed
 from sdpa.bench.scaling import RANKS, Machine, modelled
+from sdpa.bench.torch_context import torchs
 from sdpa.cli.app import app
 
 CASE = distributed.Case("causal", 64, "causal", H=4, D=32, dtype=torch.float32)
@@ -42,6 +43,20 @@ def test_a_window_sends_little():
             distributed.mode_of(mode, link)(distributed.Part(*tensors, *given))
             sent.append(link.sent)
         assert 0 < sent[1] <= 0.05 * sent[0], (mode, sent)
+
+
+def test_torchs_own_is_refused_where_it_cannot_run():
+    """Its block takes no CPU's kernel; a fake process group says so of each backend, and is gone afterwards."""
+    found = list(torchs(CASE, 2, "cpu"))
+    assert [peer.backend for peer in found] == ["cudnn", "flash"] and not torch.distributed.is_initialized()
+    assert all(peer.refused and not peer.seconds for peer in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_torchs_own_on_a_gpu():
+    found = list(torchs(replace(CASE, each=256, D=64, dtype=torch.bfloat16), 2, "cuda"))
+    assert all(not peer.refused and len(peer.seconds["backward"]) == 2 for peer in found), found
 
 
 def test_the_model():

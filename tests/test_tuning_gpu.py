@@ -228,3 +228,20 @@ def test_kernels_that_are_built_may_be_preferred(ratio, chosen, gpu, own_surroun
     reason = select.why(problem, best, able, Setting())
     built = "built already, 1.25 times as long as triton_flash, which a first call compiles"
     assert reason.startswith(built if chosen == "vendor_flash" else f"fastest of {len(able)} able kernels")
+
+
+def test_a_head_size_that_a_kernel_fills_up(gpu):
+    """From 128 columns for 128 to 256 for 160: twice the time in float32, where torch's kernel takes a quarter more."""
+    ms = {"triton_flash": 1.0, "vendor_efficient": 1.3}
+    for dtype, torchs in (("float32", True), ("bfloat16", False)):
+        sizes = {**SIZES, "dtype": dtype, "mask": "none", "direction": "forward"}
+        near = tuning.near(tables.Table("", "", (tables.parse_entry(0, entry(ms, **sizes)),)), problem_of(160, dtype))
+        seconds = tuning.combined(near, problem_of(160, dtype)).seconds
+        assert (min(seconds, key=seconds.get) == "vendor_efficient") == torchs
+        assert seconds["triton_flash"] / seconds["vendor_efficient"] == pytest.approx(
+            (1.6 if torchs else 1.6**0.5) / 1.3, rel=1e-3
+        )
+
+
+def problem_of(head_size, dtype):
+    return features(**{**SIZES, "D": head_size, "Dv": head_size, "dtype": getattr(torch, dtype)})
