@@ -462,3 +462,27 @@ def uneven_hybrid(rank: int) -> None:
         found.sum().backward()
         for one, of_whole in zip(own, torch.autograd.grad(expected.sum(), whole), strict=True):
             close(unshard(one.grad, mesh, 2, parts), of_whole, f"{lengths}")
+
+
+def on_one_gpu(rank: int) -> None:
+    """Each mode and DTensors on NCCL. There is nobody else, so that results are those of a call, merged or not."""
+    torch.cuda.set_device(0)
+    mesh, rounding = init_device_mesh("cuda", (1,)), torch.finfo(torch.bfloat16).eps
+    q, k, v = (
+        torch.randn(2, heads, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    upstream = torch.randn_like(q)
+
+    def answer(*tensors: Tensor) -> Any:
+        return sdpa.scaled_dot_product_attention(*tensors, Mask(causal=True), enable_gqa=True)
+
+    expected = answer(q, k, v)
+    wanted = (expected, *torch.autograd.grad(expected, (q, k, v), upstream))
+    for mode in ("auto", "ulysses", "gather", "ring"):
+        with context_parallel(mesh, mode):
+            out = answer(q, k, v)
+        found = (out, *torch.autograd.grad(out, (q, k, v), upstream))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2 * rounding, atol=2 * rounding * other.abs().max().item())
+    sharded = [distribute_tensor(t.detach(), mesh, [Shard(1)]) for t in (q, k, v)]
+    assert torch.equal(answer(*sharded).to_local(), expected)

@@ -1,4 +1,4 @@
-"""Several processes of one test on gloo: `run(world, function, *args)` calls function(rank, *args) in each."""
+"""Several processes of one test, on gloo: `run(world, function, *args)` calls function(rank, *args) in each."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ import torch.multiprocessing as mp
 PATIENCE = datetime.timedelta(seconds=60)  # of a collective
 
 
-def run(world: int, function: Callable[..., None], *args: Any) -> None:
+def run(world: int, function: Callable[..., None], *args: Any, backend: str = "gloo") -> None:
     """Raises what a rank raised first; the others are ended."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(begin, (world, str(Path(folder) / "store"), function, args), nprocs=world)
+        mp.spawn(begin, (world, backend, str(Path(folder) / "store"), function, args), nprocs=world)
 
 
-def begin(rank: int, world: int, store: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def begin(
+    rank: int, world: int, backend: str, store: str, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), timeout=PATIENCE, world_size=world, rank=rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), timeout=PATIENCE, world_size=world, rank=rank)
     try:
         function(rank, *args)
         if function.__name__ != "alone":  # whose other rank is gone

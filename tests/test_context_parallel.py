@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import context_cases as cases
 import pytest
+import torch
 from ranks import run
 
 import sdpa
@@ -52,6 +53,12 @@ def test_parts_that_are_odd_or_empty():
 
 def test_two_dimensions_with_empty_parts():
     run(4, cases.uneven_hybrid)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_rank_on_nccl():
+    run(1, cases.on_one_gpu, backend="nccl")
 
 
 def test_misuse():
