@@ -43,11 +43,13 @@ endif
 WITHOUT := $(if $(filter 0,$(SDPA_BUILD_CUDA)),-without-cuda)
 READY := $(VENV)/built$(WITHOUT)
 
-.PHONY: demo docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels check-cuda-wheel clean
+.PHONY: demo build docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels check-cuda-wheel clean
 
 demo: $(READY)
 	@echo "training a small GPT three times: about 4 minutes on two cores"
 	$(BIN)/python examples/train_gpt.py
+
+build: $(READY)
 
 # Two processes test on two processors. OpenMP's threads spin while they wait for one another, on the processor that the other
 # process needs: tests of two threads took five times as much of it.

@@ -30,7 +30,7 @@ from sdpa.distributed.ring import Ring, Steps
 
 PATIENCE = datetime.timedelta(seconds=120)  # of a collective
 ROUNDS = 3
-IN_A_ROW = 3  # calls on a GPU, as in training: what the host does for one hides behind the one before
+CALLS = 3  # calls on a GPU, as in training: what the host does for one hides behind the one before
 DIRECTIONS = ("forward", "backward")
 DOCUMENTS = (7, 1, 3, 2, 9, 4, 1, 5)  # lengths in proportion, again and again
 WINDOW = 1024
@@ -89,7 +89,7 @@ class Alone(Link):
         self.ranks, self.rank, self.device, self.sent = ranks, rank, device, 0
         self.numbers: dict[torch.dtype, Tensor] = {}
 
-    def room(self, sent: Tensor, size: int) -> Tensor:
+    def buffer(self, sent: Tensor, size: int) -> Tensor:
         """Random numbers, always the same: a GPU is faster where all are 0."""
         held = self.numbers.get(sent.dtype)
         if held is None or held.numel() < size:
@@ -234,7 +234,7 @@ def in_turns(runs: list[Run], others: list[Run], device: str) -> tuple[float, fl
 
 def seconds(runs: list[Run], device: str) -> float:
     """The time of calls one after the other."""
-    times = IN_A_ROW if device.startswith("cuda") else 1
+    times = CALLS if device.startswith("cuda") else 1
     synchronize(device)
     begin = time.perf_counter()
     for run in runs * times:

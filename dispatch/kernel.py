@@ -121,11 +121,11 @@ class Kernel:
         sums = rows * problem.D if self.sums_queries and problem.direction == "backward" else 0
         return sums + (rows * problem.N if self.materialises else 0)
 
-    def needs_whole_rows(self, problem: AttentionProblem) -> bool:
-        """Whether the backward of `problem` may find rows' sums in the keys it is given, instead of taking them from
-        the results, so that these must be of no other keys."""
+    def needs_whole_rows(self, problem: AttentionProblem, lse: Tensor) -> bool:
+        """Whether the backward of `problem` finds rows' sums in the keys it is given, instead of taking them from the
+        results, of which `lse` is one: these must then be of no other keys."""
         own = getattr(self.load(), "needs_whole_rows", None)
-        return own is not None and own(problem)
+        return own is not None and own(problem, lse)
 
     def copies_rows(self, problem: AttentionProblem) -> bool:
         return bool(self.pads_heads and problem.D % self.pads_heads)

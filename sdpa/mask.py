@@ -127,9 +127,10 @@ class Mask:
         """`tensor & mask`. Also `mask & tensor` under torch.compile, which treats it as torch's operator and asks here
         first."""
         if function is TORCHS or (function not in ANDS and len(types) == 1):  # whom nobody else will answer
+            ours = "sdpa.scaled_dot_product_attention" if function is TORCHS else "functions and layers of sdpa"
             raise TypeError(
-                f"torch's {function.__name__} takes no sdpa.Mask; pass it to sdpa.scaled_dot_product_attention, or "
-                "mask.dense(B, H, M, N) to torch's"
+                f"torch's {function.__name__} takes no sdpa.Mask; pass it to {ours}, or mask.dense(B, H, M, N) to "
+                "torch's"
             )
         if function not in ANDS or len(args) != 2:
             return NotImplemented

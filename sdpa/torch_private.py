@@ -1,7 +1,8 @@
 """Every private part of torch that this package uses: what it is for, and what is done in a torch that has it not.
 
-Nothing else imports names of torch that begin with an underscore. Seen in torch 2.10, 2.11, 2.13 and 2.15; `ABSENT`
-holds the names that the running torch lacks, which `sdpa info` lists: calls are then slower, and never wrong.
+Nothing else imports names of torch that begin with an underscore, but for what `bench` times beside ours. Seen in torch
+2.10, 2.11, 2.13 and 2.15; `ABSENT` holds the names that the running torch lacks, which `sdpa info` lists. Without them
+calls are slower, and never wrong.
 """
 
 from __future__ import annotations

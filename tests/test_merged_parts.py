@@ -10,10 +10,12 @@ from torch import Tensor
 
 import sdpa
 from sdpa import Mask
+from sdpa.dispatch import failure
+from sdpa.dispatch.catalog import by_name, kernels_for
 from sdpa.distributed import Parts
 from sdpa.distributed.links import Link, Passing, pieces_of, rows_of
 from sdpa.distributed.modes import Part
-from sdpa.distributed.ring import RingAttention, Steps, halves
+from sdpa.distributed.ring import RingAttention, Steps, halves, merging_launch
 
 RANKS, LENGTH = 4, 96
 WHOLE = ((0, LENGTH),)
@@ -63,7 +65,7 @@ def once(tensors, mask, sinks, upstream, kernel=None):
     return (out, lse, *torch.autograd.grad(out, learned, upstream.to(out.dtype)))
 
 
-def merged(tensors, mask, sinks, upstream, order):
+def merged(tensors, mask, sinks, upstream, order, kernel=None):
     """The same of four ranks, one after the other."""
     q, k, v = tensors
     parts = Parts.even(LENGTH, RANKS) if order == "even" else Parts.zigzag(LENGTH, RANKS)
@@ -73,7 +75,7 @@ def merged(tensors, mask, sinks, upstream, order):
     for rank, own in enumerate(parts.intervals):
         link = Gradients(rank, totals)
         mine = [rows_of(t, own, WHOLE).clone().requires_grad_() for t in tensors]
-        part = Part(*mine, mask, sinks, {"enable_gqa": True}, True, parts, parts)
+        part = Part(*mine, mask, sinks, {"enable_gqa": True, "kernel": kernel}, True, parts, parts)
         link.steps = steps_of(k, v)(link, part)
         found = RingAttention.apply(link.steps, *mine, mask.bias, sinks)
         gradient = torch.autograd.grad(found[0], mine[:1], rows_of(upstream, own, WHOLE).to(q.dtype))
@@ -115,6 +117,65 @@ def test_merged_as_by_four_ranks(device, dtype, name, order):
         assert error <= 2 * max(others) + 1e-14, (found, allowed)
 
 
+def able(device_type):
+    """The kernels of the catalog with a forward and a backward."""
+    return [kernel.name for kernel in kernels_for(device_type) if {"forward", "backward"} <= set(kernel.directions)]
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel"),
+    [("cpu", name) for name in able("cpu")] + [pytest.param("cuda", name, marks=GPU) for name in able("cuda")],
+)
+def test_every_kernel(device, kernel):
+    """Whether its backward takes the sums of a row from the results or not."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tensors = [torch.randn(2, 2, LENGTH, 64, device=device, dtype=dtype) for _ in range(3)]
+    upstream = torch.randn_like(tensors[0], dtype=torch.float64)
+    expected = once([t.double() for t in tensors], None, None, upstream, "math")
+    found = distances(merged(tensors, Mask(), None, upstream, "even", kernel), expected)
+    allowed = [distances(once(tensors, None, None, upstream, name), expected) for name in (kernel, "math")]
+    for error, *others in zip(found, *allowed, strict=True):
+        assert error <= 2 * max(others), (found, allowed)
+
+
+def test_a_kernel_that_cannot_be_started(monkeypatch, own_surroundings):
+    """The next one may want whole rows, and is given the block's own results."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, LENGTH, 32) for _ in range(3)]
+    upstream = torch.randn_like(tensors[0])
+    expected = once([t.double() for t in tensors], None, None, upstream, "math")
+
+    module = by_name()["cpu_flash"].load()
+    own = module.record
+
+    def record(given, problem, tile):
+        if problem.direction == "backward":
+            raise RuntimeError("no kernel image is available")
+        return own(given, problem, tile)
+
+    monkeypatch.setattr(module, "record", record)
+    monkeypatch.setattr(failure, "FAILED", {})
+    with pytest.warns(UserWarning, match="another kernel answers instead, given the block's own results"):
+        found = distances(merged(tensors, Mask(), None, upstream, "even"), expected)
+    assert max(found) < 1e-5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_small_share_of_large_values(device):
+    """A share of e^-16 of a million is a tenth; the share of what is beside it is rounded to 1, and is not 1."""
+    q, k = torch.ones(1, 1, LENGTH, 16, device=device), torch.zeros(1, 1, LENGTH, 16, device=device)
+    v, bias = torch.ones_like(k), torch.zeros(LENGTH, LENGTH, device=device)
+    v[:, :, -24:], bias[:, -24:] = 1e6, -16.0
+    upstream = torch.ones_like(q)
+    exact = once([t.double() for t in (q, k, v)], Mask(bias=bias.double()), None, upstream, "math")[0]
+    for order in ("even", "zigzag"):
+        out = merged((q, k, v), Mask(bias=bias), None, upstream, order)[0]
+        torch.testing.assert_close(out.double(), exact, rtol=16 * torch.finfo(torch.float32).eps, atol=0.0)
+    v[:, :, 0] = torch.inf
+    assert merged((q, k, v), Mask(bias=bias), None, upstream, "even")[0].isposinf().all()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_rows_with_a_large_log_sum_exp(device):
     """Each share of a row is as exact as its log-sum-exp: kernels that normalise such rows anew do it by block."""
@@ -122,8 +183,29 @@ def test_rows_with_a_large_log_sum_exp(device):
     tensors = [torch.randn(1, 2, LENGTH, 32, device=device) for _ in range(3)]
     mask = Mask(bias=torch.randn(LENGTH, LENGTH, device=device) - 3000.0)
     upstream, sinks = torch.randn_like(tensors[0]), torch.full((2,), -3000.0, device=device)
-    expected = once([t.double() for t in tensors], mask.replace(bias=mask.bias.double()), sinks.double(), upstream)
-    largest = [t.abs().max().item() for t in expected]
-    rounding = 3000.0 * torch.finfo(torch.float32).eps
-    for error, size in zip(distances(merged(tensors, mask, sinks, upstream, "even"), expected), largest, strict=True):
-        assert error <= 4 * rounding * size
+    exact = mask.replace(bias=mask.bias.double())
+    expected = once([t.double() for t in tensors], exact, sinks.double(), upstream, "math")
+    rounding = 3000.0 * torch.finfo(torch.float32).eps  # of the log-sum-exp
+    found = distances(merged(tensors, mask, sinks, upstream, "even"), expected)
+    # A share is off by the roundings of two log-sum-exps, of the block and of the row, and each by those of its merges.
+    sizes = [1.0 if number == 1 else t.abs().max().item() for number, t in enumerate(expected)]
+    for error, size in zip(found, sizes, strict=True):
+        assert error <= 4 * rounding * size, (found, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_merging_by_one_launch_on_a_gpu(dtype):
+    """As exact as torch's operations. A log-sum-exp that is no number stays one."""
+    sums = torch.promote_types(dtype, torch.float32)
+    out, lse = torch.randn(2, 3, 70, 40, device="cuda", dtype=sums), torch.randn(2, 3, 70, device="cuda", dtype=sums)
+    more, more_lse = torch.randn_like(out).to(dtype), torch.randn_like(lse)
+    lse[0, 0, 3], more_lse[0, 0, 3] = -torch.inf, torch.nan
+    assert merging_launch("cuda:0") is not None
+    shares = torch.softmax(torch.stack([lse, more_lse]).double(), 0).unsqueeze(-1)
+    wanted = (shares * torch.stack([out.double(), more.double()])).sum(0), torch.logaddexp(lse, more_lse)
+    merging_launch("cuda:0")(out, lse, more, more_lse)
+    close = {"rtol": 4 * torch.finfo(sums).eps, "atol": 4 * torch.finfo(sums).eps, "equal_nan": True}
+    for one, exact in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(one.double(), exact.double(), **close)

@@ -212,6 +212,7 @@ def test_merging_compiles_for_every_target(arch, pretend):
     with assume(target):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             checked(merge.merge_launch(out, lse, out.to(dtype), lse), target)
+        checked(merge.merge_launch(out.double(), lse.double(), out.double(), lse.double()), target)
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -25,15 +25,17 @@ DENSE = AttentionInputs._fields.index("allowed") + 1
 FIRST_OPTION = AttentionInputs._fields.index("bias")
 END = AttentionInputs._fields.index("cu_q")
 OPTIONS = AttentionInputs._fields[FIRST_OPTION:END]
+LSE_ROUNDING = 8192  # kLseRounding in backward.cpp
 
 
 def unavailable() -> str | None:
     return load_error()
 
 
-def needs_whole_rows(problem: AttentionProblem) -> bool:
-    """Rows with a large log-sum-exp are normalised anew (backward.cpp, normalise_again)."""
-    return True
+def needs_whole_rows(problem: AttentionProblem, lse: Tensor) -> bool:
+    """Where a row's log-sum-exp is so large that the row is normalised anew (backward.cpp, is_coarse)."""
+    largest = 1 / (LSE_ROUNDING * torch.finfo(lse.dtype).eps)
+    return bool(((lse.abs() > largest) & lse.isfinite()).any())
 
 
 def forward(inputs: AttentionInputs, problem: AttentionProblem, tile: Tile | None = None) -> Results:

@@ -53,7 +53,7 @@ def unavailable() -> str | None:
     return None
 
 
-def needs_whole_rows(problem: AttentionProblem) -> bool:
+def needs_whole_rows(problem: AttentionProblem, lse: Tensor) -> bool:
     """The probabilities are computed anew, from all keys that are given."""
     return True
 

@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     return None
 
 
-def needs_whole_rows(problem: AttentionProblem) -> bool:
+def needs_whole_rows(problem: AttentionProblem, lse: Tensor) -> bool:
     """Rows with a large log-sum-exp are normalised anew (`may_be_coarse`)."""
     return bool(problem.features & {"bias", "alibi"})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch import Tensor
 
 from sdpa.kernels.triton.arguments import block_size, float16_parts_of
 from sdpa.kernels.triton.target import HOPPER, Target, target_of
@@ -210,7 +211,7 @@ def one_block_tile(problem: AttentionProblem) -> Tile | None:
     return None if few and each > (LONGEST if half else LONGEST_FLOAT32) else staged(tile, problem)
 
 
-def needs_whole_rows(problem: AttentionProblem) -> bool:
+def needs_whole_rows(problem: AttentionProblem, lse: Tensor) -> bool:
     """Where the keys are one block, delta is a sum over it (one_block.py)."""
     return one_block_tile(problem) is not None
 

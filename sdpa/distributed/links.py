@@ -17,8 +17,9 @@ from sdpa.scalars import type_name
 
 Shape = tuple[int, ...]
 Item = TypeVar("Item")
-Pieces = list[list[list[Item]]]  # by tensor and by rank
-Cut = Callable[[Tensor], list[list[Tensor]]]  # the pieces of a tensor for each rank, as views
+Pieces = list[list[list[Item]]]  # by tensor, by rank, and of a rank by interval of the sequence
+# The pieces of a tensor for each rank. They are views: gradients are added to those of the tensor's gradient.
+Cut = Callable[[Tensor], list[list[Tensor]]]
 
 
 class Link:
@@ -65,14 +66,14 @@ class Link:
         to, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
         if to == self.rank:
             return Passing([], list(given), [])
-        sent = in_a_row(given)
+        sent = message_of(given)
         sizes = [math.prod(shape) for shape in shapes]
-        received = self.room(sent, sum(sizes))
+        received = self.buffer(sent, sum(sizes))
         self.sent += sent.numel() * sent.element_size()
         views = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
         return Passing(self.post(sent, to, received, source), views, [sent])
 
-    def room(self, sent: Tensor, size: int) -> Tensor:
+    def buffer(self, sent: Tensor, size: int) -> Tensor:
         """Memory for so many numbers of what others send."""
         return sent.new_empty(size)
 
@@ -126,22 +127,22 @@ class Flight:
     """
 
     def __init__(self, link: Link, cuts: list[Cut], shapes: Pieces[Shape]) -> None:
-        self.link, self.cuts, self.counts = link, cuts, [[len(of) for of in by_rank] for by_rank in shapes]
-        self.shapes = together(shapes)
+        self.link, self.cuts, self.counts = link, cuts, [[len(of) for of in one] for one in shapes]
+        self.shapes = by_rank(shapes)
         self.back: list[list[Shape]] = []  # of the pieces that were given
         self.work: Any = None
         self.gradients: Tensor | None = None  # as they come back
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """What each rank is given of tensors, as views."""
-        return together([cut(tensor) for cut, tensor in zip(self.cuts, tensors, strict=True)])
+        return by_rank([cut(tensor) for cut, tensor in zip(self.cuts, tensors, strict=True)])
 
     def send(self, pieces: list[list[Tensor]], shapes: list[list[Shape]]) -> tuple[Tensor, Tensor]:
         """Begin to send, by rank. What was sent and what is arriving, of known shapes."""
-        link, sent = self.link, in_a_row([piece for of in pieces for piece in of])
+        link, sent = self.link, message_of([piece for of in pieces for piece in of])
         sizes = [sum(piece.numel() for piece in of) for of in pieces]
         taken = [sum(map(math.prod, of)) for of in shapes]
-        arriving = link.room(sent, sum(taken))
+        arriving = link.buffer(sent, sum(taken))
         self.work = link.exchange(arriving, sent, taken, sizes)
         link.count(sizes, sent.element_size())
         return sent, arriving
@@ -158,8 +159,8 @@ class Flight:
     def by_tensor(self, pieces: Sequence[Tensor]) -> Pieces[Tensor]:
         """What arrived by tensor and by rank."""
         rest = iter(pieces)
-        by_rank = [[list(islice(rest, counts[rank])) for counts in self.counts] for rank in range(self.link.ranks)]
-        return [list(of) for of in zip(*by_rank, strict=True)]
+        ordered = [[list(islice(rest, counts[rank])) for counts in self.counts] for rank in range(self.link.ranks)]
+        return [list(of) for of in zip(*ordered, strict=True)]
 
 
 class Sending(torch.autograd.Function):
@@ -201,7 +202,7 @@ class Taking(torch.autograd.Function):
         return None, sent
 
 
-def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
+def message_of(pieces: Sequence[Tensor]) -> Tensor:
     """The numbers of tensors of one dtype, one tensor behind the other. Each is copied once, however it lies."""
     found = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
     for place, piece in zip(found.split([piece.numel() for piece in pieces]), pieces, strict=True):
@@ -209,7 +210,7 @@ def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def together(items: Pieces[Item]) -> list[list[Item]]:
+def by_rank(items: Pieces[Item]) -> list[list[Item]]:
     """What was by tensor and by rank, by rank alone."""
     return [[item for of in by_tensor for item in of] for by_tensor in zip(*items, strict=True)]
 
@@ -248,10 +249,10 @@ def shapes_of(tensor: Tensor, of: Intervals, heads: int) -> list[Shape]:
 
 def rows_of(tensor: Tensor, inside: Intervals, of: Intervals) -> Tensor:
     """The same pieces as one tensor."""
-    return in_rows(pieces_of(tensor, inside, of))
+    return row_by_row(pieces_of(tensor, inside, of))
 
 
-def in_rows(pieces: Sequence[Tensor]) -> Tensor:
+def row_by_row(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 2)
 
 
@@ -261,4 +262,4 @@ def joined(pieces: Sequence[Sequence[Tensor]], of: Sequence[Intervals]) -> Tenso
     for some, held in zip(pieces, of, strict=True):
         found += zip(held, some, strict=False)  # of no interval there is one piece, too
     found.sort(key=lambda one: one[0])
-    return in_rows([piece for _, piece in found] or pieces[0])
+    return row_by_row([piece for _, piece in found] or pieces[0])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sdpa.distributed.blocks import Block, Blocks
-from sdpa.distributed.links import Cut, Link, Pieces, Tied, in_rows, joined, pieces_of, rows_of, shapes_of
+from sdpa.distributed.links import Cut, Link, Pieces, Tied, joined, pieces_of, row_by_row, rows_of, shapes_of
 from sdpa.distributed.parts import Interval, Intervals, Parts, common, merged, places
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
@@ -101,7 +101,7 @@ class Heads:
         out, lse = self.attend(self.own(part, received, group))
         returned = self.scatter((out,) if lse is None else (out, lse.unsqueeze(3)), queries)
         yield None
-        out, *others = (torch.cat([in_rows(some) for some in pieces], 1) for pieces in returned())
+        out, *others = (torch.cat([row_by_row(some) for some in pieces], 1) for pieces in returned())
         yield out, others[0].squeeze(3) if others else None
 
     def local(self, part: Part) -> Part:

@@ -8,6 +8,7 @@ has them, and only those that some query sees. They travel while those before ar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sdpa.dispatch.context import effective, forced_text, request_text
+from sdpa.dispatch.failure import LaunchError
 from sdpa.dispatch.select import backward_setting, select
 from sdpa.distributed.blocks import Block, narrow
 from sdpa.distributed.links import Link, Passing, pieces_of, refuse_second_derivatives, shapes_of
@@ -47,7 +49,7 @@ class Meeting(NamedTuple):
 
     block: Block
     rows: Interval  # of this rank's own queries
-    number: int  # of the piece that holds its keys
+    piece: int  # the number of that which holds its keys
     keys: Interval  # in that piece
 
 
@@ -73,12 +75,12 @@ class Steps:
 
     def meetings(self, step: int) -> Iterator[Meeting]:
         """What meets at a step."""
-        for number, keys in enumerate(self.taken(step)):
+        for piece, keys in enumerate(self.taken(step)):
             for rows in self.rows:
                 block = self.blocks.of(rows, keys)
                 if block is not None:
                     own = block.keys[0] - keys[0], block.keys[1] - keys[0]
-                    yield Meeting(block, places((block.rows,), self.rows)[0], number, own)
+                    yield Meeting(block, places((block.rows,), self.rows)[0], piece, own)
 
     def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
         """The keys and values of a step, on their way: a piece for each interval."""
@@ -109,11 +111,13 @@ class Steps:
         extra = frozenset(name for name, on in asked.items() if on)
         problem = AttentionProblem.of(inputs, "backward", extra, (*results, upstream.out))
         kernel = select(problem, backward_setting(effective(self.setting), problem)).kernel
-        if kernel.needs_whole_rows(problem):
-            results, upstream = self.of_block_alone(inputs, results, upstream)
-            return call_backward(inputs, results, upstream, bias_grad, self.setting)
-        # By its name: a kernel that took its place might need what `results` are not.
-        return call_backward(inputs, results, upstream, bias_grad, forced_text(kernel.name))
+        assert results.lse is not None
+        if not kernel.needs_whole_rows(problem, results.lse):
+            try:  # by its name: a kernel that took its place might need what `results` are not
+                return call_backward(inputs, results, upstream, bias_grad, forced_text(kernel.name))
+            except (LaunchError, torch.OutOfMemoryError) as error:
+                warnings.warn(f"{error}; another kernel answers instead, given the block's own results", stacklevel=2)
+        return call_backward(inputs, *self.of_block_alone(inputs, results, upstream), bias_grad, self.setting)
 
     def of_block_alone(self, inputs: AttentionInputs, results: Results, upstream: Results) -> tuple[Results, Results]:
         """What a kernel needs for the same gradients that takes a block for whole rows: the block's own results, and
@@ -146,8 +150,8 @@ class RingAttention(torch.autograd.Function):
             keys, values = halves(passing.wait())
             if step + 1 < steps.link.ranks:
                 passing = steps.begin(step + 1, k, v)
-            for block, rows, number, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys[number], own), at(values[number], own), block, bias)
+            for block, rows, piece, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys[piece], own), at(values[piece], own), block, bias)
                 merge(at(out, rows), at(lse, rows), *steps.forward(inputs))
                 del inputs  # with it goes what a step was given
         if sinks is not None:
@@ -172,13 +176,13 @@ class RingAttention(torch.autograd.Function):
             if step + 1 < steps.link.ranks:
                 passing = steps.begin(step + 1, k, v)
             dkeys, dvalues = ([torch.zeros_like(t, dtype=lse.dtype) for t in pieces] for pieces in (keys, values))
-            for block, rows, number, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys[number], own), at(values[number], own), block, bias)
+            for block, rows, piece, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys[piece], own), at(values[piece], own), block, bias)
                 upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
                 results = Results(at(out, rows), at(lse, rows))
                 found = steps.backward(inputs, results, upstream, dbias is not None)
                 del inputs, results, upstream
-                totals = at(dq, rows), at(dkeys[number], own), at(dvalues[number], own)
+                totals = at(dq, rows), at(dkeys[piece], own), at(dvalues[piece], own)
                 for total, gradient in zip(totals, found, strict=False):
                     total += gradient
                 if dbias is not None:
@@ -215,22 +219,28 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     if launch is not None:
         launch(out, lse, more, more_lse)
         return
-    share = torch.sigmoid(more_lse - lse).nan_to_num_(0.0)  # of the keys that are added; no keys at all: -inf - -inf
-    out.lerp_(more.to(out.dtype), share.unsqueeze(3))
+    # The shares of both, each rounded by itself: of no keys at all they are 0, for -inf - -inf is no number.
+    before, after = (torch.sigmoid(gap).nan_to_num_(0.0).unsqueeze(3) for gap in (lse - more_lse, more_lse - lse))
+    out.mul_(before).addcmul_(more.to(out.dtype), after)
     torch.logaddexp(lse, more_lse, out=lse)
 
 
 @lru_cache(maxsize=16)
 def merging_launch(device: str) -> Callable[..., None] | None:
-    """The kernel that merges in one launch, tried once; None where there is no Triton that could compile it."""
+    """The kernel that merges in one launch, tried once; None where there is no Triton that can run or compile it."""
     try:
-        from sdpa.kernels.triton.merge import merge as launch
-
-        out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
-        launch(out, lse, out, lse)
-        return launch
-    except Exception:  # no Triton, a device that it does not serve, no compiler, no memory
+        from sdpa.kernels.triton import merge as module
+    except ImportError:
         return None
+    if module.unavailable():
+        return None
+    out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
+    try:
+        module.merge(out, lse, out, lse)
+    except Exception as error:
+        warnings.warn(f"a ring's steps are merged by torch's operations: {error}", stacklevel=2)
+        return None
+    return module.merge
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:

@@ -15,17 +15,20 @@ def merged(out, lse, more, more_lse):
     return (shares * torch.stack([out.double(), more.double()])).sum(0), torch.logsumexp(both, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rows,size", [(5, 24), (ROWS, 64), (3 * ROWS + 1, 40)])
 def test_merging(dtype, rows, size):
     """Rows inside of a longer sequence; those beside them keep what they hold."""
-    whole, whole_lse = torch.randn(2, 3, rows + 9, size), torch.randn(2, 3, rows + 9)
+    sums = torch.promote_types(dtype, torch.float32)
+    rounding = 8 * torch.finfo(sums).eps
+    whole, whole_lse = torch.randn(2, 3, rows + 9, size, dtype=sums), torch.randn(2, 3, rows + 9, dtype=sums)
     out, lse = whole[:, :, 4 : 4 + rows], whole_lse[:, :, 4 : 4 + rows]
-    more, more_lse = torch.randn(2, rows, 3, size).transpose(1, 2).to(dtype), torch.randn(2, 3, rows + 3)[..., :rows]
+    more = torch.randn(2, rows, 3, size, dtype=sums).transpose(1, 2).to(dtype)
+    more_lse = torch.randn(2, 3, rows + 3, dtype=sums)[..., :rows]
     before, wanted = (whole.clone(), whole_lse.clone()), merged(out, lse, more, more_lse)
     merge(out, lse, more, more_lse)
     for found, exact in zip((out, lse), wanted, strict=True):
-        torch.testing.assert_close(found.double(), exact, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(found.double(), exact, atol=rounding, rtol=rounding)
     for now, then in zip((whole, whole_lse), before, strict=True):
         assert torch.equal(now[:, :, :4], then[:, :, :4]) and torch.equal(now[:, :, 4 + rows :], then[:, :, 4 + rows :])
 
