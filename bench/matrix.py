@@ -21,7 +21,6 @@ from sdpa.bench.matrix_kinds import Kind, kinds
 from sdpa.bench.matrix_ways import TOGETHER, WAYS, Wrong
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "matrix.md"
-OWN = ("/sdpa/", "/dispatch/", "/kernels/")
 LONGEST = 220  # characters of an error that is not ours
 HEAD = """# What works with what
 
@@ -66,8 +65,8 @@ def told(error: BaseException) -> str:
 
 def is_ours(error: BaseException) -> bool:
     """Whether our code raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    return any(part in frame.filename and "/torch/" not in frame.filename for frame in last for part in OWN)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(modules) and modules[-1].startswith("sdpa.") and not modules[-1].startswith("sdpa.bench.")
 
 
 def text_of(error: BaseException) -> str:
