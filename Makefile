@@ -46,7 +46,7 @@ READY := $(VENV)/built$(WITHOUT)
 .PHONY: demo build docs pages test test-ordinary test-interpreted test-metal test-torch install-torch test-arm prepare-arm fuzz lint lint-workflows version-is bench gpu-test gpu-soak gpu-sanitize wheel wheels check-cuda-wheel clean
 
 demo: $(READY)
-	@echo "training a small GPT three times: about 4 minutes on two cores"
+	@echo "training a small GPT three times: about 1.5 to 4 minutes on two cores"
 	$(BIN)/python examples/train_gpt.py
 
 build: $(READY)

@@ -84,7 +84,7 @@ SPEED = Inserted(ROOT / "README.md", "speed", "sdpa.bench.front", table)
 def title(what: str, part: Part) -> str:
     """With the kernel where all rows are of one that was asked for by name."""
     asked = {record["asked"] for record in part.rows()}
-    by_name = f", by `{asked.pop()}`" if len(asked) == 1 and DEFAULT not in asked else ""
+    by_name = f", by {asked.pop()}" if len(asked) == 1 and DEFAULT not in asked else ""
     kind = " CPU" if part.threads else ""
     return f"{', '.join(filter(None, [DEVICES[part.name] + kind, part.threads, what]))}{by_name}"
 
@@ -103,8 +103,7 @@ def beside(part: Part) -> str:
 def figure() -> str:
     """Three panels side by side under a legend."""
     panels = [
-        Panel("forward on an H200, bf16, causal, D=128", "TFLOP/s", speeds(FORWARDS)),
-        Panel("backward on an H200, bf16, causal, D=128", "TFLOP/s", speeds(BACKWARDS)),
+        *(Panel(f"{title(what, part)}, bf16, causal, D=128", "TFLOP/s", speeds(part)) for what, part in ROWS[:2]),
         Panel("on a Zen 5, one thread", "times torch's speed", list(of_the_cpu())),
     ]
     return picture(ALT, panels)

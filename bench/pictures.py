@@ -22,7 +22,7 @@ OURS, FA4, CUDNN, FA2, TORCH = "sdpa", "FlashAttention-4", "cuDNN", "torch's Fla
 FLEX, EFFICIENT = "FlexAttention", "torch's efficient"
 COLOURS = {
     OURS: "#2563eb", FA4: "#d97706", CUDNN: "#059669", FA2: "#94a3b8", FLEX: "#7c3aed", EFFICIENT: "#db2777",
-    TORCH: "#94a3b8",
+    TORCH: "#0891b2",
 }  # fmt: skip
 KINDS = {name: number for number, name in enumerate(COLOURS)}
 PEERS = {"fa4": FA4, "cudnn": CUDNN, "flash": FA2, "flex": FLEX, "efficient": EFFICIENT, "torch": TORCH}

@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
 
 def show(reports: list[Report], explanation: str, title: str, path: Path) -> None:
-    """Prints the results and writes the picture, whose path is the last line."""
+    """Prints the results and writes the picture, which the last line names."""
     Console().print(result_table(reports))
     for warning in warnings(reports):
         print(warning)
@@ -55,7 +55,7 @@ def show(reports: list[Report], explanation: str, title: str, path: Path) -> Non
         print(f"largest distance of the losses, {ours.name} to {other.name}: {distance:.1e}")
     print(f"\nWhich kernel ran, and why not another:\n\n{explanation}\n")
     draw(reports, title, path)
-    print(path.resolve())
+    print(f"the picture: {path.resolve()}")
 
 
 def warnings(reports: list[Report]) -> list[str]:

@@ -174,7 +174,8 @@ def positive(text: str) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, help=f"of each of the three runs; default {STEPS}")
+    default = " and ".join(f"{steps} on {device}" for device, steps in STEPS.items())
+    parser.add_argument("--steps", type=positive, help=f"of each of the three runs; default {default}")
     parser.add_argument("--device", choices=sorted(CONFIGS), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture; default demo.png")
     chosen = parser.parse_args()

@@ -38,7 +38,7 @@ class Mask:
             key, of the lengths where they are given. Applies to causal, window and alibi. Without any of them there is
             nothing to align: it hides no key, and `&` takes the other mask's.
         window: (left, right) keys visible on each side of the own position; None lifts a side.
-        lengths: (B,) integers, the valid keys of each batch entry.
+        lengths: (B,) integers, the valid keys of each batch entry. More than there are means all of them.
         query_lengths: (B,) integers, the valid queries; rows beyond them are 0.
         segments: document ids, (M,) or (B, M) integers for self-attention, or a pair for queries and keys. A query
             sees the keys of its own document.

@@ -88,15 +88,17 @@ def in_parts(rank: int, world: int, sizes: tuple[int, int], mode: str, order: st
 
 
 def exact_rows(rank: int) -> None:
-    """Gathered keys: where every query sees all of them, rows are bit by bit those of one process."""
+    """Gathered keys: rows are bit by bit those of one process, where queries see all keys before them or all at all."""
     mesh, g = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(14)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        whole = [torch.randn(2, 4, 128, 32, generator=g, dtype=dtype) for _ in range(3)]
-        for mask in (None, Mask(lengths=torch.tensor([100, 128])), torch.rand(128, 128, generator=g) < 0.5):
-            expected = sdpa.scaled_dot_product_attention(*whole, mask)
-            with context_parallel(mesh, "gather"):
-                found = sdpa.scaled_dot_product_attention(*(shard(t, mesh, 2) for t in whole), mask)
-            assert torch.equal(unshard(found, mesh, 2), expected), (dtype, mask)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for length, parts in ((128, Parts.even(128, 2)), (387, Parts.contiguous([250, 137])), (416, Parts.zigzag(416, 2))):
+            whole = [torch.randn(2, 4, length, 32, generator=g, dtype=dtype) for _ in range(3)]
+            lengths, seen = torch.tensor([100, length]), torch.rand(length, length, generator=g) < 0.5
+            for mask in (None, Mask(lengths=lengths), seen, Mask(causal=True), Mask(causal=True, lengths=lengths)):
+                expected = sdpa.scaled_dot_product_attention(*whole, mask)
+                with context_parallel(mesh, "gather", parts):
+                    found = sdpa.scaled_dot_product_attention(*(shard(t, mesh, 2, parts) for t in whole), mask)
+                assert torch.equal(unshard(found, mesh, 2, parts), expected), (dtype, length, mask)
 
 
 def every_mode(rank: int, world: int) -> None:

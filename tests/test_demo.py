@@ -25,7 +25,7 @@ def test_demo(tmp_path):
     picture = tmp_path / "demo.png"
     done = demo("--steps", 2, "--out", picture)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(picture)
+    assert done.stdout.splitlines()[-1] == f"the picture: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
     distances = re.findall(r"^largest distance of the losses, sdpa to .*: (\S+)$", done.stdout, re.MULTILINE)
     assert len(distances) == 2 and all(float(distance) < CLOSE for distance in distances)

@@ -427,9 +427,23 @@ class Forward {
                                    state_.row_sum + row * kMaxLanes, b_.alpha, b_.left);
     }
 
+    // Under a causal mask chains are of the same keys whatever rows a group has and however many keys follow: a short
+    // rest is a chain of its own, so that a row has the same bits in a call of some rows and the keys that they see.
     void accumulate(const RowGroup& group, int64_t count, const Operand* weights, const KeyBlock& block, T* acc) const {
-      f_.prim_.accumulate(group.count, f_.v_ld_, count, weights, f_.left_ld(), kInterleave<Operand>, block.values, acc,
-                          f_.v_ld_, b_.alpha);
+      const auto add = [&](int64_t depth, const Operand* left, Source values, const T* alpha) {
+        f_.prim_.accumulate(group.count, f_.v_ld_, depth, left, f_.left_ld(), kInterleave<Operand>, values, acc,
+                            f_.v_ld_, alpha);
+      };
+      if constexpr (kPack == 1) {
+        const int64_t rest = count % kValueChain, whole = count - rest;
+        if (p_.right != kUnlimited && whole > 0 && rest > 0 && rest < kLongestChain - kValueChain) {
+          Source values = block.values;
+          values.data = static_cast<const char*>(values.data) + whole * values.row_stride * size_of(values.dtype);
+          add(whole, weights, block.values, b_.alpha);
+          return add(rest, weights + whole * kInterleave<Operand>, values, nullptr);
+        }
+      }
+      add(count, weights, block.values, b_.alpha);
     }
 
     void score(const RowGroup& group, int64_t row, const KeyBlock& block, int64_t count) const {

@@ -143,7 +143,9 @@ def table_state(path: Path) -> str:
     if table is None:
         return "ignored"
     # `sdpa tune --prune` leaves none where the estimate is right for all that was measured.
-    return f"{len(table.buckets)} measured entries" if table.buckets else "there, without entries; times are estimated"
+    if not table.buckets:
+        return "there, without entries; times are estimated"
+    return f"{len(table.buckets)} measured {'entry' if len(table.buckets) == 1 else 'entries'}"
 
 
 def variables() -> Section:
