@@ -304,8 +304,8 @@ inline void add_product(Vec<T>& sum, Vec<T> a, Vec<T> b) {
 template <typename A, typename S, int kRows>
 constexpr bool kReadOnce = sizeof(S) < sizeof(A) || kRows <= 4;
 
-// How many products are summed in one chain of roundings; longer sums are sums of chains (kValueChain). Chains of scores
-// are shorter, because a weight inherits the whole error of its score.
+// How many products are summed in one chain of roundings; longer sums are sums of chains (kValueChain). Chains of
+// scores are shorter, because a weight inherits the whole error of its score.
 constexpr int64_t kScoreChain = 32;
 
 // acc += the product of a column of a and a row of b. With kFirst, acc = that product.
