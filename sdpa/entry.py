@@ -32,6 +32,7 @@ from sdpa.kernels.math.weights import composite_weights
 from sdpa.kinds import DENSE, Kind, without_weights
 from sdpa.mask import Mask, as_mask
 from sdpa.operators import call_forward, call_weights
+from sdpa.philox import GIVEN
 from sdpa.prepared import Prepared, PreparedRows, PreparedWeights
 from sdpa.problem import AttentionInputs, Results
 from sdpa.repeated import configure, recognise
@@ -131,7 +132,7 @@ def unrecognised(
         function_modes() > 0 or dispatch_modes() > 0 or forward_ad._current_level >= 0 or is_sharded()
         or type(is_causal) is not bool or type(enable_gqa) is not bool or type(returns_lse) is not bool
         or not all(number is None or is_number(number) for number in (scale, softcap))
-        or not (is_number(dropout_p) or type(dropout_p) is bool)
+        or not (is_number(dropout_p) or type(dropout_p) is bool) or GIVEN.get() is not None
     ):
         # fmt: on
         return ordinary(request)

@@ -74,7 +74,9 @@ def drops(options: Options) -> bool:
 def with_dropout(inputs: AttentionInputs, options: Options) -> AttentionInputs:
     if not drops(options):
         return inputs
-    return inputs._replace(dropout_p=float(options.dropout_p), rng=philox.draw_seed(inputs.q.device))
+    given = philox.GIVEN.get()
+    rng = philox.draw_seed(inputs.q.device) if given is None else given
+    return inputs._replace(dropout_p=float(options.dropout_p), rng=rng)
 
 
 def with_placeholder(inputs: AttentionInputs, options: Options) -> AttentionInputs:

@@ -229,7 +229,7 @@ def check(inputs: AttentionInputs) -> None:
         if t.dim() != 4:
             raise ValueError(f"expected {name} as (batch, heads, length, head size), got shape {tuple(t.shape)}")
     rng = inputs.rng
-    if inputs.dropout_p and (rng is None or rng.dtype != torch.int64 or rng.shape != (2,)):
+    if inputs.dropout_p and (rng is None or rng.dtype != torch.int64 or rng.shape not in ((2,), (4,))):
         got = "none" if rng is None else f"{rng.dtype} of shape {tuple(rng.shape)}"
         raise ValueError(f"dropout_p = {inputs.dropout_p} needs rng, two int64 numbers (seed, offset), got {got}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 WORD = 0xFFFFFFFF
 HALF = 0xFFFF
+PERIOD = 16  # of the rows and of the keys that one call of Philox serves
 NUMBERS = 1 << 16  # that a pair of query and key may get
 
 OFFSET_STEP = 4  # torch's CUDA generators count in steps of the four words of one Philox block
@@ -26,6 +28,10 @@ VIEWS = 64
 GOLDEN = 0x9E3779B97F4A7C15
 WORD64 = 0xFFFFFFFFFFFFFFFF
 MPS_BITS = 30
+
+
+# What a call takes in this context in place of a seed of its own.
+GIVEN: ContextVar[Tensor | None] = ContextVar("sdpa_dropout_rng", default=None)
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -129,6 +135,31 @@ def kept_factor(p: float) -> float:
     return NUMBERS / (NUMBERS - threshold(p))
 
 
+def of_part(rng: Tensor, heads: int, head: int, row: int = 0, key: int = 0) -> Tensor:
+    """(4,) int64 for a call of some heads, queries and keys of a larger one, which draws the numbers that this one has.
+
+    Args:
+        rng: (2,), of the larger call.
+        heads: the query heads of its batch entries, all of which the part has.
+        head: the part's first head.
+        row: its first query, a multiple of PERIOD.
+        key: its first key, likewise.
+    """
+    assert row % PERIOD == 0 and key % PERIOD == 0 and rng.shape == (2,)
+    return torch.cat([rng, torch.tensor([heads << 32 | head, row << 32 | key], device=rng.device)])
+
+
+def is_of_part(rng: Tensor) -> bool:
+    return rng.shape[0] == 4
+
+
+def streams_of(rng: Tensor, entries: Tensor, heads: Tensor, H: int) -> Tensor:
+    """The numbers of the streams of heads of batch entries, of H heads."""
+    if not is_of_part(rng):
+        return entries * H + heads
+    return entries * (rng[2] >> 32) + (rng[2] & WORD) + heads
+
+
 def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: Tensor | None = None) -> Tensor:
     """Bool (B, H, M, N), True where the pair is kept, with probability 1 / kept_factor(p).
 
@@ -138,14 +169,19 @@ def keep_mask(rng: Tensor, p: float, shape: tuple[int, int, int, int], streams: 
 
     The pair's number is the low (even j) or high half of word i // 8 % 2 * 2 + j // 8 % 2 of the result. So a call
     serves queries i and i + 8 and keys j, j + 1, j + 8 and j + 9. Of a tensor core's products one thread has all these
-    pairs, and of the transposed ones two have. `streams` (B * H,) are the b * H + h where B and H are those of a part
-    only.
+    pairs, and of the transposed ones two have. `streams` (B * H,) are the b * H + h (`streams_of`) where B and H are
+    those of a part only. With an rng `of_part` b, h, i and j are counted in the larger call.
     """
     B, H, M, N = shape
     device, blocks = rng.device, (N + 15) // 16
     groups = torch.arange(blocks * 4, device=device).view(1, 1, -1)
     rows = torch.arange(M, device=device).view(1, M, 1)
-    heads = (torch.arange(B * H, device=device) if streams is None else streams).view(-1, 1, 1)
+    if streams is None:
+        entries, own = (torch.arange(size, device=device) for size in (B, H))
+        streams = streams_of(rng, entries[:, None], own, H)
+    heads = streams.reshape(-1, 1, 1)
+    if is_of_part(rng):
+        rows, groups = rows + (rng[3] >> 32), groups + (rng[3] & WORD) // 4
     row_groups = rows // 16 * 8 + rows % 8
     counter = torch.broadcast_tensors(groups, row_groups, heads, (rng[1] & WORD).view(1, 1, 1))
     words = philox(counter, (rng[0] & WORD, (rng[0] >> 32) & WORD))

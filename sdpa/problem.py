@@ -85,7 +85,7 @@ class AttentionInputs(NamedTuple):
     sinks: Tensor | None = None  # (H,) float32 or the dtype of q: one more logit per head in the softmax's denominator
     softcap: float = 0.0  # 0 = none, else softcap * tanh(score / softcap)
     dropout_p: float = 0.0
-    rng: Tensor | None = None  # (2,) int64: Philox key and offset
+    rng: Tensor | None = None  # (2,) int64: Philox key and offset; (4,) for a part of a call (sdpa.philox.of_part)
     cu_q: Tensor | None = None  # (B + 1,) int32: cumulative query lengths of packed sequences
     cu_k: Tensor | None = None  # (B + 1,) int32: cumulative key lengths
     block_table: Tensor | None = None  # (B, pages per sequence) int32

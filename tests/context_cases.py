@@ -102,6 +102,48 @@ def exact_rows(rank: int) -> None:
                 assert torch.equal(unshard(found, mesh, 2, parts), expected), (dtype, length, mask)
 
 
+def dropping(rank: int, world: int) -> None:
+    """Dropout has the numbers of one process with the first rank's generator, whatever the others draw."""
+    length, g = 64 * world, torch.Generator().manual_seed(15)
+    whole = [randn(g, B, heads, length, D) for heads in (8, 4, 4)]
+    upstream = torch.randn(B, 8, length, D, generator=g, dtype=torch.float64)
+    cu = torch.tensor([0, 21, length - 30, length])
+    masks = (None, Mask(causal=True), Mask(causal=True, cu_seqlens=cu), Mask(lengths=torch.tensor([length, 40, 5, 17])))
+    for mask, p, (mode, parts) in itertools.product(
+        masks,
+        (0.3, 1.0),
+        (
+            ("ulysses", None),
+            ("ulysses", Parts.contiguous([length - 3, 3, *[0] * (world - 2)])),
+            ("gather", Parts.zigzag(length, world)),
+            ("ring", Parts.zigzag(length, world)),
+            ("ring", None),
+            *([("hybrid", Parts.even(length, world))] if world > 2 else []),
+        ),
+    ):
+        modes.MESSAGE = 1 if parts is None else 32 << 20
+        mesh = mesh_of(mode, world)
+        torch.manual_seed(16)
+        out, lse = sdpa.scaled_dot_product_attention(*whole, mask, p, enable_gqa=True, return_lse=True)
+        expected = torch.autograd.grad(out, whole, upstream)
+        own = [shard(t.detach(), mesh, 2, parts).clone().requires_grad_() for t in whole]
+        torch.manual_seed(16 + rank)
+        with context_parallel(mesh, mode, parts):
+            found, found_lse = sdpa.scaled_dot_product_attention(*own, mask, p, enable_gqa=True, return_lse=True)
+        gradients = torch.autograd.grad(found, own, shard(upstream, mesh, 2, parts))
+        for one, wanted in zip((found, found_lse, *gradients), (out, lse, *expected), strict=True):
+            close(unshard(one.detach(), mesh, 2, parts), wanted, f"{mode} {mask} {p}")
+    with context_parallel(
+        mesh_of("ring", world), "ring", Parts.contiguous([length - 3, 3, *[0] * (world - 2)])
+    ) as block:
+        own = [shard(t.detach(), mesh_of("ring", world), 2, block.parts) for t in whole]
+        attend = partial(sdpa.scaled_dot_product_attention, *own, None, 0.3, enable_gqa=True)
+        refused(attend, "dropout, where parts begin elsewhere than at multiples of 16, is for mode='ulysses'")
+    with context_parallel(mesh_of("gather", world), "gather"):
+        attend = partial(attend.func, *(shard(t.detach(), mesh_of("gather", world), 2) for t in whole))
+        refused(lambda: attend(Mask(causal=True, window=(21, 0)), 0.3, enable_gqa=True), "dropout with a window is for")
+
+
 def every_mode(rank: int, world: int) -> None:
     for mode in ("ulysses", "gather", "ring", "auto", *(["hybrid"] if world > 2 else [])):
         for order in ("asked", "zigzag", "documents"):
@@ -144,7 +186,6 @@ def ulysses_elsewhere(rank: int) -> None:
         cu = torch.tensor([0, 5], dtype=torch.int32)
         for call, told in (
             (lambda: layer(part, part, part), "attention with weights is not supported"),
-            (lambda: sdpa.scaled_dot_product_attention(*own, dropout_p=0.5), "dropout is not supported"),
             (
                 lambda: sdpa.varlen_attention(*(t[0].transpose(0, 1) for t in own), cu, cu, 5, 5),
                 "varlen_attention is not",
@@ -435,7 +476,7 @@ def misuse(rank: int) -> None:
     with context_parallel(mesh, "ring"):
         for asked in (attend, sdpa.explain):
             refused(partial(asked, *own, prefix), "slopes and a prefix are for mode='gather'")
-            refused(partial(asked, *own, dropout_p=0.5), "dropout is not supported")
+            refused(partial(asked, *own, dropout_p=0.5), "at multiples of 16, is for mode='ulysses'")
             refused(
                 partial(asked, *(distribute_tensor(t, mesh, [Shard(2)]) for t in whole)), "t.to_local() is a rank's"
             )

@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch.autograd.graph import saved_tensors_hooks
 
+from sdpa import philox
 from sdpa.bench.contest import Entry, Row
 from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Timing
@@ -204,3 +205,8 @@ def hooked_gradients(attend, move, packed, grad_out):
         out.backward(grad_out)
         found.append(leaf.grad)
     return found
+
+
+def of_part(inputs):
+    """The inputs with dropout's numbers of some heads, queries and keys of a larger call."""
+    return inputs._replace(rng=philox.of_part(inputs.rng, inputs.q.shape[1] + 3, 2, 48, 32))

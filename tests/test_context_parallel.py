@@ -17,6 +17,11 @@ def test_every_mode(world):
     run(world, cases.every_mode, world)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout(world):
+    run(world, cases.dropping, world)
+
+
 def test_gathered_keys_give_the_same_bits():
     run(2, cases.exact_rows)
 

@@ -12,7 +12,7 @@ import helpers
 import sdpa
 from sdpa import philox
 from sdpa.dispatch.catalog import KERNELS
-from sdpa.testing import Case, able
+from sdpa.testing import Case, Draw, able, check_inputs, make_inputs
 
 attention = sdpa.scaled_dot_product_attention
 qkv = partial(helpers.qkv, grad=True, seed=3)
@@ -104,6 +104,36 @@ def test_kernels_agree_on_the_mask(kernel):
     torch.manual_seed(7)
     out = attention(q[:, :, :33], k, v, dropout_p=0.3, kernel=kernel)
     assert torch.equal(out != 0, wanted)
+
+
+def test_the_numbers_of_a_part():
+    """Of some heads, queries and keys they are those that the whole call draws."""
+    rng = torch.tensor([2**61 + 12345, 2**40 + 77])
+    whole = philox.keep_mask(rng, 0.3, (2, 5, 100, 90))
+    part = philox.of_part(rng, 5, 2, 48, 32)
+    assert torch.equal(philox.keep_mask(part, 0.3, (2, 3, 52, 58)), whole[:, 2:, 48:, 32:])
+    streams = philox.streams_of(part, torch.tensor([[1]]), torch.arange(1, 3), 3)
+    assert torch.equal(philox.keep_mask(part, 0.3, (1, 2, 52, 58), streams)[0], whole[1, 3:, 48:, 32:])
+
+
+PARTS = {
+    "plain": {"dropout_p": 0.3},
+    "causal": {"dropout_p": 0.5, "mask": "causal", "M": 70},
+    "few rows": {"dropout_p": 0.3, "M": 3},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("kernel", OURS)
+def test_kernels_draw_the_numbers_of_a_part(kernel, name):
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(**{"N": 90} | PARTS[name], dtype=dtype)
+        if able(kernel, case):
+            continue
+        inputs = helpers.of_part(make_inputs(case, 4))
+        grad_out = Draw(case, 1).normal(case.B, case.H, case.M, case.Dv)
+        found = check_inputs(kernel, inputs, grad_out)
+        assert all(one.ok for one in found), [str(one) for one in found if not one.ok]
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])

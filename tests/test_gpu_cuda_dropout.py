@@ -14,6 +14,7 @@ from test_gpu_cuda import CORNERS
 from test_gpu_cuda_backward import checked, deterministic, passes, same
 
 import sdpa
+from helpers import of_part
 from sdpa import philox
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
@@ -32,6 +33,16 @@ def test_lengths_that_no_tile_divides(mask, D):
         draw = Draw(real(dtype=dtype), 12)
         q, k, v = draw.normal(3, H, M, D), draw.normal(3, Hkv, N, D), draw.normal(3, Hkv, N, D)
         checked(build_inputs(q, k, v, Options(CORNERS[mask], p, enable_gqa=True)), (mask, D, M, N, H, dtype, p))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("mask", CORNERS)
+def test_numbers_of_a_part_of_a_call(mask, D):
+    for M, N in ((1, 65), (193, 129), (600, 1000)):
+        draw = Draw(real(dtype=BFLOAT16), 12)
+        q, k, v = draw.normal(3, 6, M, D), draw.normal(3, 2, N, D), draw.normal(3, 2, N, D)
+        inputs = build_inputs(q, k, v, Options(CORNERS[mask], 0.3, enable_gqa=True))
+        checked(of_part(inputs), (mask, D, M, N))
 
 
 @pytest.mark.parametrize("D, Dv", [(128, 64), (64, 128), (40, 24)])

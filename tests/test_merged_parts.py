@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 import sdpa
-from sdpa import Mask
+from sdpa import Mask, philox
 from sdpa.dispatch import failure
 from sdpa.dispatch.catalog import by_name, kernels_for
 from sdpa.distributed import Parts
 from sdpa.distributed.links import Link, Passing, pieces_of, rows_of
-from sdpa.distributed.modes import Part
+from sdpa.distributed.modes import Part, Random
 from sdpa.distributed.ring import RingAttention, Steps, halves, merging_launch
 
 RANKS, LENGTH = 4, 96
-WHOLE = ((0, LENGTH),)
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
@@ -27,11 +26,12 @@ class Gradients(Link):
 
     def __init__(self, rank: int, totals: list[Tensor]) -> None:
         self.ranks, self.rank, self.sent, self.totals = RANKS, rank, 0, totals
+        self.whole = ((0, totals[0].shape[2]),)
         self.steps: Any = None
 
     def pass_on(self, step: int, given: Any, shapes: Any) -> Passing:
         for total, pieces in zip(self.totals, halves(given), strict=True):
-            for place, piece in zip(pieces_of(total, self.steps.taken(-step), WHOLE), pieces, strict=True):
+            for place, piece in zip(pieces_of(total, self.steps.taken(-step), self.whole), pieces, strict=True):
                 place.add_(piece)
         return Passing([], [given[0].new_zeros(shape) for shape in shapes], [])
 
@@ -41,7 +41,8 @@ def steps_of(keys: Tensor, values: Tensor) -> type[Steps]:
 
     class FromWhole(Steps):
         def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
-            return Passing([], [piece for t in (keys, values) for piece in pieces_of(t, self.taken(step), WHOLE)], [])
+            of_keys, of_values = (pieces_of(t, self.taken(step), ((0, t.shape[2]),)) for t in (keys, values))
+            return Passing([], [*of_keys, *of_values], [])
 
     return FromWhole
 
@@ -56,32 +57,34 @@ MASKS = {
 }
 
 
-def once(tensors, mask, sinks, upstream, kernel=None):
+def once(tensors, mask, sinks, upstream, kernel=None, dropout_p=0.0):
     """Output, log-sum-exp and gradients of one call, in the dtype of its tensors."""
     learned = [t.detach().clone().requires_grad_() for t in tensors]
     out, lse = sdpa.scaled_dot_product_attention(
-        *learned, mask, sinks=sinks, enable_gqa=True, return_lse=True, kernel=kernel
+        *learned, mask, dropout_p, sinks=sinks, enable_gqa=True, return_lse=True, kernel=kernel
     )
     return (out, lse, *torch.autograd.grad(out, learned, upstream.to(out.dtype)))
 
 
-def merged(tensors, mask, sinks, upstream, order, kernel=None):
+def merged(tensors, mask, sinks, upstream, order, kernel=None, dropout_p=0.0, seed=None):
     """The same of four ranks, one after the other."""
     q, k, v = tensors
-    parts = Parts.even(LENGTH, RANKS) if order == "even" else Parts.zigzag(LENGTH, RANKS)
+    whole, random = ((0, q.shape[2]),), None if seed is None else Random(seed, q.shape[1])
+    parts = Parts.even(q.shape[2], RANKS) if order == "even" else Parts.zigzag(q.shape[2], RANKS)
+    options = {"enable_gqa": True, "kernel": kernel, "dropout_p": dropout_p}
     totals = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (k, v)]
     lse = torch.full(q.shape[:3], torch.nan, device=q.device, dtype=totals[0].dtype)
     out, dq = (torch.full_like(q, torch.nan) for _ in range(2))
     for rank, own in enumerate(parts.intervals):
         link = Gradients(rank, totals)
-        mine = [rows_of(t, own, WHOLE).clone().requires_grad_() for t in tensors]
-        part = Part(*mine, mask, sinks, {"enable_gqa": True, "kernel": kernel}, True, parts, parts)
+        mine = [rows_of(t, own, whole).clone().requires_grad_() for t in tensors]
+        part = Part(*mine, mask, sinks, options, True, parts, parts, random)
         link.steps = steps_of(k, v)(link, part)
         found = RingAttention.apply(link.steps, *mine, mask.bias, sinks)
-        gradient = torch.autograd.grad(found[0], mine[:1], rows_of(upstream, own, WHOLE).to(q.dtype))
+        gradient = torch.autograd.grad(found[0], mine[:1], rows_of(upstream, own, whole).to(q.dtype))
         rows = torch.cat([torch.arange(*interval) for interval in own]).to(q.device)
-        for whole, some in zip((out, lse, dq), (*found, *gradient), strict=True):
-            whole.index_copy_(2, rows, some.detach())
+        for every, some in zip((out, lse, dq), (*found, *gradient), strict=True):
+            every.index_copy_(2, rows, some.detach())
     return (out, lse, dq, *totals)
 
 
@@ -117,12 +120,12 @@ def test_merged_as_by_four_ranks(device, dtype, name, order):
         assert error <= 2 * max(others) + 1e-14, (found, allowed)
 
 
-def able(device_type, marks=()):
-    """The kernels of the catalog with a forward and a backward, each with its dtypes."""
+def able(device_type, marks=(), feature="lse"):
+    """The kernels of the catalog with a forward, a backward and a feature, each with its dtypes."""
     return [
         pytest.param(device_type, kernel.name, dtype, marks=marks)
         for kernel in kernels_for(device_type)
-        if {"forward", "backward"} <= set(kernel.directions)
+        if {"forward", "backward"} <= set(kernel.directions) and feature in kernel.features
         for dtype in (torch.float32, torch.bfloat16)
         if dtype in kernel.dtypes
     ]
@@ -155,6 +158,21 @@ def test_every_kernel(device, kernel, dtype):
         measured = [measure(some, expected) for some in (found, *allowed)]
         for (error, *others), band in zip(zip(*measured, strict=True), more, strict=True):
             assert error <= 2 * max(others) + band, measured
+
+
+@pytest.mark.parametrize("order", ["even", "zigzag"])
+@pytest.mark.parametrize(("device", "kernel", "dtype"), able("cpu", feature="dropout") + able("cuda", GPU, "dropout"))
+def test_dropout_by_every_kernel(device, kernel, dtype, order):
+    """The same pairs are dropped as in one call: in float32 one other pair would show."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, heads, 128, 64, device=device, dtype=dtype) for heads in (4, 2, 2)]
+    mask, upstream = Mask(causal=True), torch.randn_like(tensors[0], dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = once([t.double() for t in tensors], mask, None, upstream, "math", 0.3)
+    torch.manual_seed(1)
+    found = merged(tensors, mask, None, upstream, order, kernel, 0.3, philox.next_seed(tensors[0].device))
+    for one, wanted in zip(found, expected, strict=True):
+        assert (one.double() - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
 
 
 def test_a_kernel_that_cannot_be_started(monkeypatch, own_surroundings):

@@ -248,12 +248,9 @@ struct Call {
   }
 
   void read_rng() {
-    check_sizes("rng", rng->sizes(), {2});
+    check_sizes("rng", rng->sizes(), {rng->size(0) == 4 ? 4 : 2});
     STD_TORCH_CHECK(rng->scalar_type() == ScalarType::Long, "cpu_flash: expected rng in int64");
-    const auto* words = static_cast<const char*>(rng->data_ptr());
-    const int64_t stride = rng->stride(0) * static_cast<int64_t>(sizeof(int64_t));
-    params.philox_key = *reinterpret_cast<const uint64_t*>(words);
-    params.philox_offset = *reinterpret_cast<const uint64_t*>(words + stride);
+    params.random.read(static_cast<const uint64_t*>(rng->data_ptr()), rng->stride(0), rng->size(0));
   }
 };
 
@@ -296,7 +293,7 @@ void flash_forward(StableIValue* stack, uint64_t, uint64_t) {
 struct Recorded {
   explicit Recorded(const Call& call) : params(call.params), has_rng(call.rng.has_value()) {
     for (const std::optional<Tensor>& tensor : call.kept) given.push_back(tensor.has_value());
-    if (has_rng) rng_stride = call.rng->stride(0);
+    if (has_rng) rng_stride = call.rng->stride(0), rng_words = call.rng->size(0);
     has_pages = call.block_table.has_value();
   }
   virtual ~Recorded() = default;
@@ -319,10 +316,7 @@ struct Recorded {
       if (*views[i]) views[i]->data = *addresses;
       ++addresses;
     }
-    if (has_rng) {
-      const auto* words = reinterpret_cast<const uint64_t*>(*addresses++);
-      p.philox_key = words[0], p.philox_offset = words[rng_stride];
-    }
+    if (has_rng) p.random.read(reinterpret_cast<const uint64_t*>(*addresses++), rng_stride, rng_words);
     if (has_pages) p.block_table.data = *addresses++;
     p.threads = torch::stable::get_num_threads();
     return p;
@@ -331,7 +325,7 @@ struct Recorded {
  private:
   std::vector<bool> given;  // which optional tensors there are, an empty one too, whose view is absent
   bool has_rng, has_pages;
-  int64_t rng_stride = 0;  // in words
+  int64_t rng_stride = 0, rng_words = 0;  // the stride in words, too
 };
 
 struct RecordedForward final : Recorded {

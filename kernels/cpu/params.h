@@ -16,6 +16,27 @@ inline size_t size_of(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? 4 : 2;
 }
 
+// Where dropout's numbers begin (sdpa/philox.py): Philox' key and offset; of a part of a call also how many query heads
+// all of it has, and which of its heads, rows and keys come first. Rows and keys are multiples of 16.
+struct RandomNumbers {
+  uint64_t key = 0, offset = 0;
+  int64_t heads = 0, first_head = 0, first_row = 0, first_key = 0;
+
+  // Of two words, or of four.
+  void read(const uint64_t* words, int64_t stride, int64_t count) {
+    key = words[0], offset = words[stride];
+    if (count == 2) return;
+    const auto upper = [&](int64_t word) { return static_cast<int64_t>(words[word * stride] >> 32); };
+    const auto lower = [&](int64_t word) { return static_cast<int64_t>(words[word * stride] & 0xFFFFFFFF); };
+    heads = upper(2), first_head = lower(2), first_row = upper(3), first_key = lower(3);
+  }
+
+  // The number of the stream of a head of a batch entry, of `own` heads.
+  uint32_t stream(int64_t batch, int64_t head, int64_t own) const {
+    return static_cast<uint32_t>(batch * (heads ? heads : own) + first_head + head);
+  }
+};
+
 // A tensor of up to four dimensions. Strides count elements; a dimension of size 1 that is broadcast has stride 0.
 // `data` is null for a tensor that is absent.
 struct View {
@@ -68,7 +89,7 @@ struct AttentionParams {
   int64_t pages = 0, page_size = 0;
   double softcap = 0.0;
   double dropout_p = 0.0;
-  uint64_t philox_key = 0, philox_offset = 0;
+  RandomNumbers random;              // of dropout
   int64_t block_m = 0, block_n = 0;  // the tile BLOCK_M x BLOCK_N; 0: the loops choose
   int64_t threads = 1;
 

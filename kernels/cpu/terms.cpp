@@ -58,15 +58,15 @@ void apply_dropout(const AttentionParams& params, const ScorePrimitives<T>& prim
   const T kept = static_cast<T>(static_cast<double>(kNumbers) / (kNumbers - threshold));
   constexpr int64_t kApart = 8;  // of two rows that share their random words
   for (int64_t r = 0; r < rows.count; ++r) {
-    const uint32_t query = static_cast<uint32_t>(rows.query_of(r));
+    const uint32_t query = static_cast<uint32_t>(params.random.first_row + rows.query_of(r));
     const bool upper = query / kApart % 2 == 1, alone = rows.across_heads;
     if (upper && !alone && r >= kApart) continue;  // done with the row before
-    const Dropout words{params.philox_key, static_cast<uint32_t>(query / 16 * 8 + query % 8),
-                        static_cast<uint32_t>(batch * params.H + rows.head_of(r)),
-                        static_cast<uint32_t>(params.philox_offset), threshold};
+    const Dropout words{params.random.key, static_cast<uint32_t>(query / 16 * 8 + query % 8),
+                        params.random.stream(batch, rows.head_of(r), params.H),
+                        static_cast<uint32_t>(params.random.offset), threshold};
     T* const line = p + r * ld;
     T* const partner = !alone && r + kApart < rows.count ? line + kApart * ld : nullptr;
-    prim.drop(words, begin, count, kept, upper ? nullptr : line, upper ? line : partner);
+    prim.drop(words, params.random.first_key + begin, count, kept, upper ? nullptr : line, upper ? line : partner);
   }
 }
 

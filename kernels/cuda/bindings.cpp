@@ -177,13 +177,14 @@ std::tuple<Tensor, Tensor> flash_forward(Tensor q, Tensor k, Tensor v, double sc
 
 // The options of dropout: `threshold` of 2^16 random numbers drop a weight (sdpa/philox.py).
 void set_dropout(FlashParams& p, const Tensor& rng, int64_t threshold, const Tensor& q) {
-  STD_TORCH_CHECK(rng.scalar_type() == ScalarType::Long && rng.dim() == 1 && rng.size(0) == 2 && rng.is_contiguous() &&
-                      rng.get_device() == q.get_device(),
-                  "cuda_flash: expected rng as two int64 numbers side by side on the device of q, but got ",
+  STD_TORCH_CHECK(rng.scalar_type() == ScalarType::Long && rng.dim() == 1 && (rng.size(0) == 2 || rng.size(0) == 4) &&
+                      rng.is_contiguous() && rng.get_device() == q.get_device(),
+                  "cuda_flash: expected rng as two or four int64 numbers side by side on the device of q, but got ",
                   rng.numel(), " in ", rng.dim(), " dimensions, of another dtype, device or stride perhaps");
   STD_TORCH_CHECK(0 <= threshold && threshold < 1 << 16, "cuda_flash: expected a threshold from 0 to 65535, got ",
                   threshold);
   p.rng = static_cast<const int64_t*>(rng.data_ptr());
+  p.has_part = rng.size(0) == 4;
   p.dropped = static_cast<uint32_t>(threshold) << 16;
   p.kept = 65536.f / (65536 - threshold);
 }

@@ -14,17 +14,26 @@ constexpr int kPhiloxRounds = 7, kPartnerLane = 4;  // the lane with the neighbo
 struct Philox {
   uint2 key;
   uint32_t offset;
+  uint2 first = {};  // groups of keys and of rows before those of a part of a call
 
-  CUTE_DEVICE explicit Philox(const int64_t* rng) {
-    uint64_t const seed = __ldg(rng);
+  CUTE_DEVICE explicit Philox(FlashParams const& p) {
+    uint64_t const seed = __ldg(p.rng);
     key = make_uint2(uint32_t(seed), uint32_t(seed >> 32));
-    offset = uint32_t(__ldg(rng + 1));
+    offset = uint32_t(__ldg(p.rng + 1));
+    if (p.has_part) read_first(p.rng);
   }
 
   // Reads the seed again at every pass of a loop, and so needs no registers between them.
-  CUTE_DEVICE Philox(const int64_t* rng, std::true_type) {
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(key.x), "=r"(key.y) : "l"(rng));
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(offset) : "l"(rng + 1));
+  CUTE_DEVICE Philox(FlashParams const& p, std::true_type) {
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(key.x), "=r"(key.y) : "l"(p.rng));
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(offset) : "l"(p.rng + 1));
+    if (p.has_part) read_first(p.rng);
+  }
+
+  CUTE_DEVICE void read_first(const int64_t* rng) {
+    uint32_t keys, rows;  // multiples of 16
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(keys), "=r"(rows) : "l"(rng + 3));
+    first = make_uint2(keys / 4, rows / 2);
   }
 
   CUTE_DEVICE uint4 operator()(uint32_t keys, uint32_t rows, uint32_t stream) const {
@@ -40,6 +49,13 @@ struct Philox {
   }
 };
 
+// The number of the stream of a head among all: of a part of a call among all heads of the call.
+CUTE_DEVICE int stream_of(FlashParams const& p, int batch, int head) {
+  if (!p.has_part) return batch * p.H + head;
+  uint64_t const part = __ldg(p.rng + 2);
+  return batch * int(part >> 32) + int(uint32_t(part)) + head;
+}
+
 // The number of a row's group of queries i and i + 8, or of a key's group, without the part that a thread's place adds.
 CUTE_DEVICE uint32_t group_of_rows(int row0) { return row0 / 16 * 8; }
 CUTE_DEVICE uint32_t group_of_keys(int key0) { return key0 / 16 * 4; }
@@ -50,7 +66,8 @@ template <class Weights>
 CUTE_DEVICE void drop(Weights& weights, Philox const& philox, FlashParams const& p, int stream, int row0, int key0,
                       int thread) {
   using namespace cute;
-  uint32_t const row = group_of_rows(row0) + thread / 32 * 8 + thread % 32 / 4, key = group_of_keys(key0) + thread % 4;
+  uint32_t const row = philox.first.y + group_of_rows(row0) + thread / 32 * 8 + thread % 32 / 4;
+  uint32_t const key = philox.first.x + group_of_keys(key0) + thread % 4;
 #pragma unroll
   for (int j = 0; j < size<1>(weights); j += 4) {
     uint4 const call = philox(key + j, row, stream);
@@ -80,8 +97,8 @@ template <int ROWS>
 CUTE_DEVICE Dropped find_dropped(Philox const& philox, FlashParams const& p, int stream, int row0, int key0,
                                  int thread) {
   bool const is_odd = thread / 4 % 2;
-  uint32_t const key = group_of_keys(key0) + thread / 32 * 4 + thread % 32 / 8;
-  uint32_t const row = group_of_rows(row0) + thread % 4 * 2 + is_odd;
+  uint32_t const key = philox.first.x + group_of_keys(key0) + thread / 32 * 4 + thread % 32 / 8;
+  uint32_t const row = philox.first.y + group_of_rows(row0) + thread % 4 * 2 + is_odd;
   uint32_t low = 0, high = 0;
 #pragma unroll
   for (int t = 0; t < ROWS / 16; ++t) {

@@ -44,7 +44,8 @@ struct FlashParams {
   int query_rows = 0, key_rows = 0;  // in memory of one head
 
   // Of instances of MaskKind::kDropout, which also read `right`, as those of kBias do: 0 or without a limit.
-  const int64_t* rng = nullptr;  // the key and the offset of Philox
+  const int64_t* rng = nullptr;  // the key and the offset of Philox, and of a part of a call which part it is
+  bool has_part = false;         // the numbers of dropout are those of a part of a call
   uint32_t dropped = 0;          // a weight whose random number of 16 bits, times 2^16, is less is dropped
   float kept = 1.f;              // the factor of the others
 };

@@ -81,7 +81,8 @@ def part_terms(inputs: AttentionInputs, lse: Tensor, entries: slice, heads: slic
     one = {name: cut(getattr(inputs, name), entries) for name in PER_ENTRY}
     q, k, v = inputs.q[entries, heads], inputs.k[entries, groups], inputs.v[entries, groups]
     part = inputs._replace(q=q, k=k, v=v, **both, **one)
-    return weight_terms(part, lse[entries, heads], (batch[:, None] * H + head).flatten())
+    streams = None if inputs.rng is None else philox.streams_of(inputs.rng, batch[:, None], head, H)
+    return weight_terms(part, lse[entries, heads], streams)
 
 
 def cut(tensor: Tensor | None, *parts: slice) -> Tensor | None:

@@ -82,6 +82,7 @@ def integers_of(inputs: AttentionInputs, problem: AttentionProblem, **others: in
         "LEFT": min(inputs.left, FAR),
         "RIGHT": min(inputs.right, FAR),
         "DROPOUT": philox.threshold(inputs.dropout_p),
+        "PART": int(inputs.rng is not None and philox.is_of_part(inputs.rng)),
         "SPLITS": 1,
         "ROWS": inputs.q.shape[2],
         "PAGE_SIZE": inputs.k.shape[2],

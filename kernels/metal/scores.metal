@@ -49,8 +49,12 @@ inline uint4 philox(uint4 counter, uint2 key) {
 // is the pair's number, are those of sdpa/philox.py.
 inline float kept(thread const Call& call, thread const Entry& e, int head, int query, int key) {
   const ulong seed = as_type<ulong>(call.rng[0]);
-  const uint stream = uint(e.batch) * uint(call.n[I_H]) + uint(head);
-  const uint i = uint(query), j = uint(key);
+  uint stream = uint(e.batch) * uint(call.n[I_H]) + uint(head), i = uint(query), j = uint(key);
+  if (call.n[I_PART] != 0) {
+    const ulong heads = as_type<ulong>(call.rng[2]), first = as_type<ulong>(call.rng[3]);
+    stream = uint(e.batch) * uint(heads >> 32) + uint(heads) + uint(head);
+    i += uint(first >> 32), j += uint(first);
+  }
   const uint4 counter = uint4(j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, stream, uint(as_type<ulong>(call.rng[1])));
   const uint4 words = philox(counter, uint2(uint(seed), uint(seed >> 32)));
   const uint number = words[i / 8 % 2 * 2 + j / 8 % 2] >> (j % 2 * 16) & 0xFFFFu;

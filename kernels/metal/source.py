@@ -50,6 +50,7 @@ INTEGERS = {
     "LEFT": 1,
     "RIGHT": 1,
     "DROPOUT": 1,  # weights whose random number is below it are dropped
+    "PART": 1,  # dropout's numbers are those of a part of a call
     "FIRST": 3,  # threadgroup of this dispatch among those of the whole call, by x, y and z
     "SPLITS": 1,
     "ROWS": 1,  # in memory, of a head

@@ -418,4 +418,5 @@ def dense_of(mask: Tensor, described: bool) -> DenseStrides:
 def dropout_of(inputs: AttentionInputs) -> Dropout | None:
     if inputs.rng is None:
         return None
-    return Dropout(inputs.rng, philox.threshold(inputs.dropout_p), philox.kept_factor(inputs.dropout_p))
+    part = FLAG if philox.is_of_part(inputs.rng) else None
+    return Dropout(inputs.rng, part, philox.threshold(inputs.dropout_p), philox.kept_factor(inputs.dropout_p))

@@ -46,6 +46,7 @@ from sdpa.kernels.triton.primitives import (
     locate,
     probabilities,
     store_rows,
+    stream_of,
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.row_parts import (
@@ -159,7 +160,7 @@ def add_queries(grads, keys, given, seqlen, start, visited, scale, MASKED: tl.co
     g_tile = load_upstream_rows(given, at, BLOCK_M, CLIP, CONFIG)
     wt = pt
     if dropout is not None:
-        stream = seqlen.batch * given.sizes.H + seqlen.head
+        stream = stream_of(dropout, seqlen.batch, seqlen.head, given.sizes.H)
         keep = tl.trans(dropout_keep(dropout, stream, offsets[:, None], column, BLOCK_M, BLOCK_N))
         wt = tl.where(keep, pt * dropout.inverse_keep, 0.0)
     if CONFIG.VALUES:
@@ -312,7 +313,7 @@ def add_keys(dq, queries, given, seqlen, start, visited, scale, MASKED: tl.const
         elif (start < visited.full_begin) | (start >= visited.full_end):
             p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
     if dropout is not None:
-        stream = seqlen.batch * given.sizes.H + seqlen.head
+        stream = stream_of(dropout, seqlen.batch, seqlen.head, given.sizes.H)
         keep = dropout_keep(dropout, stream, rows, start, BLOCK_M, BLOCK_N)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
     ds = p * (dp - queries.delta[:, None])

@@ -19,7 +19,7 @@ from sdpa.kernels.triton.kernel_arguments import BackwardRows, LoopOver
 from sdpa.kernels.triton.launch import Launch
 from sdpa.kernels.triton.mask import TileCoords, cap_slope, capped, load_dense, score_mod, seqlen_info, visible
 from sdpa.kernels.triton.order import ALONE, begin_in_order, end_in_order
-from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, probabilities
+from sdpa.kernels.triton.primitives import Operands, RowRange, dropout_keep, load_lse, probabilities, stream_of
 from sdpa.kernels.triton.row_parts import (
     Split,
     backward_args,
@@ -110,7 +110,8 @@ def differentiate(given, block, held, seqlen, row, column, scale, CONFIG: tl.con
         p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
     weights = p
     if dropout is not None:
-        keep = dropout_keep(dropout, batch * sizes.H + head, coords.rows, column, BLOCK_M, BLOCK_N)
+        stream = stream_of(dropout, batch, head, sizes.H)
+        keep = dropout_keep(dropout, stream, coords.rows, column, BLOCK_M, BLOCK_N)
         weights = tl.where(keep, p * dropout.inverse_keep, 0.0)
         dp = tl.where(keep, dp * dropout.inverse_keep, 0.0)
     if given.delta is not None:

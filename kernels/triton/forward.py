@@ -28,6 +28,7 @@ from sdpa.kernels.triton.primitives import (
     locate,
     online_softmax_step,
     store_rows,
+    stream_of,
 )
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.target import target_of
@@ -77,7 +78,7 @@ def attend_range(
             state, s, unit_of(scale, CONFIG), MASKED or CONFIG.SCORE_MOD, CONFIG.SCORE_MOD, CONFIG.P_EXPONENT
         )
         if given.dropout is not None:
-            stream = seqlen.batch * given.sizes.H + seqlen.head
+            stream = stream_of(given.dropout, seqlen.batch, seqlen.head, given.sizes.H)
             p = tl.where(dropout_keep(given.dropout, stream, queries.rows, start, BLOCK_M, BLOCK_N), p, 0.0)
         v_tile = load_keys(given.v, strides.v, mask, at, CONFIG.DV, BLOCK_N, CONFIG.BLOCK_DV, CONFIG.TMA, CLIP)
         if CONFIG.FLOAT16_PARTS:

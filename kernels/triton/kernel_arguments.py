@@ -116,7 +116,8 @@ class MaskArgs(NamedTuple):
 class Dropout(NamedTuple):
     """Dropout by Philox. A pair is kept where its random number of 16 bits is at least the threshold."""
 
-    rng: Tensor  # (2,) int64: key and offset
+    rng: Tensor  # (2,) int64: key and offset; (4,) of a part of a call (sdpa.philox.of_part)
+    part: int | None  # flag: it is of a part
     threshold: int
     inverse_keep: float
 

@@ -248,6 +248,16 @@ def tanh(x):
 
 
 @triton.jit
+def stream_of(dropout, batch, head, H):
+    """The number of a head's stream of random numbers: of a part of a call among all heads of the call."""
+    heads, first = H, 0
+    if dropout.part is not None:
+        part = tl.load(dropout.rng + 2)
+        heads, first = (part >> WORD_BITS).to(tl.int32), part.to(tl.int32)
+    return batch * heads + first + head
+
+
+@triton.jit
 def dropout_keep(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_M, BLOCK_N] bool of queries rows [BLOCK_M, 1] and keys from `column` on: True where a pair is kept.
 
@@ -258,6 +268,10 @@ def dropout_keep(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: 
     tl.static_assert(BLOCK_N % 16 == 0)
     key = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
+    if dropout.part is not None:
+        first = tl.load(dropout.rng + 3)
+        rows += (first >> WORD_BITS).to(tl.int32)
+        column += first.to(tl.int32)
     groups = column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
     rows = rows.to(tl.uint32)
     row_groups = rows // 16 * 8 + rows % 8

@@ -15,7 +15,7 @@ from sdpa.kernels.triton.backward import weights_of
 from sdpa.kernels.triton.kernel_arguments import LoopOver
 from sdpa.kernels.triton.launch import Launch, Pass, with_memory
 from sdpa.kernels.triton.mask import TileCoords, seqlen_info, visible, visited_keys
-from sdpa.kernels.triton.primitives import Operands, RowRange, dead_as_inf, dropout_keep, load_rows
+from sdpa.kernels.triton.primitives import Operands, RowRange, dead_as_inf, dropout_keep, load_rows, stream_of
 from sdpa.kernels.triton.recorded import RecordedCall, record_pass, run_pass
 from sdpa.kernels.triton.tiles import registers_of
 from sdpa.problem import AttentionInputs, AttentionProblem, Tile, read_of
@@ -31,8 +31,7 @@ def head_weights(given, seqlen, row, column, scale, MASKED: tl.constexpr, CONFIG
     strides, sizes, mask, dropout = given.strides, given.sizes, given.mask, given.dropout
     offsets = row + tl.arange(0, BLOCK_M)
     coords = TileCoords(row, column, offsets[:, None], column + tl.arange(0, BLOCK_N)[None, :])
-    stream = seqlen.batch * sizes.H + seqlen.head
-    origin = tl.cast(stream, tl.int64) * sizes.rows
+    origin = tl.cast(seqlen.batch * sizes.H + seqlen.head, tl.int64) * sizes.rows
     # Loaded first and used last, so that it arrives during the product.
     row_lse = tl.load(given.lse + origin + offsets, mask=offsets < sizes.M, other=float("inf"))
     at = RowRange(seqlen.batch, seqlen.head, row, sizes.M)
@@ -44,6 +43,7 @@ def head_weights(given, seqlen, row, column, scale, MASKED: tl.constexpr, CONFIG
     if MASKED:
         p = tl.where(visible(given.allowed, mask, seqlen, coords, CONFIG), p, 0.0)
     if dropout is not None:
+        stream = stream_of(dropout, seqlen.batch, seqlen.head, sizes.H)
         keep = dropout_keep(dropout, stream, coords.rows, column, BLOCK_M, BLOCK_N)
         p = tl.where(keep, p * dropout.inverse_keep, 0.0)
     return p

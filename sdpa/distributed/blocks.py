@@ -34,13 +34,14 @@ class Blocks:
         M: queries.
         N: keys.
         in_steps: whether keys come in several ranges, and not all that a range of queries sees at once.
+        period: blocks begin at multiples of it, where the ranges that they are cut from do.
 
     Raises:
         RuntimeError: a mask whose blocks are none that a Mask can say. It depends on what all ranks know.
     """
 
-    def __init__(self, mask: Mask, M: int, N: int, in_steps: bool = False) -> None:
-        self.mask, self.M, self.N = mask, M, N
+    def __init__(self, mask: Mask, M: int, N: int, in_steps: bool = False, period: int = 1) -> None:
+        self.mask, self.M, self.N, self.period = mask, M, N, period
         self.left, self.right = mask.band
         self.shift = N - M if mask.align == "bottom_right" else 0
         self.has_lengths = mask.lengths is not None or mask.query_lengths is not None
@@ -61,6 +62,9 @@ class Blocks:
         is_causal = self.right == 0 and not (self.has_lengths or self.has_prefix or pairs)
         if mask.alibi is not None and not (is_causal and shift >= 0 and self.M + shift <= self.N):
             return "slopes without a plain causal mask are for"
+        is_beside = self.right != UNLIMITED and (shift + self.right) % self.period != 0
+        if is_beside or (self.left != UNLIMITED and self.period > 1):
+            return "dropout with a window is for"  # of a block it would begin beside the diagonal
         if in_steps and (mask.alibi is not None or self.has_prefix):
             return "slopes and a prefix are for mode='gather' and"
         return ""
@@ -101,7 +105,8 @@ class Blocks:
         return None if left is None and right is None else (left, right)
 
     def cut(self, rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
-        """Without the rows at either end that see none of the keys, and without keys that none of the rows sees."""
+        """Without the rows at either end that see none of the keys, and without keys that none of the rows sees, but
+        for those of the first one's period."""
         begin, end = rows
         first, last = keys
         if self.has_prefix:  # all rows see its keys, of which a device may know the number
@@ -115,7 +120,7 @@ class Blocks:
         if self.left != UNLIMITED:
             first = max(first, begin + self.shift - self.left)
             end = min(end, last - self.shift + self.left)
-        return (begin, end), (first, last)
+        return (begin, end), (max(first // self.period * self.period, keys[0]), last)
 
     def of_documents(self, rows: Interval) -> Interval:
         """The keys of the documents that these rows lie in."""

@@ -17,17 +17,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from sdpa import sharded
+from sdpa import philox, sharded
 from sdpa.autocast import autocast_dtype, cast_call
 from sdpa.distributed.choosing import ONES, Way, rates_of, ways
 from sdpa.distributed.links import Link, links_of, rank_of
-from sdpa.distributed.modes import Heads, Keys, Mode, Part, Results, Whole, of_length
+from sdpa.distributed.modes import Heads, Keys, Mode, Part, Random, Results, Whole, of_length
 from sdpa.distributed.parts import Parts
 from sdpa.distributed.ring import Ring
 from sdpa.entry import unrecognised
 from sdpa.functional import scaled_dot_product_attention
-from sdpa.inputs import mask_of
+from sdpa.inputs import dropped, drops, mask_of
 from sdpa.mask import Mask, as_mask, is_integer, told
+from sdpa.problem import Results as Attended
 from sdpa.scalars import type_name
 from sdpa.sharded import INSIDE
 from sdpa.torch_private import TORCHS, compiler_is_imported, is_distributed
@@ -84,7 +85,7 @@ class context_parallel:
     Raises:
         ValueError: another mode for this mesh, heads that the ranks do not divide, other lengths.
         TypeError: no mesh, no parts.
-        RuntimeError: dropout, packed or paged calls, weights, masks of layers, blocks inside of blocks, checkpointing
+        RuntimeError: packed or paged calls, weights, masks of layers, blocks inside of blocks, checkpointing
             inside of the block, gradients of gradients; tensors that are not (B, heads, length, head size); a mask
             that the mode cannot take.
     """
@@ -158,8 +159,11 @@ class context_parallel:
         returns_lse, kernel = options.pop("return_lse", False), options.pop("kernel", None)
         call = Call(query, key, value, Options(attn_mask, dropout_p, is_causal, **options), None)
         part = self.part_of(call, returns_lse, kernel)
-        out, lse = self.mode_of(part)(part)
-        return (out, lse) if returns_lse else out
+        mode = self.mode_of(part)
+        if drops(call.options):
+            part = part._replace(random=Random(self.seed(part.query.device), part.query.shape[1]))
+        results = dropped(Attended(*mode(part)), dropout_p)
+        return (results.out, results.lse) if returns_lse else results.out
 
     def local(self, call: Call, returns_lse: bool, kernel: str | None) -> tuple[Part, str]:
         """What stands for a kernel's call on this rank, and the mode with its reason. Every rank has to ask."""
@@ -170,8 +174,6 @@ class context_parallel:
 
     def part_of(self, call: Call, returns_lse: bool, kernel: str | None) -> Part:
         """The call, checked as one of the whole sequence."""
-        if call.options.dropout_p:
-            raise RuntimeError("context_parallel: dropout is not supported: its bits would not be those of one device")
         if not all(isinstance(t, Tensor) and t.dim() == 4 for t in call[:3]):
             raise RuntimeError("context_parallel: expected query, key and value as (B, heads, length, head size)")
         if any(map(is_distributed, call[:3])):
@@ -197,8 +199,16 @@ class context_parallel:
                 f"queries, got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
         options: dict[str, Any] = {name: getattr(call.options, name) for name in ("scale", "softcap", "enable_gqa")}
+        options |= {"dropout_p": call.options.dropout_p} if drops(call.options) else {}
         options |= {} if kernel is None else {"kernel": kernel}
         return Part(q, k, v, mask_of(call.options), call.options.sinks, options, returns_lse, queries, keys)
+
+    def seed(self, device: torch.device) -> Tensor:
+        """Dropout's seed of a call: the one that the first rank draws."""
+        found = philox.next_seed(device).to(self.links[0].device)
+        for link in reversed(self.links):
+            found = link.ask(found)
+        return found.reshape(-1, 2)[0].to(device)
 
     def refuse(self, what: str) -> None:
         """Refuse on this rank what others may not, so that they do not wait: they are told that calls differ."""

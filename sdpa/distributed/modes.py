@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sdpa import philox
 from sdpa.distributed.blocks import Block, Blocks
 from sdpa.distributed.links import Cut, Link, Pieces, Tied, joined, pieces_of, row_by_row, rows_of, shapes_of
 from sdpa.distributed.parts import Interval, Intervals, Parts, common, merged, places
@@ -25,6 +26,18 @@ MESSAGE = 32 << 20  # bytes of keys and values that are worth a message of their
 HEAD_DIMENSIONS = {"alibi": -1, "allowed": -3, "bias": -3}  # of the fields of a mask
 
 
+class Random(NamedTuple):
+    """Dropout's numbers: those that one call of all heads, queries and keys would draw."""
+
+    seed: Tensor  # (2,), the same on every rank
+    heads: int  # of queries, all of them
+    head: int = 0  # the first of a part
+
+    def of_block(self, row: int = 0, key: int = 0) -> Tensor:
+        """The rng of a kernel's call, by its first query and its first key."""
+        return philox.of_part(self.seed, self.heads, self.head, row, key)
+
+
 class Part(NamedTuple):
     """A call of this rank's part of a sequence."""
 
@@ -33,10 +46,18 @@ class Part(NamedTuple):
     value: Tensor
     mask: Mask  # of the whole sequence
     sinks: Tensor | None
-    options: dict[str, Any]  # scale, enable_gqa, softcap and kernel, where they are given
+    options: dict[str, Any]  # scale, enable_gqa, softcap, dropout_p and kernel, where they are given
     returns_lse: bool
     queries: Parts
     keys: Parts
+    random: Random | None = None
+    begins: tuple[int, int] = (0, 0)  # the first query and the first key of a block
+
+    def of_heads(self, first: int, heads: int) -> Part:
+        """Of some query heads, which `query`, `key` and `value` are already of, mask, sinks and dropout's numbers."""
+        mask, sinks = of_heads(self, (first, first + heads))
+        random = self.random and self.random._replace(head=self.random.head + first)
+        return self._replace(mask=mask, sinks=sinks, random=random)
 
 
 Taken = Callable[[], Pieces[Tensor]]  # waits for them
@@ -58,9 +79,13 @@ class Whole:
     """A call that has the whole sequence."""
 
     def __call__(self, part: Part) -> Results:
-        found: Any = scaled_dot_product_attention(
-            *part[:3], without_fields(part.mask), sinks=part.sinks, return_lse=part.returns_lse, **part.options
-        )
+        given = philox.GIVEN.set(part.random and part.random.of_block(*part.begins))
+        try:
+            found: Any = scaled_dot_product_attention(
+                *part[:3], without_fields(part.mask), sinks=part.sinks, return_lse=part.returns_lse, **part.options
+            )
+        finally:
+            philox.GIVEN.reset(given)
         return (found[0], found[1]) if part.returns_lse else (found, None)
 
     def local(self, part: Part) -> Part:
@@ -124,10 +149,10 @@ class Heads:
         """The call of the whole sequence by some of this rank's heads."""
         q, k, v = tensors
         share = part.query.shape[1] // part.key.shape[1]
-        first = self.link.rank * (part.query.shape[1] // self.link.ranks)
-        heads = first + group[0] * share, first + group[1] * share
-        sequences = self.together(part.queries), self.together(part.keys)
-        return Part(q, k, v, *of_heads(part, heads), part.options, part.returns_lse, *sequences)
+        first = self.link.rank * (part.query.shape[1] // self.link.ranks) + group[0] * share
+        found = part.of_heads(first, (group[1] - group[0]) * share)
+        queries, keys = self.together(part.queries), self.together(part.keys)
+        return found._replace(query=q, key=k, value=v, queries=queries, keys=keys)
 
     def together(self, parts: Parts) -> Parts:
         """What is held after the exchange, by the ranks that compute the same heads."""
@@ -172,10 +197,8 @@ def parts_of_heads(part: Part) -> list[Part]:
         return [part]
     share, found = part.query.shape[1] // part.key.shape[1], []
     for begin, end in groups:
-        heads = begin * share, end * share
-        mask, sinks = of_heads(part, heads)
-        q, (k, v) = part.query[:, slice(*heads)], (t[:, begin:end] for t in part[1:3])
-        found.append(part._replace(query=q, key=k, value=v, mask=mask, sinks=sinks))
+        q, (k, v) = part.query[:, begin * share : end * share], (t[:, begin:end] for t in part[1:3])
+        found.append(part.of_heads(begin * share, (end - begin) * share)._replace(query=q, key=k, value=v))
     return found
 
 
@@ -268,7 +291,9 @@ class Keys:
         ((first, last),) = places((block.keys,), held)
         begin, end = (at - rows[0] for at in block.rows)
         k, v = k[:, :, first:last], v[:, :, first:last]
-        found = [self.attend(part._replace(query=q[:, :, begin:end], key=k, value=v, mask=block.mask))]
+        begins = block.rows[0], block.keys[0]
+        own = part._replace(query=q[:, :, begin:end], key=k, value=v, mask=block.mask, begins=begins)
+        found = [self.attend(own)]
         before = [unseen(part, q[:, :, :begin], v)] if begin else []
         after = [unseen(part, q[:, :, end:], v)] if end < q.shape[2] else []
         return [*before, *found, *after]
@@ -305,7 +330,16 @@ def of_length(tensor: Tensor, parts: Parts) -> Tensor:
 
 
 def blocks_of(part: Part, in_steps: bool = False) -> Blocks:
-    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps)
+    """Raises RuntimeError for what is no mask of a block, and for dropout where a part begins inside of the rows or
+    the keys that one call of Philox serves."""
+    period = philox.PERIOD if part.options.get("dropout_p") else 1
+    begins = (begin for parts in (part.queries, part.keys) for own in parts.intervals for begin, _ in own)
+    if any(begin % period for begin in begins):
+        raise RuntimeError(
+            f"context_parallel: dropout, where parts begin elsewhere than at multiples of {period}, is for "
+            "mode='ulysses'"
+        )
+    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps, period)
 
 
 def needed(blocks: Blocks, part: Part) -> list[Intervals]:

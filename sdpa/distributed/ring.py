@@ -59,7 +59,7 @@ class Steps:
     def __init__(self, link: Link, part: Part) -> None:
         self.link, self.setting = link, request_text(part.options.get("kernel"))
         options = {name: value for name, value in part.options.items() if name != "kernel"}
-        self.options = Options(None, **options)
+        self.options, self.random = Options(None, **options), part.random
         self.blocks = blocks_of(part, in_steps=True)
         self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
         self.rows = part.queries.intervals[link.rank]
@@ -132,7 +132,11 @@ class Steps:
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, block: Block, bias: Tensor | None) -> AttentionInputs:
         mask = block.mask if bias is None else block.mask.replace(bias=of_block(bias, block))
-        return build_inputs(q, k, v, self.options._replace(attn_mask=mask))
+        found = build_inputs(q, k, v, self.options._replace(attn_mask=mask))
+        if self.random is None:
+            return found
+        rng = self.random.of_block(block.rows[0], block.keys[0])
+        return found._replace(dropout_p=float(self.options.dropout_p), rng=rng)
 
 
 class RingAttention(torch.autograd.Function):

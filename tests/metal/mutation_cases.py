@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from metal import emulator
 
+import helpers
 from sdpa import Mask
 from sdpa.dispatch.catalog import by_name
 from sdpa.inputs import Options, build_inputs
@@ -405,6 +406,7 @@ CASES = [
     ),
     Checked("sinks", BACKWARD, dense(**SIZES, sinks=True, mask="both_lengths")),
     Checked("dropout", BACKWARD, dense(**SIZES, dropout_p=0.4)),
+    Checked("dropout of a part", BACKWARD, given(lambda: helpers.of_part(make_inputs(Case(**SIZES, dropout_p=0.4))))),
     Checked("drawn probability", BACKWARD, given(drawn_probability)),
     Checked("window of late keys", BACKWARD, dense(**{**SIZES, "M": 93, "N": 40}, mask="window_bottom_right")),
     Checked("alibi, late", BACKWARD, given(apart(Mask(causal=True, align="bottom_right", alibi=SLOPES)))),

@@ -114,7 +114,7 @@ CUTE_DEVICE void exponentiate_biased(Scores& scores, uint32_t first, float const
 template <class C, class Step>
 CUTE_DEVICE Dropped find_dropped(BackwardParams const& p, Step const& step, int key0, int thread) {
   if constexpr (C::DROPOUT)
-    return find_dropped<C::BLOCK_M>(Philox(p.rng), p, step.stream, step.m * C::BLOCK_M, key0, thread);
+    return find_dropped<C::BLOCK_M>(Philox(p), p, step.stream, step.m * C::BLOCK_M, key0, thread);
   else
     return {};
 }

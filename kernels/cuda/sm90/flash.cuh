@@ -300,9 +300,8 @@ CUTE_DEVICE void consume(typename C::Params const& p, SharedStorage<C>& s, TileS
     Blocks const loaded = mask.blocks(at.block * C::BLOCK_M, cute::min(p.M, (at.block + 1) * C::BLOCK_M));
     Blocks const own = mask.blocks_of_consumer(loaded, row0, p.M);
     int n = loaded.end - 1;
-    auto const drop_weights = [&, stream = at.batch * p.H + at.head] {
-      if constexpr (C::DROPOUT)
-        drop(score_rows, Philox(p.rng, std::true_type{}), p, stream, row0, mask.key_of(n), thread);
+    auto const drop_weights = [&, stream = C::DROPOUT ? stream_of(p, at.batch, at.head) : 0] {
+      if constexpr (C::DROPOUT) drop(score_rows, Philox(p, std::true_type{}), p, stream, row0, mask.key_of(n), thread);
     };
     Softmax softmax(p.scale * float(M_LOG2E));
     if (C::PACKED && p.sinks) softmax.add_sink(p.sinks[at.head] / p.scale, thread % 4 == 0);

@@ -152,7 +152,7 @@ struct BackwardProducer {
         int const block = first_block_of<C>(p, w.batch, head) + m;
         auto volatile& rows = *const_cast<RowsOfStep volatile*>(&s.steps[q_state.count % (2 * C::STAGES)]);
         rows.m = m, rows.block = block, rows.flags = flags_of(mask, m, w.block);
-        if (C::DROPOUT) rows.stream = w.batch * p.H + head;
+        if (C::DROPOUT) rows.stream = stream_of(p, w.batch, head);
         load(tma_q, tQ(_, _, _, m, head), sQ(_, _, _, i), p.base2 + int64_t(block) * C::BLOCK_M, s.base2[i],
              s.q_full[i]);
         q_state.advance();
