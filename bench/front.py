@@ -68,7 +68,7 @@ def table() -> str:
         f"![{ALT}](docs/pictures/speed.svg)\n",
         "How many times as fast, as a geometric mean over the problems of a suite, in brackets the worst of them. "
         "Of each\nproblem the last run counts:\n",
-        "| | dtypes | beside torch's fused backends | beside another peer, too |",
+        "| | dtypes | beside torch | beside another peer, too |",
         "|---|---|---|---|",
         *(
             f"| {title(what, part)} | {dtypes_of(part)} | {part.told('torch_ratio')} | {beside(part)} |"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sdpa.bench.examples import EXAMPLES
 from sdpa.bench.inserted import Inserted
-from sdpa.bench.last_runs import last_rows
+from sdpa.bench.last_runs import OF_SMALL_CALLS, last_rows
 from sdpa.bench.pictures import PEERS, RESULTS, ROOT
 from sdpa.bench.race import direction_of
 from sdpa.bench.race_pages import PAGES
@@ -17,7 +17,6 @@ from sdpa.bench.record import Record
 
 GUIDE, MODULE = ROOT / "docs" / "guide", "sdpa.bench.guide_tables"
 NOTED = 0.97  # of the best peer's speed: what is between it and 1 is as much as runs differ by
-OF_SMALL_CALLS = ("overhead", "gpu-overhead")  # suites in which only the way to the kernel costs
 TIMED_ON = "amd_zen4_examples.json"
 
 

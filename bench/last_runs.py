@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 
 from sdpa.bench.peers import TORCH_PEERS
-from sdpa.bench.performance_page import threads_of
 from sdpa.bench.pictures import PEERS, RESULTS
 from sdpa.bench.race import Section, Source, direction_of, read_source, sections_of
 from sdpa.bench.race_pages import PAGES
-from sdpa.bench.record import Record, header_lines, unpaired
+from sdpa.bench.record import Record, Run, header_lines, unpaired
 
 DEVICES = {
     "nvidia_h200": "H200", "nvidia_h100": "H100", "amd_zen5": "Zen 5", "amd_zen4": "Zen 4",
     "intel_sapphire_rapids": "Sapphire Rapids",
 }  # fmt: skip
+
+
+OF_SMALL_CALLS = ("overhead", "gpu-overhead")  # suites in which only the way to the kernel costs
 
 
 def last_rows(name: str, column: str = "ratio") -> Iterator[tuple[str, Record]]:
@@ -51,6 +54,12 @@ def sections(name: str) -> tuple[Section, ...]:
 
 def device_of(name: str, section: Section) -> str:
     return ", ".join([DEVICES[name], *threads_of(section.run)])
+
+
+def threads_of(run: Run) -> list[str]:
+    """As "1 thread": an older run has it in its command alone, and one on a GPU nowhere."""
+    told = re.search(r"\bthreads (\d+)", f"{run.conditions} {run.command}")
+    return [f"{told[1]} thread{'s' * (told[1] != '1')}"] if told else []
 
 
 def others_of(rows: list[Record]) -> list[str]:

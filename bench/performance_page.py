@@ -4,16 +4,16 @@ bench/results/."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from sdpa.bench.contest import DEFAULT
+from sdpa.bench.last_runs import DEVICES, OF_SMALL_CALLS, last_rows, threads_of
 from sdpa.bench.performance_charts import CHARTS, of_training
 from sdpa.bench.pictures import FOLDER, Panel, picture
 from sdpa.bench.race import Standing, ratios, read_source, sections_of, standings_of
 from sdpa.bench.race_pages import PAGES, RESULTS, ROOT
-from sdpa.bench.record import Run, geomean
+from sdpa.bench.record import geomean
 
 PAGE = ROOT / "docs" / "performance.md"
 PREFIX = "performance_"  # of the charts' files
@@ -64,7 +64,8 @@ def panels(name: str) -> dict[str, Panel]:
         found[chart.name] = panel._replace(title=", ".join([panel.title, *threads_of(chart.rows.run())]))
     if ratios := {model: theirs / ours for model, theirs, ours in model_times(name)}:
         found["models"] = of_training(ratios)
-    return {f"{PREFIX}{name}_{chart}.svg": panel for chart, panel in found.items()}
+    named = {chart: panel._replace(title=f"{DEVICES[name]}, {panel.title}") for chart, panel in found.items()}
+    return {f"{PREFIX}{name}_{chart}.svg": panel for chart, panel in named.items()}
 
 
 def shown(file: str, panel: Panel) -> str:
@@ -88,12 +89,6 @@ def row(standing: Standing) -> str:
     cells = [section.suite, standing.part.direction, ours, str(len(found)), *figures, torch]
     measured = ", ".join([section.run.date[:10], *threads_of(section.run)])
     return f"| {' | '.join([*cells, ', '.join(standing.part.peers), measured])} |"
-
-
-def threads_of(run: Run) -> list[str]:
-    """As "1 thread": an older run has it in its command alone, and one on a GPU nowhere."""
-    told = re.search(r"\bthreads (\d+)", f"{run.conditions} {run.command}")
-    return [f"{told[1]} thread{'s' * (told[1] != '1')}"] if told else []
 
 
 def models(name: str) -> Iterator[str]:
@@ -124,18 +119,16 @@ def model_times(name: str) -> Iterator[tuple[str, float, float]]:
 
 def small_calls(name: str) -> Iterator[str]:
     """Calls so small that only the way to the kernel costs."""
-    told = contents(f"{name}_overhead.json")
-    if not told:
+    rows = [row for _, row in last_rows(name) if row["suite"] in OF_SMALL_CALLS]
+    if not rows:
         return
-    found = ratios(told["rows"])
-    when, mean = told["date"][:10], geomean(found)
-    yield f"Small calls in us, {when} (`{RESULTS}/{name}_overhead.json`): geomean {mean:.3f}.\n"
-    yield "| call | best peer | ours | ratio |"
-    yield "|---|---|---|---|"
-    for one in told["rows"]:
-        if one["ratio"]:
-            ours, ratio = 1e3 * float(one["ms"]), float(one["ratio"])
-            yield f"| {one['problem']} | {one['best_peer']} {ours * ratio:.1f} | {ours:.1f} | {ratio:.2f} |"
+    yield f"Small calls in us, by the last run of each: geomean {geomean(ratios(rows)):.3f}.\n"
+    yield "| call | best peer | ours | ratio | measured |"
+    yield "|---|---|---|---|---|"
+    for one in rows:
+        ours, ratio = 1e3 * float(one["ms"]), float(one["ratio"])
+        times = f"{one['best_peer']} {ours * ratio:.1f} | {ours:.1f} | {ratio:.2f}"
+        yield f"| {one['problem']} | {times} | {one['date'][:10]} |"
     yield ""
 
 

@@ -10,15 +10,15 @@ from sdpa.dispatch.device import Device, slug
 
 
 def is_named(name: str) -> bool:
-    """Whether a device's name names a card, as "cuda:H200" does and "cuda:0" does not."""
+    """Whether a device's name names a card, as "cuda:H200" does, and "cuda:0" and "cuda:-1" do not."""
     kind, _, index = name.partition(":")
-    return kind == "cuda" and bool(index) and not index.isdigit()
+    return kind == "cuda" and bool(index) and not index.removeprefix("-").isdigit()
 
 
 def card_named(name: str) -> Device:
-    """The card of "cuda:H200", by a part of its table's name. Raises ValueError with those there are."""
+    """The card of "cuda:H200", by whole words of its table's name. Raises ValueError with those there are."""
     wanted, known = slug(name.partition(":")[2]), cards()
-    found = [card for table, card in known.items() if wanted and wanted in table]
+    found = [card for table, card in known.items() if f"_{wanted}_" in f"_{table}_"]
     if len(found) == 1:
         return found[0]
     raise ValueError(

@@ -32,7 +32,7 @@ import tempfile
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple, TypeGuard
 
 import yaml
@@ -44,6 +44,8 @@ from sdpa.problem import Tile
 SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent.parent / "tuning_tables"
 HEADER = {"schema": int, "device": str, "date": object, "versions": dict, "command": str, "entries": list}
+# How a message names these types.
+NOUNS = {int: "an integer", str: "a str", object: "a date", dict: "a dict", list: "a list"}
 TEXTS = ("direction", "dtype", "mask")
 SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 BESIDE = frozenset({"dropout", "softcap", "sinks"})  # features of a problem that decide which kernels are able
@@ -112,6 +114,14 @@ def folders() -> list[Path]:
     return [SHIPPED] if own is None else [own, SHIPPED]
 
 
+def is_no_folder(path: Path) -> bool:
+    """Whether a file stands where a folder of tables should be."""
+    try:
+        return not S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        return isinstance(error, NotADirectoryError)  # the file stands further up
+
+
 def stamp_of(path: Path) -> tuple[int, ...] | None:
     """What tells one state of a file from another, or None where there is no such file. A folder that this user may not
     search has none."""
@@ -165,7 +175,7 @@ def parse(path: str, data: object) -> Table:
     for key, kind in HEADER.items():
         value = data.get(key)
         if not isinstance(value, kind) or value is None or isinstance(value, bool):
-            raise ValueError(f"expected '{key}' to be a {kind.__name__}, got {data.get(key)!r}")
+            raise ValueError(f"expected '{key}' to be {NOUNS[kind]}, got {data.get(key)!r}")
     if data["schema"] != SCHEMA:
         raise ValueError(f"expected schema {SCHEMA}, got {data['schema']}")
     if data["device"] != Path(path).stem:

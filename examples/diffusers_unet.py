@@ -8,10 +8,16 @@ Weights are random, so nothing is downloaded; of a real pipeline accelerate `pip
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
-from diffusers import DDIMScheduler, UNet2DConditionModel
+
+try:
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+except ModuleNotFoundError:
+    print("this example needs diffusers: pip install diffusers", file=sys.stderr)
+    sys.exit(2)
 
 import sdpa
 import sdpa.integrations.diffusers

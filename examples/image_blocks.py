@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 
 import torch
-from diffusers import SD3Transformer2DModel
 from timing import fastest, table
+
+try:
+    from diffusers import SD3Transformer2DModel
+except ModuleNotFoundError:
+    print("this example needs diffusers: pip install diffusers", file=sys.stderr)
+    sys.exit(2)
 
 import sdpa
 import sdpa.integrations.diffusers

@@ -24,7 +24,9 @@ def main() -> None:
     try:
         import timm
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision that was built for another torch
-        sys.exit(f"this example needs timm and a torchvision built for torch {torch.__version__}: {error}")
+        needed = f"timm and a torchvision built for torch {torch.__version__}"
+        print(f"this example needs {needed}: pip install timm torchvision ({error})", file=sys.stderr)
+        sys.exit(2)
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10).eval()
     images, logits = torch.randn(4, 3, 224, 224), {}

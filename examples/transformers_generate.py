@@ -9,10 +9,16 @@ Weights are random, so nothing is downloaded; with a real model give `from_pretr
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+
+try:
+    from transformers import AutoModelForCausalLM, MistralConfig
+except ModuleNotFoundError:
+    print("this example needs transformers: pip install transformers", file=sys.stderr)
+    sys.exit(2)
 
 import sdpa
 import sdpa.integrations.transformers  # registers the name below

@@ -123,7 +123,7 @@ def check_mask_argument(options: Options, query: Tensor) -> Tensor | Mask | None
     if not isinstance(given, Tensor):
         raise TypeError(f"attn_mask must be a Tensor, a sdpa.Mask or None, but got {type_name(given)}")
     check_strided("attn_mask", given)
-    check_mask_dtype(given, query)
+    check_mask_dtype("attn_mask", given, query)
     return given
 
 
@@ -137,7 +137,7 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
                 f"Expected {name} to be on the query's device {query.device}, but got {tensor.device} instead."
             )
     if isinstance(mask, Tensor):
-        return check_broadcast(mask, sizes)
+        return check_broadcast("attn_mask", mask, sizes)
     B, H = sizes.B, sizes.H
     check_segments(mask, sizes)
     for name, lengths in (("lengths", mask.lengths), ("query_lengths", mask.query_lengths)):
@@ -148,10 +148,10 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
     if mask.alibi is not None:
         check_alibi(mask.alibi, B, H)
     if mask.allowed is not None:
-        check_broadcast(mask.allowed, sizes)
+        check_broadcast("Mask.allowed", mask.allowed, sizes)
     if mask.bias is not None:
-        check_mask_dtype(mask.bias, query)
-        check_broadcast(mask.bias, sizes)
+        check_mask_dtype("Mask.bias", mask.bias, query)
+        check_broadcast("Mask.bias", mask.bias, sizes)
     return None
 
 
@@ -199,16 +199,13 @@ def check_alibi(slopes: Tensor, B: int, H: int) -> None:
         )
 
 
-def check_broadcast(mask: Tensor, sizes: Sizes) -> None:
+def check_broadcast(name: str, mask: Tensor, sizes: Sizes) -> None:
     """A dense mask broadcasts to (..., H, M, N)."""
     full, given = (*sizes.lead, sizes.H, sizes.M, sizes.N), tuple(mask.shape)
     own = (1,) * (4 - len(given)) + given
     own = (1,) * (len(full) - len(own)) + own
     if len(own) != len(full) or any(s not in (1, f) for s, f in zip(own, full, strict=True)):
-        raise RuntimeError(
-            f"attn_mask of shape {given} does not broadcast to (..., H, M, N) = {full}: "
-            "output with shape of the scores doesn't match the broadcast shape"
-        )
+        raise RuntimeError(f"{name} of shape {given} does not broadcast to (..., H, M, N) = {full}")
 
 
 def check_sinks(sinks: object, query: Tensor, H: int) -> None:
@@ -292,10 +289,15 @@ def check_numbers(dropout_p: float, scale: object, softcap: Any) -> None:
         raise TypeError(f"scale must be a number or a 0-dimensional tensor, but got {type_name(scale)}")
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         raise TypeError("scale must be a number, or a tensor without requires_grad: multiply the query by one with it")
+    if softcap is None:
+        return
+    told = "softcap must be None or a finite number >= 0 (0 means none), but got"
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if not number:
+        raise TypeError(f"{told} {shown(softcap)}")
     huge = isinstance(softcap, int) and softcap > sys.float_info.max
-    if softcap is not None and (huge or not (number and 0 <= softcap < math.inf)):
-        raise RuntimeError(f"softcap must be None or a finite number >= 0 (0 means none), but got {shown(softcap)}")
+    if huge or not 0 <= softcap < math.inf:
+        raise RuntimeError(f"{told} {shown(softcap)}")
 
 
 def check_flag(name: str, value: object, function: str) -> None:
@@ -333,10 +335,10 @@ def check_heads(H: int, heads_k: int, heads_v: int, enable_gqa: bool, names: tup
         )
 
 
-def check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+def check_mask_dtype(name: str, mask: Tensor, query: Tensor) -> None:
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
-            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"Expected {name} dtype to be bool or float or to match query dtype, but got {name}.dtype: "
             f"{dtype_name(mask.dtype)} and  query.dtype: {dtype_name(query.dtype)} instead."
         )
 

@@ -114,6 +114,15 @@ def test_info_of_a_device_without_a_table(user):
     assert {text for path, text in found.items() if path.endswith(".yaml")} == {"not there"}
 
 
+@pytest.mark.parametrize("below", ["", "tables"])
+def test_info_of_a_folder_that_is_none(below, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / below
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(folder))
+    found = json.loads(call("info", "--json"))["tuning tables"]
+    assert found[str(folder / f"{device_of('cpu').names[0]}.yaml")] == f"not there: {folder} is not a folder"
+
+
 def test_info_of_a_table_that_needs_no_entry(user):
     name = device_of("cpu").names[0]
     head = {"schema": 1, "device": name, "date": "2026-01-01", "versions": {}, "command": "sdpa tune", "entries": []}
@@ -198,7 +207,14 @@ def test_explain_a_kernel_that_cannot():
         (("--shape", "1,8,4,4,8", "--kernel", "flsh"), "unknown kernel or backend 'flsh'; known families: flash"),
         (("--shape", "1,8,4,4,8", "--device", "gpu"), "expected a device such as cpu or cuda:0, got 'gpu'"),
         (("--shape", "1,8,4,4,8", "--dtype", "int8"), "'int8' is not one of"),
-        (("--shape", "1,8,4,4,8", "--window", "-3,0"), "expected L,R as 2 integers >= 0 or 'none', got '-3,0'"),
+        (
+            ("--shape", "1,8,4,4,8", "--window", "-3,0"),
+            "expected L,R, each an integer >= 0 or 'none', as 128,0 or 3,none, got '-3,0'",
+        ),
+        (
+            ("--shape", "1,8,4,4,8", "--window", "none"),
+            "each an integer >= 0 or 'none', as 128,0 or 3,none, got 'none'",
+        ),
         (("--shape", "1,8,64,64," + 23 * "9"), "expected B,H,M,N,D as integers up to 1099511627776, got '1,8,64"),
         ((), "Missing option '--shape'. For example: --shape 1,32,4096,4096,128"),
         (("--device", "mps"), "Missing option '--shape'. For example: --shape 1,32,4096,4096,128"),

@@ -73,7 +73,6 @@ DENSE = {
     "window": (("--window", "3,2"), {"attn_mask": Mask(window=(3, 2))}),
     "wide window": (("--window", "99,none", "--causal"), {"attn_mask": Mask(window=(99, None), causal=True)}),
     "return_lse": (("--return-lse",), {"return_lse": True}),
-    "return_lse backward": (("--return-lse", "--backward"), {"return_lse": True, "direction": "backward"}),
     "learned bias": (
         ("--mask", "bias", "--learned-bias", "--backward"),
         {"attn_mask": BIAS.clone().requires_grad_(), "direction": "backward"},
@@ -170,10 +169,34 @@ def test_reasons_without_torchs_words():
         (("--paged", "--mask", "lengths"), "--paged takes --mask none, causal, prefix, alibi, got lengths"),
         (("--paged", "--backward"), "--paged has a forward alone"),
         (("--packed", "--weights"), "--packed has no --weights"),
+        (("--training", "--backward"), "expected --backward or --training, got both"),
+        (("--return-lse", "--backward"), "expected --backward or --return-lse, got both"),
+        (("--training", "--weights"), "expected --weights or --training, got both"),
+        (("--mask", "none", "--mask", "causal"), "--mask none stands alone, got causal beside it"),
+        (("--mask", "bias", "--mask", "none", "--causal"), "--mask none stands alone, got bias, causal beside it"),
+        (
+            ("--align", "bottom_right"),
+            "--align bottom_right needs a diagonal: --window or --mask causal, prefix, alibi",
+        ),
+        (("--align", "bottom_right", "--mask", "lengths"), "--align bottom_right needs a diagonal"),
+        (("--device", "meta"), "expected a device such as cpu or cuda:0, got 'meta': it computes nothing"),
+        (("--device", "cuda:-1"), "expected a device such as cpu or cuda:0, got 'cuda:-1'"),
+        (("--device", "cuda:gb"), "one of nvidia_h100_80gb_hbm3, nvidia_h200, got 'cuda:gb'"),
+        (("--device", "cuda:hbm"), "one of nvidia_h100_80gb_hbm3, nvidia_h200, got 'cuda:hbm'"),
     ],
 )
 def test_it_complains_in_one_sentence(arguments, said):
     assert said in complaint(*SHAPE, *arguments)
+
+
+@pytest.mark.parametrize("words", [("--window", "3,2"), ("--mask", "prefix"), ("--mask", "alibi"), ("--causal",)])
+def test_a_diagonal_may_be_aligned(words):
+    assert "bottom_right" in asked_by(*SHAPE, "--align", "bottom_right", *words)["features"]
+
+
+@pytest.mark.parametrize("name", ["h100", "H100", "NVIDIA H100 80GB HBM3", "nvidia_h100_80gb_hbm3"])
+def test_a_card_is_named_by_whole_words(name):
+    assert "for nvidia_h100_80gb_hbm3, which was named" in call(*SHAPE, "--device", f"cuda:{name}")
 
 
 WITHOUT_MPS = pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has one of Apple's GPUs")

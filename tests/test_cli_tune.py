@@ -62,7 +62,9 @@ def test_a_folder_that_nothing_can_be_written_to(tiny_grid, tmp_path, monkeypatc
     monkeypatch.setattr(tuner, "measure", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "tables"
-    assert f"cannot write a table to {folder}: Not a directory" in complaint("tune", "--out", str(folder), code=1)
+    assert f"cannot write a table to {folder}: it is not a folder" in complaint("tune", "--out", str(folder), code=1)
+    monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path / "file"))
+    assert f"cannot write a table to {tmp_path / 'file'}: it is not a folder" in complaint("tune", code=1)
 
 
 def test_of_two_at_once_the_second_says_so(tiny_grid, tmp_path):

@@ -49,6 +49,37 @@ def test_a_row_in_parts_learns_as_a_whole_one():
     assert found and float(found[1]) < 1e-5, done.stdout
 
 
+# Examples that need a package beside torch.
+PACKAGES = {
+    "image_blocks.py": "diffusers",
+    "diffusers_unet.py": "diffusers",
+    "transformers_generate.py": "transformers",
+    "timm_vit.py": "timm",
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_without_its_package_one_sentence(name):
+    package, path = PACKAGES[name], EXAMPLES / name
+    done = without(package, f"sys.path[0] = {str(EXAMPLES)!r}; runpy.run_path({str(path)!r}, run_name='__main__')")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"this example needs {package}") and f"pip install {package}" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["diffusers", "transformers"])
+def test_an_integration_without_its_package(package):
+    done = without(package, f"import sdpa.integrations.{package}")
+    assert done.stderr.count("Traceback") == 1
+    told = f"ModuleNotFoundError: sdpa.integrations.{package} needs {package}: pip install {package}"
+    assert done.stderr.splitlines()[-1] == told
+
+
+def without(package, code):
+    """`code` in a process where `package` cannot be imported."""
+    blocked = f"import runpy, sys; sys.modules[{package!r}] = None; {code}"
+    return subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("name", ["long_context.py", "tensor_parallel.py"])
 def test_what_wants_torchrun_says_so(name):
     alone = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}

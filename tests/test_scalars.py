@@ -123,7 +123,7 @@ REFUSED = {
     ),
     "softcap": (
         lambda: attention(*qkv(), softcap=torch.ones(99, 99)),
-        RuntimeError,
+        TypeError,
         "softcap must be None or a finite number >= 0 (0 means none), but got a Tensor of shape (99, 99)",
     ),
     "attn_mask": (

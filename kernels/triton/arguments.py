@@ -418,5 +418,5 @@ def dense_of(mask: Tensor, described: bool) -> DenseStrides:
 def dropout_of(inputs: AttentionInputs) -> Dropout | None:
     if inputs.rng is None:
         return None
-    part = FLAG if philox.is_of_part(inputs.rng) else None
-    return Dropout(inputs.rng, part, philox.threshold(inputs.dropout_p), philox.kept_factor(inputs.dropout_p))
+    whole = 0 if philox.is_of_part(inputs.rng) else 1
+    return Dropout(inputs.rng, whole, philox.threshold(inputs.dropout_p), philox.kept_factor(inputs.dropout_p))

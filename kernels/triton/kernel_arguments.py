@@ -117,7 +117,7 @@ class Dropout(NamedTuple):
     """Dropout by Philox. A pair is kept where its random number of 16 bits is at least the threshold."""
 
     rng: Tensor  # (2,) int64: key and offset; (4,) of a part of a call (sdpa.philox.of_part)
-    part: int | None  # flag: it is of a part
+    whole: int  # 1, for which a kernel is compiled alone; 0 of a part
     threshold: int
     inverse_keep: float
 

@@ -251,7 +251,7 @@ def tanh(x):
 def stream_of(dropout, batch, head, H):
     """The number of a head's stream of random numbers: of a part of a call among all heads of the call."""
     heads, first = H, 0
-    if dropout.part is not None:
+    if dropout.whole != 1:
         part = tl.load(dropout.rng + 2)
         heads, first = (part >> WORD_BITS).to(tl.int32), part.to(tl.int32)
     return batch * heads + first + head
@@ -268,7 +268,7 @@ def dropout_keep(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: 
     tl.static_assert(BLOCK_N % 16 == 0)
     key = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
-    if dropout.part is not None:
+    if dropout.whole != 1:
         first = tl.load(dropout.rng + 3)
         rows += (first >> WORD_BITS).to(tl.int32)
         column += first.to(tl.int32)

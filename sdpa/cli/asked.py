@@ -34,6 +34,8 @@ LENGTHS = frozenset({"k_lengths", "q_lengths"})
 # Masks that calls of packed documents and of pages take.
 PACKED_MASKS = ("none", "causal", "lengths", "both-lengths", "prefix", "alibi")
 PAGED_MASKS = ("none", "causal", "prefix", "alibi")
+# Masks that have a diagonal.
+DIAGONAL_MASKS = ("causal", "prefix", "alibi")
 
 
 class Sizes(click.ParamType):
@@ -55,9 +57,9 @@ class Sizes(click.ParamType):
             sizes = ()
         given = [size for size in sizes if size is not None]
         if len(sizes) != wanted or any(size < self.lowest for size in given):
-            none = " or 'none'" if self.optional else ""
-            told = f"expected {self.names} as {wanted} integers >= {self.lowest}{none}, got {value!r}"
-            self.fail(told, param, ctx)
+            every = f", each an integer >= {self.lowest} or 'none', as 128,0 or 3,none"
+            form = every if self.optional else f" as {wanted} integers >= {self.lowest}"
+            self.fail(f"expected {self.names}{form}, got {value!r}", param, ctx)
         if any(size > LARGEST_SIZE for size in given):
             self.fail(f"expected {self.names} as integers up to {LARGEST_SIZE}, got {value!r}", param, ctx)
         return sizes
@@ -137,6 +139,9 @@ def refuse(asked: Asked) -> None:
     H = asked.shape[1]
     if asked.backward and asked.weights:
         raise click.UsageError("expected --backward or --weights, got both")
+    for option, given in (("--training", asked.training), ("--return-lse", asked.return_lse)):
+        if given and asked.direction != "forward":
+            raise click.UsageError(f"expected --{asked.direction} or {option}, got both")
     if asked.packed and asked.paged:
         raise click.UsageError("expected --packed or --paged, got both")
     if H % (asked.kv_heads or H):
@@ -152,7 +157,17 @@ def refuse(asked: Asked) -> None:
         if mask not in taken:
             option = "--paged" if asked.paged else "--packed"
             raise click.UsageError(f"{option} takes --mask {', '.join(taken)}, got {mask}")
+    refuse_masks(asked)
     refuse_device(asked)
+
+
+def refuse_masks(asked: Asked) -> None:
+    names = dict.fromkeys((*asked.masks, "causal") if asked.causal else asked.masks)
+    if "none" in names and len(names) > 1:
+        others = ", ".join(name for name in names if name != "none")
+        raise click.UsageError(f"--mask none stands alone, got {others} beside it")
+    if asked.align == "bottom_right" and not asked.window and not any(name in DIAGONAL_MASKS for name in names):
+        raise click.UsageError(f"--align bottom_right needs a diagonal: --window or --mask {', '.join(DIAGONAL_MASKS)}")
 
 
 def refuse_device(asked: Asked) -> None:

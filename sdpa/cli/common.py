@@ -124,18 +124,22 @@ def require_device(name: str) -> str:
     """The device's name, if this machine has it. Raises UsageError in one sentence."""
     require_name(name)
     kind = name.partition(":")[0]
-    absent = apple.absence() if kind == "mps" else "it computes nothing" if kind == "meta" else absence(name)
+    absent = apple.absence() if kind == "mps" else absence(name)
     if absent is not None:
         raise click.UsageError(f"expected a device of this machine, got {name!r}: {absent}")
     return name
 
 
 def require_name(device: str) -> None:
-    """A name that torch knows, whether or not such a device is here. Raises UsageError in one sentence."""
+    """A name that torch knows of what computes, whether or not such a device is here. Raises UsageError in one
+    sentence."""
+    told = f"expected a device such as cpu or cuda:0, got {device!r}"
     try:
-        torch.device(device)
+        kind = torch.device(device).type
     except RuntimeError:  # which lists what no machine has: ideep, fpga, ve
-        raise click.UsageError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
+        raise click.UsageError(told) from None
+    if kind == "meta":
+        raise click.UsageError(f"{told}: it computes nothing")
 
 
 def absence(device: str) -> str | None:

@@ -66,8 +66,9 @@ def is_negative(word: str) -> bool:
     "--align", type=click.Choice(ALIGNMENTS), default=ALIGNMENTS[0], show_default=True, help="Of the diagonal."
 )
 @click.option(
-    "--window", type=Sizes("L,R", 0, optional=True), metavar="L,R", help="Keys seen on each side; 'none' for all."
-)
+    "--window", type=Sizes("L,R", 0, optional=True), metavar="L,R",
+    help="Keys seen on each side, each an integer or 'none' for all, as 128,0 or 3,none.",
+)  # fmt: skip
 @click.option("--mask", "masks", multiple=True, type=click.Choice(tuple(MASK_FEATURES)), help="Several combine.")
 @click.option("--learned-bias", is_flag=True, help="The backward gives a gradient to the bias of --mask bias.")
 @click.option("--scale", type=Number("a finite number"), help="Factor of the scores, 1 / sqrt(D) if not given.")

@@ -138,7 +138,7 @@ def table_files() -> Section:
 def table_state(path: Path) -> str:
     stamp = tables.stamp_of(path)
     if stamp is None:
-        return "not there"
+        return f"not there: {path.parent} is not a folder" if tables.is_no_folder(path.parent) else "not there"
     table = tables.read_once.__wrapped__(str(path), stamp)  # past the cache, so that a broken one is told of every time
     if table is None:
         return "ignored"
