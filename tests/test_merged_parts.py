@@ -15,7 +15,7 @@ from sdpa.dispatch.catalog import by_name, kernels_for
 from sdpa.distributed import Parts
 from sdpa.distributed.links import Link, Passing, pieces_of, rows_of
 from sdpa.distributed.modes import Part, Random
-from sdpa.distributed.ring import RingAttention, Steps, halves, merging_launch
+from sdpa.distributed.ring import RingAttention, Steps, merging_launch
 
 RANKS, LENGTH = 4, 96
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -30,10 +30,11 @@ class Gradients(Link):
         self.steps: Any = None
 
     def pass_on(self, step: int, given: Any, shapes: Any) -> Passing:
-        for total, pieces in zip(self.totals, halves(given), strict=True):
-            for place, piece in zip(pieces_of(total, self.steps.taken(-step), self.whole), pieces, strict=True):
+        for total, (gradient,) in zip(self.totals, given, strict=True):
+            taken = pieces_of(total, self.steps.taken(-step), self.whole)
+            for place, piece in zip(taken, gradient.split([place.shape[2] for place in taken], 2), strict=True):
                 place.add_(piece)
-        return Passing([], [given[0].new_zeros(shape) for shape in shapes], [])
+        return Passing([], [given[0][0].new_zeros(shape) for shape in shapes], [])
 
 
 def steps_of(keys: Tensor, values: Tensor) -> type[Steps]:
@@ -41,8 +42,7 @@ def steps_of(keys: Tensor, values: Tensor) -> type[Steps]:
 
     class FromWhole(Steps):
         def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
-            of_keys, of_values = (pieces_of(t, self.taken(step), ((0, t.shape[2]),)) for t in (keys, values))
-            return Passing([], [*of_keys, *of_values], [])
+            return Passing([], [rows_of(t, self.taken(step), ((0, t.shape[2]),)) for t in (keys, values)], [])
 
     return FromWhole
 
@@ -173,6 +173,18 @@ def test_dropout_by_every_kernel(device, kernel, dtype, order):
     found = merged(tensors, mask, None, upstream, order, kernel, 0.3, philox.next_seed(tensors[0].device))
     for one, wanted in zip(found, expected, strict=True):
         assert (one.double() - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize(("order", "calls"), [("zigzag", [1, 1, 1, 1]), ("even", [1, 1, 1, 0])])
+def test_a_step_is_one_call_where_all_rows_see_all_keys(order, calls):
+    """Under a causal mask, of the third of four ranks. A part of a call's random numbers is of one interval."""
+    t, options = torch.empty(1, 2, 128, 16), {"enable_gqa": True}
+    parts = Parts.even(512, RANKS) if order == "even" else Parts.zigzag(512, RANKS)
+    part = Part(t, t, t, Mask(causal=True), None, options, True, parts, parts)
+    link = Gradients(2, [t])
+    assert [len(meetings) for meetings in Steps(link, part).plan] == calls
+    dropping = part._replace(options=options | {"dropout_p": 0.5})
+    assert sum(len(meetings) for meetings in Steps(link, dropping).plan) == (9 if order == "zigzag" else 3)
 
 
 def test_a_kernel_that_cannot_be_started(monkeypatch, own_surroundings):

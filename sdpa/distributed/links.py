@@ -60,12 +60,13 @@ class Link:
         dist.all_gather(found, here, group=self.group)
         return torch.stack(found)
 
-    def pass_on(self, step: int, given: Sequence[Tensor], shapes: Sequence[Shape]) -> Passing:
-        """Begin to give tensors of one dtype to the rank `step` places on, and to take those of the rank as far back.
-        Both know beforehand what is empty, and then send nothing."""
+    def pass_on(self, step: int, given: Sequence[Sequence[Tensor]], shapes: Sequence[Shape]) -> Passing:
+        """Begin to give tensors of one dtype to the rank `step` places on, each as pieces (B, heads, rows, size) that
+        are put side by side, and to take those of the rank as far back. Both know beforehand what is empty, and then
+        send nothing."""
         to, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
         if to == self.rank:
-            return Passing([], list(given), [])
+            return Passing([], [row_by_row(pieces) for pieces in given], [])
         sent = message_of(given)
         sizes = [math.prod(shape) for shape in shapes]
         received = self.buffer(sent, sum(sizes))
@@ -139,7 +140,7 @@ class Flight:
 
     def send(self, pieces: list[list[Tensor]], shapes: list[list[Shape]]) -> tuple[Tensor, Tensor]:
         """Begin to send, by rank. What was sent and what is arriving, of known shapes."""
-        link, sent = self.link, message_of([piece for of in pieces for piece in of])
+        link, sent = self.link, message_of([[piece] for of in pieces for piece in of])
         sizes = [sum(piece.numel() for piece in of) for of in pieces]
         taken = [sum(map(math.prod, of)) for of in shapes]
         arriving = link.buffer(sent, sum(taken))
@@ -202,11 +203,16 @@ class Taking(torch.autograd.Function):
         return None, sent
 
 
-def message_of(pieces: Sequence[Tensor]) -> Tensor:
-    """The numbers of tensors of one dtype, one tensor behind the other. Each is copied once, however it lies."""
-    found = pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-    for place, piece in zip(found.split([piece.numel() for piece in pieces]), pieces, strict=True):
-        place.view(piece.shape).copy_(piece)
+def message_of(given: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The numbers of tensors of one dtype, one tensor behind the other. Each is given as pieces (B, heads, rows, size),
+    which are put side by side, and copied once however they lie."""
+    sizes = [sum(piece.numel() for piece in pieces) for pieces in given]
+    found = given[0][0].new_empty(sum(sizes))
+    for place, pieces in zip(found.split(sizes), given, strict=True):
+        lengths = [piece.shape[2] for piece in pieces]
+        whole = place.view(*pieces[0].shape[:2], sum(lengths), pieces[0].shape[3])
+        for part, piece in zip(whole.split(lengths, 2), pieces, strict=True):
+            part.copy_(piece)
     return found
 
 

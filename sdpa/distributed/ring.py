@@ -9,9 +9,10 @@ has them, and only those that some query sees. They travel while those before ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ from sdpa.dispatch.context import effective, forced_text, request_text
 from sdpa.dispatch.failure import LaunchError
 from sdpa.dispatch.select import backward_setting, select
 from sdpa.distributed.blocks import Block, narrow
-from sdpa.distributed.links import Link, Passing, pieces_of, refuse_second_derivatives, shapes_of
-from sdpa.distributed.modes import Part, blocks_of, first_block, needed
+from sdpa.distributed.links import Link, Passing, Shape, pieces_of, refuse_second_derivatives
+from sdpa.distributed.modes import Part, blocks_of, count, first_block, needed, without_fields
 from sdpa.distributed.modes import Results as Pair
-from sdpa.distributed.parts import Interval, Intervals, common, places
+from sdpa.distributed.parts import Interval, Intervals, common, merged, places
 from sdpa.inputs import Options, build_inputs
+from sdpa.mask import Mask
 from sdpa.operators import call_backward, call_forward
-from sdpa.problem import AttentionInputs, AttentionProblem, Results
+from sdpa.problem import UNLIMITED, AttentionInputs, AttentionProblem, Results
 from sdpa.sinks import sinks_grad
 
 
@@ -45,12 +47,11 @@ class Ring:
 
 
 class Meeting(NamedTuple):
-    """A block of a step, and where it lies in what is held."""
+    """A call of a step: a block, or several side by side of which all rows see all keys."""
 
-    block: Block
+    block: Block  # the first of them
     rows: Interval  # of this rank's own queries
-    piece: int  # the number of that which holds its keys
-    keys: Interval  # in that piece
+    keys: Interval  # of those that it holds at the step
 
 
 class Steps:
@@ -59,46 +60,59 @@ class Steps:
     def __init__(self, link: Link, part: Part) -> None:
         self.link, self.setting = link, request_text(part.options.get("kernel"))
         options = {name: value for name, value in part.options.items() if name != "kernel"}
-        self.options, self.random = Options(None, **options), part.random
+        self.options, self.random, self.drops = Options(None, **options), part.random, "dropout_p" in options
         self.blocks = blocks_of(part, in_steps=True)
         self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
         self.rows = part.queries.intervals[link.rank]
-        self.plan = [list(self.meetings(step)) for step in range(link.ranks)]
+        self.plan = [self.meetings(step) for step in range(link.ranks)]
 
     def given(self, step: int) -> Intervals:
-        """What this rank hands on at a step, of its own keys."""
-        return common(self.keys[self.link.rank], self.needs[(self.link.rank + step) % self.link.ranks])
+        """What this rank hands on at a step, of its own keys. At the first they stay where they are."""
+        own = self.keys[self.link.rank]
+        return common(own, self.needs[(self.link.rank + step) % self.link.ranks]) if step else own
 
     def taken(self, step: int) -> Intervals:
         """What it takes."""
-        return common(self.keys[(self.link.rank - step) % self.link.ranks], self.needs[self.link.rank])
+        theirs = self.keys[(self.link.rank - step) % self.link.ranks]
+        return common(theirs, self.needs[self.link.rank]) if step else theirs
 
-    def meetings(self, step: int) -> Iterator[Meeting]:
+    def meetings(self, step: int) -> list[Meeting]:
         """What meets at a step."""
-        for piece, keys in enumerate(self.taken(step)):
+        taken, found = self.taken(step), list[Meeting]()
+        if not step and self.keeps_order():
+            whole = 0, count(taken)
+            return [Meeting(Block(whole, whole, Mask(causal=True)), whole, whole)]
+        for keys in taken:
             for rows in self.rows:
                 block = self.blocks.of(rows, keys)
                 if block is not None:
-                    own = block.keys[0] - keys[0], block.keys[1] - keys[0]
-                    yield Meeting(block, places((block.rows,), self.rows)[0], piece, own)
+                    (own,), (held,) = places((block.rows,), self.rows), places((block.keys,), taken)
+                    found.append(Meeting(block, own, held))
+        return found if self.drops else side_by_side(side_by_side(found, "keys"), "rows")
+
+    def keeps_order(self) -> bool:
+        """Whether own queries meet own keys as one causal call, however many intervals they are."""
+        blocks = self.blocks
+        is_causal = blocks.right == 0 and blocks.left == UNLIMITED and not blocks.shift and not blocks.mask.tensors()
+        return is_causal and not self.drops and self.rows == self.keys[self.link.rank] and count(self.rows) > 0
 
     def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
-        """The keys and values of a step, on their way: a piece for each interval."""
-        given, taken, own = self.given(step), self.taken(step), self.keys[self.link.rank]
-        shapes = [shape for t in (k, v) for shape in shapes_of(t, taken, t.shape[1])]
-        return self.link.pass_on(step, [piece for t in (k, v) for piece in pieces_of(t, given, own)], shapes)
+        """The keys and values of a step, on their way, those of all intervals side by side."""
+        given, own = self.given(step), self.keys[self.link.rank]
+        pieces = [pieces_of(t, given, own) if step else [t] for t in (k, v)]
+        return self.link.pass_on(step, pieces, [of_rows(t, self.taken(step)) for t in (k, v)])
 
     def begin_back(self, step: int, k: Tensor, v: Tensor, gradients: list[Tensor]) -> Passing:
-        """The gradients of such pieces, on their way."""
-        shapes = [shape for t in (k, v) for shape in shapes_of(t, self.given(step), t.shape[1])]
-        return self.link.pass_on(-step, gradients, shapes)
+        """Their gradients, on their way."""
+        return self.link.pass_on(-step, [[t] for t in gradients], [of_rows(t, self.given(step)) for t in (k, v)])
 
-    def add(self, dk: Tensor, dv: Tensor, step: int, returned: Passing) -> None:
+    def add(self, dk: Total, dv: Total, step: int, returned: Passing) -> None:
         """Add to the gradients of this rank's own keys and values those that come back of a step."""
-        own, given = self.keys[self.link.rank], self.given(step)
-        for total, pieces in zip((dk, dv), halves(returned.wait()), strict=True):
-            for place, piece in zip(pieces_of(total, given, own), pieces, strict=True):
-                place.add_(piece)
+        own = merged(places(self.given(step), self.keys[self.link.rank]))
+        for total, arrived in zip((dk, dv), returned.wait(), strict=True):
+            pieces = arrived.split([end - begin for begin, end in own], 2) if own else ()
+            for place, piece in zip(own, pieces, strict=True):
+                total.add(place, piece)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         return call_forward(inputs, True, self.setting)
@@ -146,18 +160,16 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, steps: Steps, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        total = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=total)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=total)
+        total = Merged(q, v)
         passing = steps.begin(0, k, v)
         for step in range(steps.link.ranks):
-            keys, values = halves(passing.wait())
+            keys, values = passing.wait()
             if step + 1 < steps.link.ranks:
                 passing = steps.begin(step + 1, k, v)
-            for block, rows, piece, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys[piece], own), at(values[piece], own), block, bias)
-                merge(at(out, rows), at(lse, rows), *steps.forward(inputs))
-                del inputs  # with it goes what a step was given
+            for block, rows, own in steps.plan[step]:
+                found = steps.forward(steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias))
+                total.add(rows, *found)
+        out, lse = total.results()
         if sinks is not None:
             with_sinks(out, lse, sinks)
         out = out.to(q.dtype)
@@ -171,28 +183,27 @@ class RingAttention(torch.autograd.Function):
         refuse_second_derivatives()
         steps, (q, k, v, bias, sinks, out, lse) = ctx.steps, ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+        dq, dk, dv = (Total(t.shape, lse) for t in (q, k, v))
         dbias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[4] else None
         passing = steps.begin(0, k, v)
         home: list[tuple[int, Passing]] = []  # gradients on their way, of one step while the next is computed
         for step in range(steps.link.ranks):
-            keys, values = halves(passing.wait())
+            keys, values = passing.wait()
             if step + 1 < steps.link.ranks:
                 passing = steps.begin(step + 1, k, v)
-            dkeys, dvalues = ([torch.zeros_like(t, dtype=lse.dtype) for t in pieces] for pieces in (keys, values))
-            for block, rows, piece, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys[piece], own), at(values[piece], own), block, bias)
+            dkeys, dvalues = (Total(t.shape, lse) for t in (keys, values))
+            for block, rows, own in steps.plan[step]:
+                inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
                 upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
                 results = Results(at(out, rows), at(lse, rows))
                 found = steps.backward(inputs, results, upstream, dbias is not None)
                 del inputs, results, upstream
-                totals = at(dq, rows), at(dkeys[piece], own), at(dvalues[piece], own)
-                for total, gradient in zip(totals, found, strict=False):
-                    total += gradient
+                for total, place, gradient in zip((dq, dkeys, dvalues), (rows, own, own), found, strict=False):
+                    total.add(place, gradient)
                 if dbias is not None:
                     place = of_block(dbias, block)
                     place += found[3].reshape(place.shape)
-            home.append((step, steps.begin_back(step, k, v, [*dkeys, *dvalues])))
+            home.append((step, steps.begin_back(step, k, v, [dkeys.sum(), dvalues.sum()])))
             if step:
                 steps.add(dk, dv, *home.pop(0))
         steps.add(dk, dv, *home.pop())
@@ -200,13 +211,69 @@ class RingAttention(torch.autograd.Function):
         if sinks is not None and ctx.needs_input_grad[5]:
             delta = (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(3)
             dsinks = sinks_grad(sinks, lse, delta if grad_lse is None else delta - grad_lse)
-        own = [total.to(t.dtype) for total, t in zip((dq, dk, dv), (q, k, v), strict=True)]
+        own = [total.sum().to(t.dtype) for total, t in zip((dq, dk, dv), (q, k, v), strict=True)]
         return (None, *own, None if dbias is None else dbias.to(bias.dtype), dsinks)
 
 
-def halves(pieces: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Those of keys and those of values."""
-    return pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]
+class Merged:
+    """Results of all queries, in float32 at least, to which those of some queries and keys are added."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self.q, self.size, self.dtype = q, v.shape[3], torch.promote_types(q.dtype, torch.float32)
+        self.found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, rows: Interval, out: Tensor, lse: Tensor) -> None:
+        if self.found is None and rows == (0, self.q.shape[2]):
+            self.found = out.to(self.dtype), lse.to(self.dtype)
+        else:
+            all_out, all_lse = self.results()
+            merge(at(all_out, rows), at(all_lse, rows), out, lse)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        if self.found is None:
+            rows = self.q.shape[:3]
+            out = self.q.new_zeros(*rows, self.size, dtype=self.dtype)
+            self.found = out, self.q.new_full(rows, -torch.inf, dtype=self.dtype)
+        return self.found
+
+
+class Total:
+    """Gradients of a tensor, in the dtype of the log-sum-exp, to which those of some rows are added."""
+
+    def __init__(self, shape: Sequence[int], lse: Tensor) -> None:
+        self.shape, self.lse = shape, lse
+        self.found: Tensor | None = None
+
+    def add(self, rows: Interval, gradient: Tensor) -> None:
+        if self.found is None and rows == (0, self.shape[2]):
+            self.found = gradient.to(self.lse.dtype)
+        else:
+            at(self.sum(), rows).add_(gradient)
+
+    def sum(self) -> Tensor:
+        if self.found is None:
+            self.found = self.lse.new_zeros(self.shape)
+        return self.found
+
+
+def side_by_side(meetings: Sequence[Meeting], side: Literal["rows", "keys"]) -> list[Meeting]:
+    """The same with those in one that lie side by side and whose rows all see all keys."""
+    other = "rows" if side == "keys" else "keys"
+    found: list[Meeting] = []
+    for one in sorted(meetings, key=attrgetter(other, side)):
+        last = found[-1] if found else one
+        (begin, until), (after, end) = getattr(last, side), getattr(one, side)
+        sees_all = all(without_fields(both.block.mask) is None for both in (last, one))
+        if found and sees_all and until == after and getattr(last, other) == getattr(one, other):
+            found[-1] = last._replace(keys=(begin, end)) if side == "keys" else last._replace(rows=(begin, end))
+        else:
+            found.append(one)
+    return found
+
+
+def of_rows(tensor: Tensor, of: Intervals) -> Shape:
+    """The shape of a tensor with the rows of these intervals alone."""
+    return (*tensor.shape[:2], count(of), tensor.shape[3])
 
 
 def at(tensor: Tensor, rows: Interval) -> Tensor:
