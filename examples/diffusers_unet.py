@@ -15,8 +15,8 @@ import torch
 
 try:
     from diffusers import DDIMScheduler, UNet2DConditionModel
-except ModuleNotFoundError:
-    print("this example needs diffusers: pip install diffusers", file=sys.stderr)
+except ModuleNotFoundError as error:
+    print(f"this example needs {error.name}: pip install {error.name}", file=sys.stderr)
     sys.exit(2)
 
 import sdpa

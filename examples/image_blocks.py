@@ -18,8 +18,8 @@ from timing import fastest, table
 
 try:
     from diffusers import SD3Transformer2DModel
-except ModuleNotFoundError:
-    print("this example needs diffusers: pip install diffusers", file=sys.stderr)
+except ModuleNotFoundError as error:
+    print(f"this example needs {error.name}: pip install {error.name}", file=sys.stderr)
     sys.exit(2)
 
 import sdpa

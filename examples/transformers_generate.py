@@ -16,8 +16,8 @@ import torch
 
 try:
     from transformers import AutoModelForCausalLM, MistralConfig
-except ModuleNotFoundError:
-    print("this example needs transformers: pip install transformers", file=sys.stderr)
+except ModuleNotFoundError as error:
+    print(f"this example needs {error.name}: pip install {error.name}", file=sys.stderr)
     sys.exit(2)
 
 import sdpa

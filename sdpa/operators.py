@@ -231,7 +231,9 @@ def check(inputs: AttentionInputs) -> None:
     rng = inputs.rng
     if inputs.dropout_p and (rng is None or rng.dtype != torch.int64 or rng.shape not in ((2,), (4,))):
         got = "none" if rng is None else f"{rng.dtype} of shape {tuple(rng.shape)}"
-        raise ValueError(f"dropout_p = {inputs.dropout_p} needs rng, two int64 numbers (seed, offset), got {got}")
+        raise ValueError(
+            f"dropout_p = {inputs.dropout_p} needs rng, two int64 numbers (seed, offset) or four, got {got}"
+        )
 
 
 def found_or_made(state: tuple[Any, ...], tensors: Sequence[Tensor], prepare: Callable[[], Any]) -> Any:

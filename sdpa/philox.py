@@ -146,7 +146,8 @@ def of_part(rng: Tensor, heads: int, head: int, row: int = 0, key: int = 0) -> T
         key: its first key, likewise.
     """
     assert row % PERIOD == 0 and key % PERIOD == 0 and rng.shape == (2,)
-    return torch.cat([rng, torch.tensor([heads << 32 | head, row << 32 | key], device=rng.device)])
+    first = (rng.new_full((1,), upper << 32 | lower) for upper, lower in ((heads, head), (row, key)))
+    return torch.cat([rng, *first])  # no copy from the host, for which it would wait
 
 
 def is_of_part(rng: Tensor) -> bool:

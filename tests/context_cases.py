@@ -115,6 +115,7 @@ def dropping(rank: int, world: int) -> None:
         (
             ("ulysses", None),
             ("ulysses", Parts.contiguous([length - 3, 3, *[0] * (world - 2)])),
+            ("gather", None),
             ("gather", Parts.zigzag(length, world)),
             ("ring", Parts.zigzag(length, world)),
             ("ring", None),
@@ -123,16 +124,38 @@ def dropping(rank: int, world: int) -> None:
     ):
         modes.MESSAGE = 1 if parts is None else 32 << 20
         mesh = mesh_of(mode, world)
-        torch.manual_seed(16)
-        out, lse = sdpa.scaled_dot_product_attention(*whole, mask, p, enable_gqa=True, return_lse=True)
-        expected = torch.autograd.grad(out, whole, upstream)
+        attend = partial(
+            sdpa.scaled_dot_product_attention, attn_mask=mask, dropout_p=p, enable_gqa=True, return_lse=True
+        )
         own = [shard(t.detach(), mesh, 2, parts).clone().requires_grad_() for t in whole]
+        torch.manual_seed(16)
+        expected = []
+        for _ in range(2):
+            out, lse = attend(*whole)
+            expected += [out, lse, *torch.autograd.grad(out, whole, upstream)]
+        after = torch.get_rng_state()
         torch.manual_seed(16 + rank)
-        with context_parallel(mesh, mode, parts):
-            found, found_lse = sdpa.scaled_dot_product_attention(*own, mask, p, enable_gqa=True, return_lse=True)
-        gradients = torch.autograd.grad(found, own, shard(upstream, mesh, 2, parts))
-        for one, wanted in zip((found, found_lse, *gradients), (out, lse, *expected), strict=True):
+        found = []
+        for _ in range(2):
+            with context_parallel(mesh, mode, parts):
+                out, lse = attend(*own)
+            found += [out, lse, *torch.autograd.grad(out, own, shard(upstream, mesh, 2, parts))]
+        assert rank or torch.equal(torch.get_rng_state(), after), "a call draws one seed"
+        for one, wanted in zip(found, expected, strict=True):
             close(unshard(one.detach(), mesh, 2, parts), wanted, f"{mode} {mask} {p}")
+    documents = torch.tensor([0, 16, 32]), torch.tensor([0, 53, 64])  # keys of a document begin inside of a period
+    mask, (q, *keys) = (
+        Mask(causal=True, align="bottom_right", cu_seqlens=documents),
+        (t[:, :, : 32 * world] for t in whole),
+    )
+    for mode in ("gather", "ring") if world == 2 else ():
+        mesh = mesh_of(mode, world)
+        torch.manual_seed(17)
+        wanted = sdpa.scaled_dot_product_attention(q[:, :, :32], *keys, mask, 0.3, enable_gqa=True)
+        torch.manual_seed(17)
+        with context_parallel(mesh, mode):
+            own = (shard(t, mesh, 2) for t in (q[:, :, :32], *keys))
+            close(unshard(sdpa.scaled_dot_product_attention(*own, mask, 0.3, enable_gqa=True), mesh, 2), wanted, mode)
     with context_parallel(
         mesh_of("ring", world), "ring", Parts.contiguous([length - 3, 3, *[0] * (world - 2)])
     ) as block:
@@ -141,7 +164,9 @@ def dropping(rank: int, world: int) -> None:
         refused(attend, "dropout, where parts begin elsewhere than at multiples of 16, is for mode='ulysses'")
     with context_parallel(mesh_of("gather", world), "gather"):
         attend = partial(attend.func, *(shard(t.detach(), mesh_of("gather", world), 2) for t in whole))
-        refused(lambda: attend(Mask(causal=True, window=(21, 0)), 0.3, enable_gqa=True), "dropout with a window is for")
+        refused(
+            lambda: attend(Mask(causal=True, window=(21, 0)), 0.3, enable_gqa=True), "dropout with a window to the left"
+        )
 
 
 def every_mode(rank: int, world: int) -> None:

@@ -2,8 +2,8 @@
 // one after the other, and twice, so that what one gives another is there.
 //
 // Arguments: "queries" or "keys" (what a thread's two rows are), the columns, the first query, the first key, the
-// head, the key and the offset of Philox, the threshold, and two numbers of a part of a call, or 0. Prints a digit for each pair of 64 rows, 1 where it is
-// dropped.
+// head, the key and the offset of Philox, the threshold, and two numbers of a part of a call, or 0. Prints a digit for
+// each pair of 64 rows, 1 where it is dropped.
 #include <cuda_runtime.h>
 
 #include <cstdint>

@@ -139,7 +139,9 @@ def test_what_only_a_graph_by_hand_gives_is_refused(setting):
             lambda **kw: BACKWARD(q, *results, q, q, q, 1.0, setting=setting, **kw),
             lambda **kw: WEIGHTS(results[1], q, q, q, 1.0, setting=setting, **kw),
         ):
-            with pytest.raises(ValueError, match=r"dropout_p = 0.5 needs rng, two int64 numbers \(seed, offset\), got"):
+            with pytest.raises(
+                ValueError, match=r"dropout_p = 0.5 needs rng, two int64 numbers \(seed, offset\) or four, got"
+            ):
                 call(dropout_p=0.5, rng=rng)
     for bad in (q[0], q[None]):
         for _ in range(2):

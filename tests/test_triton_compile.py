@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton", reason="Triton has no package for this pl
 
 from ahead import CUOBJDUMP, FakeDriver  # noqa: E402
 
+from helpers import of_part  # noqa: E402
 from sdpa.kernels.triton import backward, cast, decode, forward, merge, tiles  # noqa: E402
 from sdpa.kernels.triton import weights as weights_pass  # noqa: E402
 from sdpa.kernels.triton.order import AFTER  # noqa: E402
@@ -178,8 +179,10 @@ def test_backwards_of_one_block_of_keys_compile(sizes, pretend):
     """Their tiles fit shared memory beside ids of documents, a dense mask and dropout."""
     target = pretend(TARGETS["90"])
     dense = {"mask": "allowed", "dropout_p": 0.1}, {"mask": "bias", "Hkv": 1}
-    for more in ({"mask": "causal"}, {"mask": "segments"}, *dense):
+    dropping = {"dropout_p": 0.1}, {"dropout_p": 0.1, "H": 1, "Hkv": 1}
+    for number, more in enumerate(({"mask": "causal"}, {"mask": "segments"}, *dense, *dropping)):
         inputs = make_inputs(sized(**{"B": target.cores, **sizes, **more}))
+        inputs = of_part(inputs) if number == 5 else inputs
         with assume(target):
             problem = problem_of(inputs, "backward")
             (launch,) = launches_for(inputs, problem, tiles.tiles(problem)[0])

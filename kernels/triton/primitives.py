@@ -268,12 +268,12 @@ def dropout_keep(dropout, stream, rows, column, BLOCK_M: tl.constexpr, BLOCK_N: 
     tl.static_assert(BLOCK_N % 16 == 0)
     key = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
+    first_row, first_key = 0, 0
     if dropout.whole != 1:
-        first = tl.load(dropout.rng + 3)
-        rows += (first >> WORD_BITS).to(tl.int32)
-        column += first.to(tl.int32)
-    groups = column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
-    rows = rows.to(tl.uint32)
+        part = tl.load(dropout.rng + 3)
+        first_row, first_key = (part >> WORD_BITS).to(tl.int32), part.to(tl.int32)
+    groups = (first_key + column) // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    rows = (first_row + rows).to(tl.uint32)
     row_groups = rows // 16 * 8 + rows % 8
     zero = rows * 0 + groups.to(tl.uint32) * 0
     counter = (zero + groups.to(tl.uint32), zero + row_groups, zero + stream.to(tl.uint32), zero + offset)

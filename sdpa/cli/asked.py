@@ -166,7 +166,8 @@ def refuse_masks(asked: Asked) -> None:
     if "none" in names and len(names) > 1:
         others = ", ".join(name for name in names if name != "none")
         raise click.UsageError(f"--mask none stands alone, got {others} beside it")
-    if asked.align == "bottom_right" and not asked.window and not any(name in DIAGONAL_MASKS for name in names):
+    is_windowed = any(side is not None for side in asked.window or ())
+    if asked.align == "bottom_right" and not is_windowed and not any(name in DIAGONAL_MASKS for name in names):
         raise click.UsageError(f"--align bottom_right needs a diagonal: --window or --mask {', '.join(DIAGONAL_MASKS)}")
 
 

@@ -62,9 +62,10 @@ class Blocks:
         is_causal = self.right == 0 and not (self.has_lengths or self.has_prefix or pairs)
         if mask.alibi is not None and not (is_causal and shift >= 0 and self.M + shift <= self.N):
             return "slopes without a plain causal mask are for"
-        is_beside = self.right != UNLIMITED and (shift + self.right) % self.period != 0
-        if is_beside or (self.left != UNLIMITED and self.period > 1):
-            return "dropout with a window is for"  # of a block it would begin beside the diagonal
+        if self.period > 1 and self.left != UNLIMITED:
+            return "dropout with a window to the left is for"  # a block would begin beside the diagonal
+        if self.right != UNLIMITED and (shift + self.right) % self.period:
+            return f"dropout with a diagonal elsewhere than at a multiple of {self.period} is for"
         if in_steps and (mask.alibi is not None or self.has_prefix):
             return "slopes and a prefix are for mode='gather' and"
         return ""
@@ -106,21 +107,21 @@ class Blocks:
 
     def cut(self, rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
         """Without the rows at either end that see none of the keys, and without keys that none of the rows sees, but
-        for those of the first one's period."""
+        for those of a document's first period."""
         begin, end = rows
         first, last = keys
         if self.has_prefix:  # all rows see its keys, of which a device may know the number
             return rows, keys
         if self.ends is not None:
             seen = self.of_documents(rows)
-            first, last = max(first, seen[0]), min(last, seen[1])
+            first, last = max(first, seen[0] // self.period * self.period), min(last, seen[1])
         if self.right != UNLIMITED:
             last = min(last, end + self.shift + self.right)
             begin = max(begin, first - self.shift - self.right)
         if self.left != UNLIMITED:
             first = max(first, begin + self.shift - self.left)
             end = min(end, last - self.shift + self.left)
-        return (begin, end), (max(first // self.period * self.period, keys[0]), last)
+        return (begin, end), (first, last)
 
     def of_documents(self, rows: Interval) -> Interval:
         """The keys of the documents that these rows lie in."""

@@ -59,8 +59,10 @@ class Steps:
 
     def __init__(self, link: Link, part: Part) -> None:
         self.link, self.setting = link, request_text(part.options.get("kernel"))
-        options = {name: value for name, value in part.options.items() if name != "kernel"}
-        self.options, self.random, self.drops = Options(None, **options), part.random, "dropout_p" in options
+        self.dropout_p, self.random = part.options.get("dropout_p", 0.0), part.random
+        # A call that drops would draw a seed of its own.
+        others = {name: value for name, value in part.options.items() if name not in ("kernel", "dropout_p")}
+        self.options = Options(None, **others)
         self.blocks = blocks_of(part, in_steps=True)
         self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
         self.rows = part.queries.intervals[link.rank]
@@ -88,13 +90,13 @@ class Steps:
                 if block is not None:
                     (own,), (held,) = places((block.rows,), self.rows), places((block.keys,), taken)
                     found.append(Meeting(block, own, held))
-        return found if self.drops else side_by_side(side_by_side(found, "keys"), "rows")
+        return found if self.dropout_p else side_by_side(side_by_side(found, "keys"), "rows")
 
     def keeps_order(self) -> bool:
         """Whether own queries meet own keys as one causal call, however many intervals they are."""
         blocks = self.blocks
         is_causal = blocks.right == 0 and blocks.left == UNLIMITED and not blocks.shift and not blocks.mask.tensors()
-        return is_causal and not self.drops and self.rows == self.keys[self.link.rank] and count(self.rows) > 0
+        return is_causal and not self.dropout_p and self.rows == self.keys[self.link.rank] and count(self.rows) > 0
 
     def begin(self, step: int, k: Tensor, v: Tensor) -> Passing:
         """The keys and values of a step, on their way, those of all intervals side by side."""
@@ -150,7 +152,7 @@ class Steps:
         if self.random is None:
             return found
         rng = self.random.of_block(block.rows[0], block.keys[0])
-        return found._replace(dropout_p=float(self.options.dropout_p), rng=rng)
+        return found._replace(dropout_p=float(self.dropout_p), rng=rng)
 
 
 class RingAttention(torch.autograd.Function):
