@@ -428,8 +428,8 @@ class Forward {
     }
 
     // Under a causal mask chains are of the same keys whatever rows a group has and however many keys follow: a short
-    // rest is a chain of its own. So a row has the same bits in a call of some rows (more than kDirectRows) and the keys
-    // that they see.
+    // rest is a chain of its own. So a row has the same bits in a call of some rows (more than kDirectRows) and the
+    // keys that they see.
     void accumulate(const RowGroup& group, int64_t count, const Operand* weights, const KeyBlock& block, T* acc) const {
       const auto add = [&](int64_t depth, const Operand* left, Source values, const T* alpha) {
         f_.prim_.accumulate(group.count, f_.v_ld_, depth, left, f_.left_ld(), kInterleave<Operand>, values, acc,
