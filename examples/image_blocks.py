@@ -14,7 +14,7 @@ import copy
 import sys
 
 import torch
-from timing import fastest, table
+from timing import fastest, positive, table, usable
 
 try:
     from diffusers import SD3Transformer2DModel
@@ -31,9 +31,9 @@ SEED = 0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=64, help="of the latent image, whose patches are 2 x 2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", type=positive, default=64, help="of the latent image, whose patches are 2 x 2")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--device", type=usable, default="cpu")
     given = parser.parse_args()
     torch.manual_seed(SEED)
     plain = SD3Transformer2DModel(

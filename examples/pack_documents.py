@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import fastest, table
+from timing import fastest, positive, table, usable
 from torch import Tensor, nn
 from training import trainer
 
@@ -97,8 +97,8 @@ def packed_loss(model: GPT, batch: list[Tensor], device: str) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=positive, default=8)
+    parser.add_argument("--device", type=usable, default="cpu")
     given = parser.parse_args()
     data = documents()
     losses: dict[str, list[float]] = {"padded, torch": [], "packed, sdpa": []}

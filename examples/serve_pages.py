@@ -14,7 +14,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from timing import fastest, table
+from timing import fastest, positive, table, usable
 from torch import Tensor, nn
 
 import sdpa
@@ -128,8 +128,8 @@ def serve(model: Model, cache: Pages | Padded, steps: int, device: str) -> Tenso
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=600, help="of each place")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=positive, default=600, help="of each place")
+    parser.add_argument("--device", type=usable, default="cpu")
     given = parser.parse_args()
     torch.manual_seed(SEED)
     model = Model().to(given.device)

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping
 
 import torch
+
+
+def positive(text: str) -> int:
+    """An argument: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def usable(text: str) -> str:
+    """An argument: a device that torch can use here."""
+    try:
+        torch.zeros(1, device=text)
+    except (RuntimeError, AssertionError):
+        raise argparse.ArgumentTypeError(f"expected a device that torch can use here, got {text}") from None
+    return text
 
 
 def fastest(ways: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, float]:

@@ -143,7 +143,7 @@ def check_mask(mask: Tensor | Mask, query: Tensor, sizes: Sizes) -> None:
     for name, lengths in (("lengths", mask.lengths), ("query_lengths", mask.query_lengths)):
         if lengths is not None:
             check_shape(name, lengths, ((B,), (1,), ()))
-    if isinstance(mask.prefix, Tensor) and mask.has_band:
+    if isinstance(mask.prefix, Tensor):
         check_shape("prefix", mask.prefix, ((B,), (1,), ()))
     if mask.alibi is not None:
         check_alibi(mask.alibi, B, H)

@@ -314,6 +314,27 @@ def models(rank: int) -> None:
                 )
 
 
+def told_on_every_rank(rank: int) -> None:
+    """What is wrong on one rank, or on all, is a sentence on each, and the next exchange goes on."""
+    mesh, q = init_device_mesh("cpu", (2,)), torch.randn(1, 2, 32, 8)
+    short = q[:, :, :31]
+    for mode in ("ulysses", "gather", "ring", "auto"):
+        for call, told in (
+            (lambda: sdpa.scaled_dot_product_attention(q, q, short), "expected key and value of one length, got 32"),
+            (lambda: sdpa.scaled_dot_product_attention(q, q, short if rank else q), "or other options"),
+            (lambda: sdpa.scaled_dot_product_attention(*([q[0]] * 3 if rank else [q] * 3)), ""),
+            (lambda: sdpa.scaled_dot_product_attention(q, q, q, dropout_p=0.1 + rank), f"dropout_p={0.1 + rank}"),
+            (lambda: sdpa.scaled_dot_product_attention(q, q, q, scale=1.0 + rank), f"scale={1.0 + rank}"),
+            (lambda: sdpa.scaled_dot_product_attention(q, q, q, kernel="vendor_flash"), "vendor_flash"),
+        ):
+            with context_parallel(mesh, mode):
+                refused(call, told)
+            dist.barrier()
+    refused(lambda: shard(None, mesh, 2), "shard: expected a Tensor, got NoneType")
+    refused(lambda: unshard(q, mesh, "2"), "unshard: expected dim as a dimension of (1, 2, 32, 8), got '2'")
+    dist.barrier()
+
+
 def alone(rank: int, mode: str) -> None:
     """A rank that is gone is an error of the others, at once."""
     mesh = init_device_mesh("cpu", (2,))

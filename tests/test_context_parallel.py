@@ -22,6 +22,10 @@ def test_dropout(world):
     run(world, cases.dropping, world)
 
 
+def test_mistakes_of_one_rank_and_of_all():
+    run(2, cases.told_on_every_rank)
+
+
 def test_gathered_keys_give_the_same_bits():
     run(2, cases.exact_rows)
 

@@ -80,6 +80,20 @@ def without(package, code):
     return subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value", "told"),
+    [
+        ("serve_pages.py", "--tokens", "-4", "expected a whole number of at least 1, got -4"),
+        ("fine_tune_encoder.py", "--device", "nowhere", "expected a device that torch can use here, got nowhere"),
+        ("pack_documents.py", "--device", "cuda:99", "expected a device that torch can use here, got cuda:99"),
+    ],
+)
+def test_wrong_arguments_of_examples_are_told(name, option, value, told):
+    command = [sys.executable, EXAMPLES / name, option, value]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.endswith(f"argument {option}: {told}\n"), done.stderr
+
+
 @pytest.mark.parametrize("name", ["long_context.py", "tensor_parallel.py"])
 def test_what_wants_torchrun_says_so(name):
     alone = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"}

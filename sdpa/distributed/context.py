@@ -179,12 +179,15 @@ class context_parallel:
     def part_of(self, call: Call, returns_lse: bool, kernel: str | None) -> Part:
         """The call, checked as one of the whole sequence."""
         if not all(isinstance(t, Tensor) and t.dim() == 4 for t in call[:3]):
-            raise RuntimeError("context_parallel: expected query, key and value as (B, heads, length, head size)")
+            self.refuse("expected query, key and value as (B, heads, length, head size)")
         if any(map(is_distributed, call[:3])):
-            raise RuntimeError(
-                "context_parallel: expected each rank's own tensors, got DTensors; t.to_local() is a rank's part"
-            )
+            self.refuse("expected each rank's own tensors, got DTensors; t.to_local() is a rank's part")
         queries, keys = self.parts_of(call, (returns_lse, kernel))
+        if call.key.shape[2] != call.value.shape[2]:  # on every rank: it is a part of the call's kind
+            raise RuntimeError(
+                f"context_parallel: expected key and value of one length, got {call.key.shape[2]} and "
+                f"{call.value.shape[2]}"
+            )
         given, dtype = call.options.attn_mask, autocast_dtype(call.query)
         check_whole(given, queries.length, keys.length)
         call = call._replace(options=call.options._replace(attn_mask=as_mask(given)))
@@ -256,11 +259,12 @@ class context_parallel:
             found = link.ask(found)
         queries, keys, kinds = found.reshape(-1, 3).t().tolist()
         if len(set(kinds)) > 1:
+            options = zip((*Options._fields, "return_lse", "kernel"), (*call.options, *others), strict=True)
+            given = {name: told(value) for name, value in options if isinstance(value, Tensor) or value}
             raise ValueError(
                 "context_parallel: ranks have tensors of different batch, heads, head size or dtype, or other options "
                 "or masks (of these the shapes, and integers on the host); this one has "
-                f"{', '.join(map(told, call[:3]))}, is_causal={call.options.is_causal}, and as mask "
-                f"{told(call.options.attn_mask)}"
+                f"{', '.join([*map(told, call[:3]), *(f'{name}={value}' for name, value in given.items())])}"
             )
         if parts is not None and not queries == keys == list(parts.lengths):
             raise ValueError(
@@ -273,7 +277,7 @@ class context_parallel:
 
 def kind_of(call: Call, others: tuple[Any, ...]) -> int:
     """A number that is the same where calls are: by sizes and options, and by integers of masks that the host has."""
-    sizes = [(*t.shape[:2], t.shape[3], t.dtype) for t in call[:3]]
+    sizes = [(*t.shape[:2], t.shape[3], t.dtype) for t in call[:3]] + [call.key.shape[2] == call.value.shape[2]]
     kind = crc32(f"{sizes} {', '.join(map(told, (*call.options, *others)))}".encode())
     mask = call.options.attn_mask
     for _, tensor in mask.tensors() if isinstance(mask, Mask) else ():

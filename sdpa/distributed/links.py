@@ -117,7 +117,7 @@ class Passing:
         """What was received."""
         for work in self.works:
             work.wait()
-        self.kept = []
+        self.works, self.kept = [], []
         return self.tensors
 
 

@@ -9,7 +9,8 @@ has them, and only those that some query sees. They travel while those before ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -67,6 +68,7 @@ class Steps:
         self.needs, self.keys = needed(self.blocks, part), part.keys.intervals
         self.rows = part.queries.intervals[link.rank]
         self.plan = [self.meetings(step) for step in range(link.ranks)]
+        self.under_way: list[Passing] = []
 
     def given(self, step: int) -> Intervals:
         """What this rank hands on at a step, of its own keys. At the first they stay where they are."""
@@ -102,11 +104,28 @@ class Steps:
         """The keys and values of a step, on their way, those of all intervals side by side."""
         given, own = self.given(step), self.keys[self.link.rank]
         pieces = [pieces_of(t, given, own) if step else [t] for t in (k, v)]
-        return self.link.pass_on(step, pieces, [of_rows(t, self.taken(step)) for t in (k, v)])
+        return self.pass_on(step, pieces, [of_rows(t, self.taken(step)) for t in (k, v)])
 
     def begin_back(self, step: int, k: Tensor, v: Tensor, gradients: list[Tensor]) -> Passing:
         """Their gradients, on their way."""
-        return self.link.pass_on(-step, [[t] for t in gradients], [of_rows(t, self.given(step)) for t in (k, v)])
+        return self.pass_on(-step, [[t] for t in gradients], [of_rows(t, self.given(step)) for t in (k, v)])
+
+    def pass_on(self, step: int, given: Sequence[Sequence[Tensor]], shapes: Sequence[Shape]) -> Passing:
+        self.under_way = [one for one in self.under_way if one.works]
+        self.under_way.append(self.link.pass_on(step, given, shapes))
+        return self.under_way[-1]
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Where a call fails, what is under way arrives first: else the ranks' next exchange would wait for it."""
+        try:
+            yield
+        except Exception:
+            for one in self.under_way:
+                one.wait()
+            raise
+        finally:
+            self.under_way = []
 
     def add(self, dk: Total, dv: Total, step: int, returned: Passing) -> None:
         """Add to the gradients of this rank's own keys and values those that come back of a step."""
@@ -163,14 +182,15 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, steps: Steps, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         total = Merged(q, v)
-        passing = steps.begin(0, k, v)
-        for step in range(steps.link.ranks):
-            keys, values = passing.wait()
-            if step + 1 < steps.link.ranks:
-                passing = steps.begin(step + 1, k, v)
-            for block, rows, own in steps.plan[step]:
-                found = steps.forward(steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias))
-                total.add(rows, *found)
+        with steps.finishing():
+            passing = steps.begin(0, k, v)
+            for step in range(steps.link.ranks):
+                keys, values = passing.wait()
+                if step + 1 < steps.link.ranks:
+                    passing = steps.begin(step + 1, k, v)
+                for block, rows, own in steps.plan[step]:
+                    found = steps.forward(steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias))
+                    total.add(rows, *found)
         out, lse = total.results()
         if sinks is not None:
             with_sinks(out, lse, sinks)
@@ -187,28 +207,29 @@ class RingAttention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         dq, dk, dv = (Total(t.shape, lse) for t in (q, k, v))
         dbias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[4] else None
-        passing = steps.begin(0, k, v)
-        home: list[tuple[int, Passing]] = []  # gradients on their way, of one step while the next is computed
-        for step in range(steps.link.ranks):
-            keys, values = passing.wait()
-            if step + 1 < steps.link.ranks:
-                passing = steps.begin(step + 1, k, v)
-            dkeys, dvalues = (Total(t.shape, lse) for t in (keys, values))
-            for block, rows, own in steps.plan[step]:
-                inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
-                upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
-                results = Results(at(out, rows), at(lse, rows))
-                found = steps.backward(inputs, results, upstream, dbias is not None)
-                del inputs, results, upstream
-                for total, place, gradient in zip((dq, dkeys, dvalues), (rows, own, own), found, strict=False):
-                    total.add(place, gradient)
-                if dbias is not None:
-                    place = of_block(dbias, block)
-                    place += found[3].reshape(place.shape)
-            home.append((step, steps.begin_back(step, k, v, [dkeys.sum(), dvalues.sum()])))
-            if step:
-                steps.add(dk, dv, *home.pop(0))
-        steps.add(dk, dv, *home.pop())
+        with steps.finishing():
+            passing = steps.begin(0, k, v)
+            home: list[tuple[int, Passing]] = []  # gradients on their way, of one step while the next is computed
+            for step in range(steps.link.ranks):
+                keys, values = passing.wait()
+                if step + 1 < steps.link.ranks:
+                    passing = steps.begin(step + 1, k, v)
+                dkeys, dvalues = (Total(t.shape, lse) for t in (keys, values))
+                for block, rows, own in steps.plan[step]:
+                    inputs = steps.inputs(at(q, rows), at(keys, own), at(values, own), block, bias)
+                    upstream = Results(at(grad_out, rows), None if grad_lse is None else at(grad_lse, rows))
+                    results = Results(at(out, rows), at(lse, rows))
+                    found = steps.backward(inputs, results, upstream, dbias is not None)
+                    del inputs, results, upstream
+                    for total, place, gradient in zip((dq, dkeys, dvalues), (rows, own, own), found, strict=False):
+                        total.add(place, gradient)
+                    if dbias is not None:
+                        place = of_block(dbias, block)
+                        place += found[3].reshape(place.shape)
+                home.append((step, steps.begin_back(step, k, v, [dkeys.sum(), dvalues.sum()])))
+                if step:
+                    steps.add(dk, dv, *home.pop(0))
+            steps.add(dk, dv, *home.pop())
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[5]:
             delta = (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(3)

@@ -23,7 +23,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = None
     Raises:
         ValueError: parts of another length, or of another number of ranks.
     """
-    links, length = links_of(mesh), tensor.size(dim)
+    links, length = links_of(mesh), length_of("shard", tensor, dim)
     parts = Parts.even(length, mesh.size()) if parts is None else parts
     check_parts("shard", parts, length, mesh)
     own = [tensor.narrow(dim, begin, end - begin) for begin, end in parts.intervals[rank_of(links)]]
@@ -41,6 +41,7 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = No
         dim: of the sequence.
         parts: which positions each rank has, those that `shard` was given; by default consecutive ones.
     """
+    length_of("unshard", tensor, dim)
     found = tensor.detach().movedim(dim, 0).contiguous()
     for link in reversed(links_of(mesh)):
         sizes = link.ask(torch.tensor([found.shape[0]], device=found.device)).flatten().tolist()
@@ -54,6 +55,14 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: Parts | None = No
         whole[torch.tensor(places, dtype=torch.long, device=found.device)] = found
         found = whole
     return found.movedim(0, dim)
+
+
+def length_of(function: str, tensor: object, dim: object) -> int:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{function}: expected a Tensor, got {type_name(tensor)}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{function}: expected dim as a dimension of {tuple(tensor.shape)}, got {dim!r}")
+    return tensor.shape[dim]
 
 
 def check_parts(function: str, parts: object, length: int, mesh: DeviceMesh) -> None:
