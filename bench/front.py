@@ -44,8 +44,8 @@ ZEN5 = on_a_cpu("amd_zen5", "1 thread")
 ROWS = (
     ("forward", FORWARDS),
     ("backward", BACKWARDS),
-    ("masks and biases, forward", Part(H200, "gpu-mask")),
-    ("masks and biases, backward", Part(H200, "gpu-mask", "backward")),
+    ("masks, forward", Part(H200, "gpu-mask")),
+    ("masks, backward", Part(H200, "gpu-mask", "backward")),
     ("decode", Part(H200, "gpu-decode")),
     ("dropout 0.1, forward", Part(H200, "gpu-dropout")),
     ("dropout 0.1, backward", Part(H200, "gpu-dropout", "backward")),

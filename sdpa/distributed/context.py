@@ -199,7 +199,8 @@ class context_parallel:
         except RuntimeError as error:
             if call.options.attn_mask is None:
                 raise
-            raise RuntimeError(f"{error}; inside of context_parallel masks are those of the whole sequence") from None
+            reason = str(error).removesuffix(".")
+            raise RuntimeError(f"{reason}; inside of context_parallel masks are those of the whole sequence") from None
         if len({t.shape[0] for t in (q, k, v)}) > 1 or k.shape[1] != v.shape[1] or q.shape[1] < k.shape[1]:
             raise RuntimeError(
                 "context_parallel: expected query, key and value of one batch, and no more heads of keys than of "
