@@ -74,7 +74,7 @@ def drops(options: Options) -> bool:
 def with_dropout(inputs: AttentionInputs, options: Options) -> AttentionInputs:
     if not drops(options):
         return inputs
-    given = philox.GIVEN.get()
+    given = None if torch.compiler.is_dynamo_compiling() else philox.GIVEN.get()  # a graph reads no context
     rng = philox.draw_seed(inputs.q.device) if given is None else given
     return inputs._replace(dropout_p=float(options.dropout_p), rng=rng)
 

@@ -247,7 +247,7 @@ def test_a_chart_is_of_its_rows():
     rows = [r for r in record.read(pictures.RESULTS / f"{chart.rows.file}.csv")[1] if r["suite"] == "gpu-backward"]
     for length, bars in chart.panel().groups:
         (row,) = [
-            r for r in rows if r["problem"].endswith(f",32,{length},64 causal backward") and r["asked"] == "cuda_flash"
+            r for r in rows if r["problem"].endswith(f",32,{length},64 causal backward") and r["asked"] == "default"
         ]
         times = record.unpaired(row["peers"])
         assert bars["sdpa"] == float(row["tflops_or_gbs"])

@@ -267,8 +267,8 @@ def test_wrong_masks_are_refused_at_any_call():
         r"Expected lengths to have shape \(2,\) or \(1,\) or \(\), but got \(3,\)": {"lengths": integers(1, 2, 3)},
         r"Expected query segments to have shape": {"segments": integers(*IDS)},
         r"Expected alibi slopes to have shape": {"alibi": noise(H + 1)},
-        r"attn_mask of shape \(4, 4\) does not broadcast": {"allowed": noise(4, 4) > 0},
-        r"Expected attn_mask dtype to be bool or float or to match": {"bias": noise(M, N).half()},
+        r"Mask.allowed of shape \(4, 4\) does not broadcast": {"allowed": noise(4, 4) > 0},
+        r"Expected Mask.bias dtype to be bool or float or to match": {"bias": noise(M, N).half()},
         r"Expected lengths to be on the query's device cpu, but got meta": {"lengths": integers(9, 14).to("meta")},
         r"Expected alibi slopes without requires_grad": {"alibi": noise(H).requires_grad_()},
     }
