@@ -143,30 +143,31 @@ def dropping(rank: int, world: int) -> None:
         assert rank or torch.equal(torch.get_rng_state(), after), "a call draws one seed"
         for one, wanted in zip(found, expected, strict=True):
             close(unshard(one.detach(), mesh, 2, parts), wanted, f"{mode} {mask} {p}")
+
+
+def dropping_blocks(rank: int) -> None:
+    """Dropout by keys: a document that begins inside of a period, and what is refused on every rank."""
+    length, g = 128, torch.Generator().manual_seed(15)
+    whole = [randn(g, B, heads, length, D).detach() for heads in (8, 4, 4)]
+    attend, mesh = partial(sdpa.scaled_dot_product_attention, dropout_p=0.3, enable_gqa=True), mesh_of("ring", 2)
     documents = torch.tensor([0, 16, 32]), torch.tensor([0, 53, 64])  # keys of a document begin inside of a period
-    mask, (q, *keys) = (
-        Mask(causal=True, align="bottom_right", cu_seqlens=documents),
-        (t[:, :, : 32 * world] for t in whole),
-    )
-    for mode in ("gather", "ring") if world == 2 else ():
-        mesh = mesh_of(mode, world)
+    mask = Mask(causal=True, align="bottom_right", cu_seqlens=documents)
+    q, *keys = whole[0][:, :, :32], *(t[:, :, :64] for t in whole[1:])
+    for mode in ("gather", "ring"):
         torch.manual_seed(17)
-        wanted = sdpa.scaled_dot_product_attention(q[:, :, :32], *keys, mask, 0.3, enable_gqa=True)
+        wanted = attend(q, *keys, mask)
         torch.manual_seed(17)
         with context_parallel(mesh, mode):
-            own = (shard(t, mesh, 2) for t in (q[:, :, :32], *keys))
-            close(unshard(sdpa.scaled_dot_product_attention(*own, mask, 0.3, enable_gqa=True), mesh, 2), wanted, mode)
-    with context_parallel(
-        mesh_of("ring", world), "ring", Parts.contiguous([length - 3, 3, *[0] * (world - 2)])
-    ) as block:
-        own = [shard(t.detach(), mesh_of("ring", world), 2, block.parts) for t in whole]
-        attend = partial(sdpa.scaled_dot_product_attention, *own, None, 0.3, enable_gqa=True)
-        refused(attend, "dropout, where parts begin elsewhere than at multiples of 16, is for mode='ulysses'")
-    with context_parallel(mesh_of("gather", world), "gather"):
-        attend = partial(attend.func, *(shard(t.detach(), mesh_of("gather", world), 2) for t in whole))
-        refused(
-            lambda: attend(Mask(causal=True, window=(21, 0)), 0.3, enable_gqa=True), "dropout with a window to the left"
-        )
+            found = attend(*(shard(t, mesh, 2) for t in (q, *keys)), mask)
+        close(unshard(found, mesh, 2), wanted, mode)
+    parts = Parts.contiguous([length - 3, 3])
+    with context_parallel(mesh, "ring", parts):
+        own = [shard(t, mesh, 2, parts) for t in whole]
+        told = "dropout, where parts begin elsewhere than at multiples of 16, is for mode='ulysses'"
+        refused(lambda: attend(*own), told)
+    with context_parallel(mesh, "gather"):
+        even = [shard(t, mesh, 2) for t in whole]
+        refused(lambda: attend(*even, Mask(causal=True, window=(21, 0))), "dropout with a window to the left")
 
 
 def every_mode(rank: int, world: int) -> None:

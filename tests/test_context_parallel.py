@@ -22,6 +22,10 @@ def test_dropout(world):
     run(world, cases.dropping, world)
 
 
+def test_dropout_of_blocks():
+    run(2, cases.dropping_blocks)
+
+
 def test_mistakes_of_one_rank_and_of_all():
     run(2, cases.told_on_every_rank)
 

@@ -17,18 +17,16 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from sdpa.integrations import told
+
 try:
     from diffusers.models.attention_dispatch import AttentionBackendName
-except ModuleNotFoundError:
-    if find_spec("diffusers") is not None:  # it is here, but not whole
-        raise
-    told = "sdpa.integrations.diffusers needs diffusers: pip install diffusers"
-    raise ModuleNotFoundError(told, name="diffusers") from None
+except ModuleNotFoundError as error:
+    raise told("diffusers", error) from None
 
 from sdpa.nn.accelerate import Report, nothing_reached
 from sdpa.patch import NAME, ROUTING

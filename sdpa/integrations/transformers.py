@@ -14,19 +14,17 @@ serve, Gemma 2 and gpt-oss among them.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sdpa.integrations import told
+
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
-except ModuleNotFoundError:
-    if find_spec("transformers") is not None:  # it is here, but not whole
-        raise
-    told = "sdpa.integrations.transformers needs transformers: pip install transformers"
-    raise ModuleNotFoundError(told, name="transformers") from None
+except ModuleNotFoundError as error:
+    raise told("transformers", error) from None
 
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.integrations import transformers_masks
