@@ -114,7 +114,8 @@ def wrongs(rng: random.Random, tensor: Tensor, broadcasts: bool) -> list[Tensor]
     for dim in {rng.randrange(tensor.dim()), tensor.dim() - 1}:
         size, least = tensor.shape[dim], 2 if broadcasts else 1  # one stands for any number where it broadcasts
         if size != 1 or not broadcasts:
-            found.append(torch.zeros([n + 2 * (d == dim) for d, n in enumerate(tensor.shape)], dtype=tensor.dtype))
+            # By three: the seed of dropout may have two words, or four.
+            found.append(torch.zeros([n + 3 * (d == dim) for d, n in enumerate(tensor.shape)], dtype=tensor.dtype))
         if size > least:
             found.append(tensor.narrow(dim, 0, size - 1))
     return found

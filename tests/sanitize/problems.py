@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sdpa import philox
 from sdpa.dispatch.catalog import ALL_DTYPES
 from sdpa.problem import UNLIMITED, AttentionInputs, Results, Tile
 
@@ -150,6 +151,16 @@ def masked(draw: Draw, inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(**fields)
 
 
+def dropout_words(draw: Draw, H: int) -> Tensor:
+    """Dropout's two words, or the four of a part of a larger call."""
+    rng = draw.rng
+    words = torch.tensor([rng.randrange(2**63), rng.randrange(2**63)])
+    if draw.chance(0.5):
+        before, row, key = rng.choice((0, 1, 5)), *(philox.PERIOD * rng.randrange(2**24) for _ in range(2))
+        words = philox.of_part(words, before + H + rng.choice((0, 3)), before, row, key)
+    return draw.laid_out(tuple(words.shape), torch.int64, lambda n: words[:n])
+
+
 def random_problem(seed: int) -> Problem:
     """Of the sizes and numbers that AttentionInputs allows."""
     draw = Draw(seed)
@@ -164,10 +175,7 @@ def random_problem(seed: int) -> Problem:
     if draw.chance(0.15):
         inputs = inputs._replace(sinks=draw.normal(H, dtype=dtype))
     if draw.chance(0.1):
-        words = draw.laid_out(
-            (2,), torch.int64, lambda n: torch.tensor([rng.randrange(2**63), rng.randrange(2**63)])[:n]
-        )
-        inputs = inputs._replace(dropout_p=rng.choice((0.1, 0.5, 0.999)), rng=words)
+        inputs = inputs._replace(dropout_p=rng.choice((0.1, 0.5, 0.999)), rng=dropout_words(draw, H))
     precise = torch.promote_types(dtype, torch.float32)
     upstream = Results(
         draw.normal(B, H, M, Dv, dtype=dtype), draw.normal(B, H, M, dtype=precise) if draw.chance(0.2) else None
@@ -188,6 +196,9 @@ def odd_numbers(draw: Draw, problem: Problem) -> Problem:
     if inputs.bias is not None and draw.chance(0.15):
         problem.inputs, problem.meant = inputs._replace(bias=inputs.bias - FAR), False
     names = [name for name in ("q_lengths", "k_lengths", "prefix") if getattr(inputs, name) is not None]
+    if inputs.rng is not None and draw.chance(0.2):
+        words = torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(inputs.rng.shape[0])])
+        problem.inputs, problem.meant = problem.inputs._replace(rng=words), False
     if names and draw.chance(0.2):
         chosen = rng.choice(names)
         values = torch.tensor(rng.choices(INT32, k=inputs.q.shape[0]), dtype=torch.int32)
