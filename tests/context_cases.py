@@ -88,14 +88,28 @@ def in_parts(rank: int, world: int, sizes: tuple[int, int], mode: str, order: st
 
 
 def exact_rows(rank: int) -> None:
-    """Gathered keys: rows are bit by bit those of one process, where queries see all keys before them or all at all."""
+    """Gathered keys: rows are bit by bit those of one process, over several blocks of keys."""
     mesh, g = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(14)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for parts in (Parts.even(128, 2), Parts.contiguous([250, 137]), Parts.zigzag(416, 2)):
+        long = 1920 if dtype.itemsize == 2 else 512
+        for parts in (
+            Parts.even(128, 2),
+            Parts.contiguous([250, 137]),
+            Parts.zigzag(416, 2),
+            Parts.contiguous([long, 393]),
+            Parts.documents([long, 270, 123], 2, chunks=3),
+        ):
             length = sum(parts.lengths)
-            whole = [torch.randn(2, 4, length, 32, generator=g, dtype=dtype) for _ in range(3)]
+            whole = [torch.randn(2, 2, length, 32, generator=g, dtype=dtype) for _ in range(3)]
             lengths, seen = torch.tensor([100, length]), torch.rand(length, length, generator=g) < 0.5
-            for mask in (None, Mask(lengths=lengths), seen, Mask(causal=True), Mask(causal=True, lengths=lengths)):
+            ends = torch.tensor([0, 50, length - 261, length - 122, length])
+            ids = torch.bucketize(torch.arange(length), ends[1:], right=True)
+            for mask in (
+                *(None, Mask(lengths=lengths), seen, Mask(causal=True), Mask(causal=True, lengths=lengths)),
+                *(Mask(causal=True, window=(left, 0)) for left in (1, 20, 130, 400)),
+                *(Mask(window=(75, 30)), Mask(window=(None, 7)), Mask(window=(7, None))),
+                *(Mask(segments=ids), Mask(causal=True, cu_seqlens=ends), Mask(window=(40, 90), segments=ids)),
+            ):
                 expected = sdpa.scaled_dot_product_attention(*whole, mask)
                 with context_parallel(mesh, "gather", parts):
                     found = sdpa.scaled_dot_product_attention(*(shard(t, mesh, 2, parts) for t in whole), mask)
@@ -108,7 +122,10 @@ def dropping(rank: int, world: int) -> None:
     whole = [randn(g, B, heads, length, D) for heads in (8, 4, 4)]
     upstream = torch.randn(B, 8, length, D, generator=g, dtype=torch.float64)
     cu = torch.tensor([0, 21, length - 30, length])
-    masks = (None, Mask(causal=True), Mask(causal=True, cu_seqlens=cu), Mask(lengths=torch.tensor([length, 40, 5, 17])))
+    masks = (
+        *(None, Mask(causal=True), Mask(causal=True, cu_seqlens=cu), Mask(lengths=torch.tensor([length, 40, 5, 17]))),
+        *(Mask(causal=True, window=(21, 0)), Mask(window=(13, 35), cu_seqlens=cu), Mask(window=(None, 7))),
+    )
     for mask, p, (mode, parts) in itertools.product(
         masks,
         (0.3, 1.0),
@@ -166,8 +183,9 @@ def dropping_blocks(rank: int) -> None:
         told = "dropout, where parts begin elsewhere than at multiples of 16, is for mode='ulysses'"
         refused(lambda: attend(*own), told)
     with context_parallel(mesh, "gather"):
-        even = [shard(t, mesh, 2) for t in whole]
-        refused(lambda: attend(*even, Mask(causal=True, window=(21, 0))), "dropout with a window to the left")
+        even, lengths = [shard(t, mesh, 2) for t in whole], torch.full((B,), 100)
+        mask = Mask(causal=True, window=(21, 0), lengths=lengths)
+        refused(lambda: attend(*even, mask), "dropout with lengths and a window is for mode='ulysses'")
 
 
 def every_mode(rank: int, world: int) -> None:
@@ -355,28 +373,32 @@ def alone(rank: int, mode: str) -> None:
 
 
 def volume(rank: int) -> None:
-    """What a rank sends, forward and backward, is each mode's formula; keys that no query sees are not sent."""
+    """What a rank sends, forward and backward, is each mode's formula; keys that no query sees are not sent, but those
+    of gathered keys from a multiple of `KEYS_OF_BLOCKS` on."""
     world, m, heads, Hkv, Dv = 4, 6, 8, 4, D + 4
-    M, key = world * m, B * Hkv * (D + Dv) * 8  # bytes of a key and its value
+    key = B * Hkv * (D + Dv) * 8  # bytes of a key and its value
     g = torch.Generator().manual_seed(11 + rank)
-    own = [randn(g, B, heads, m, D), randn(g, B, Hkv, m, D), randn(g, B, Hkv, m, Dv)]
+    far, of_block = 2 * modes.KEYS_OF_BLOCKS[8], modes.KEYS_OF_BLOCKS[8]
+    window = Mask(causal=True, window=(4, 0))
     lines = {
-        "ulysses": (None, (B * m * heads * (D + Dv) * 8 + m * key) * 3 // 4),
-        "gather": (None, 3 * m * key),
-        "gather, causal": (Mask(causal=True), (3 - rank) * m * key),  # to the ranks behind
-        "gather, window": (Mask(causal=True, window=(4, 0)), 4 * key if rank < 3 else 0),
-        "ring": (None, 3 * m * key),
-        "ring, causal": (Mask(causal=True), (3 - rank) * m * key),
-        "ring, window": (Mask(causal=True, window=(4, 0)), 4 * key if rank < 3 else 0),
+        "ulysses": (m, None, (B * m * heads * (D + Dv) * 8 + m * key) * 3 // 4),
+        "gather": (m, None, 3 * m * key),
+        "gather, causal": (m, Mask(causal=True), (3 - rank) * m * key),  # to the ranks behind
+        "gather, window": (far, window, of_block * key if rank < 3 else 0),
+        "ring": (m, None, 3 * m * key),
+        "ring, causal": (m, Mask(causal=True), (3 - rank) * m * key),
+        "ring, window": (m, window, 4 * key if rank < 3 else 0),
     }
-    for name, (mask, forward) in lines.items():
-        mode = name.split(",", maxsplit=1)[0]
-        with context_parallel(init_device_mesh("cpu", (world,)), mode, Parts.even(M, world)) as block:
+    for name, (m, mask, forward) in lines.items():
+        own = [randn(g, B, heads, m, D), randn(g, B, Hkv, m, D), randn(g, B, Hkv, m, Dv)]
+        mode, _, kind = name.partition(", ")
+        with context_parallel(init_device_mesh("cpu", (world,)), mode, Parts.even(world * m, world)) as block:
             out = sdpa.scaled_dot_product_attention(*own, mask, enable_gqa=True)
         assert block.sent == forward, (name, block.sent, forward)
         out.sum().backward()
         # Gradients come back: of all that was sent to others by Ulysses, else of the keys that were taken.
-        taken = {"": 3 * m, " causal": rank * m, " window": 4 if rank else 0}[name.partition(",")[2]] * key
+        of_window = (of_block if mode == "gather" else 4) if rank else 0
+        taken = {"": 3 * m, "causal": rank * m, "window": of_window}[kind] * key
         backward = {"ulysses": forward, "gather": taken, "ring": forward + taken}[mode]
         assert block.sent == forward + backward, (name, block.sent, forward, backward)
 

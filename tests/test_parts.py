@@ -49,13 +49,14 @@ def drawn(chance: random.Random, g: torch.Generator, M: int, N: int) -> Mask:
 def test_blocks_of_random_masks():
     chance, g = random.Random(0), torch.Generator().manual_seed(0)
     told, refused = 0, set()
-    for _ in range(1500):
+    for _ in range(2500):
         M, N = chance.choice(SIZES)
-        mask = drawn(chance, g, M, N)
-        rows, keys = (tuple(sorted(chance.sample(range(size + 1), 2))) for size in (M, N))
+        mask, periods = drawn(chance, g, M, N), chance.choice([(1, 1), (1, 4), (4, 4)])
+        (begin, end), (first, last) = (sorted(chance.sample(range(size + 1), 2)) for size in (M, N))
+        rows, keys = (begin // periods[0] * periods[0], end), (first // periods[1] * periods[1], last)
         keys = (0, N) if chance.random() < 0.5 else keys
         try:
-            block = Blocks(mask, M, N, in_steps=keys != (0, N)).of(rows, keys)
+            block = Blocks(mask, M, N, keys != (0, N), periods).of(rows, keys)
         except RuntimeError as error:
             refused.add(str(error))
             continue
@@ -68,9 +69,11 @@ def test_blocks_of_random_masks():
             if dense.dtype != wanted.dtype:
                 dense = torch.where(dense, 0.0, -torch.inf)
             found[:, :, begin - rows[0] : end - rows[0], first - keys[0] : last - keys[0]] = dense
-        torch.testing.assert_close(found, wanted, msg=f"{mask} {rows} {keys}")
+            assert begin % periods[0] == 0
+            assert first % periods[1] == 0 or (mask.lengths is not None or mask.query_lengths is not None)
+        torch.testing.assert_close(found, wanted, msg=f"{mask} {rows} {keys} {periods}")
         told += 1
-    assert told > 900 and len(refused) == 4 and all("mode='ulysses'" in text for text in refused), (told, refused)
+    assert told > 1500 and len(refused) == 5 and all("mode='ulysses'" in text for text in refused), (told, refused)
 
 
 def test_documents_that_are_one_need_no_ids():

@@ -225,10 +225,13 @@ class Forward {
     void run_split(int64_t split) {
       begin_rows(split == 0);
       const KeyRange range = keys_of(split);
-      const int64_t last = query_ + queries_ - 1;
+      const int64_t last = query_ + queries_ - 1, block_n = f_.plan_.block_n;
+      // Blocks of keys are the same for all queries, but where there are so few that these read keys in place.
+      const auto to_end_of_block = [&](int64_t at) { return f_.plan_.direct ? block_n : block_n - at % block_n; };
       int64_t cut = range.begin;  // the end of a partly masked block that is visited in smaller ones
       for (int64_t begin = range.begin, count; begin < range.end; begin += count) {
-        count = std::min({begin < cut ? kPartialKeys : f_.plan_.block_n, range.end - begin, in_one_piece(begin)});
+        count = begin < cut ? kPartialKeys : to_end_of_block(begin);
+        count = std::min({count, range.end - begin, in_one_piece(begin)});
         Cover cover = mask_.structured(query_, last, begin, count);
         if (cover == Cover::kPartial && f_.plan_.direct && count > kPartialKeys) {
           cut = begin + count;
@@ -271,10 +274,14 @@ class Forward {
       return task / heads % f.p_.B;
     }
 
+    // They begin at a multiple of kMaxLanes: which lane sums a weight depends on its key alone. Few queries begin where
+    // they see.
     KeyRange keys_of(int64_t split) const {
       const KeyRange all = mask_.keys(query_, query_ + queries_ - 1);
-      const int64_t keys = round_up(blocks_of(std::max<int64_t>(all.end - all.begin, 0), f_.plan_.splits), kMaxLanes);
-      return {all.begin + split * keys, std::min(all.begin + (split + 1) * keys, all.end)};
+      const int64_t first = f_.plan_.direct ? all.begin : all.begin / kMaxLanes * kMaxLanes;
+      const int64_t seen = std::max<int64_t>(all.end - first, 0);
+      const int64_t keys = round_up(blocks_of(seen, f_.plan_.splits), kMaxLanes), begin = first + split * keys;
+      return {begin, std::min(begin + keys, all.end)};
     }
 
     // Packs the queries where they are no operands in memory, and sets the state to an empty one, or to the state after
@@ -427,21 +434,20 @@ class Forward {
                                    state_.row_sum + row * kMaxLanes, b_.alpha, b_.left);
     }
 
-    // Under a causal mask chains are of the same keys whatever rows a group has and however many keys follow: a short
-    // rest is a chain of its own. So a row has the same bits in a call of some rows (more than kDirectRows) and the
-    // keys that they see.
+    // Chains end at multiples of kValueChain, counted from the first key of all, so that a row has the same bits in
+    // whichever group of rows it is, and in a call of some rows and the keys that they see.
     void accumulate(const RowGroup& group, int64_t count, const Operand* weights, const KeyBlock& block, T* acc) const {
       const auto add = [&](int64_t depth, const Operand* left, Source values, const T* alpha) {
         f_.prim_.accumulate(group.count, f_.v_ld_, depth, left, f_.left_ld(), kInterleave<Operand>, values, acc,
                             f_.v_ld_, alpha);
       };
       if constexpr (kPack == 1) {
-        const int64_t rest = count % kValueChain, whole = count - rest;
-        if (p_.right != kUnlimited && whole > 0 && rest > 0 && rest < kLongestChain - kValueChain) {
+        const int64_t before = round_up(block.begin, kValueChain) - block.begin;
+        if (before > 0 && before < count && !f_.plan_.direct) {
           Source values = block.values;
-          values.data = static_cast<const char*>(values.data) + whole * values.row_stride * size_of(values.dtype);
-          add(whole, weights, block.values, b_.alpha);
-          return add(rest, weights + whole * kInterleave<Operand>, values, nullptr);
+          values.data = static_cast<const char*>(values.data) + before * values.row_stride * size_of(values.dtype);
+          add(before, weights, block.values, b_.alpha);
+          return add(count - before, weights + before * kInterleave<Operand>, values, nullptr);
         }
       }
       add(count, weights, block.values, b_.alpha);

@@ -452,7 +452,7 @@ void accumulate(int64_t rows, int64_t width, int64_t depth, const T* a, int64_t 
     const int64_t passes = passes_over(rows, width / kLanes<T>);
     int64_t k = 0;
     do {
-      const int64_t steps = depth - k < kLongestChain ? depth - k : kValueChain;
+      const int64_t steps = depth - k < kValueChain ? depth - k : kValueChain;
       RowPrefetcher<S> ahead = {values + (k + steps) * b.row_stride, b.row_stride, width, passes};
       multiply<T, T, S, true>(rows, width / kLanes<T>, steps, a + k * depth_stride, row_stride, depth_stride,
                               values + k * b.row_stride, b.row_stride, T(1), c, ldc, k == 0 ? alpha : nullptr, &ahead);

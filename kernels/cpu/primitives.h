@@ -47,9 +47,8 @@ inline constexpr int64_t kDepth<Quad> = 4;
 template <>
 inline constexpr int64_t kDepth<Split> = 2;
 
-// How many products of weights and values are summed in one chain of roundings, from the first key of a block on. A
-// rest shorter than kLongestChain belongs to the last.
-constexpr int64_t kValueChain = 64, kLongestChain = 72;
+// How many products of weights and values are summed in one chain of roundings.
+constexpr int64_t kValueChain = 64;
 
 // How many rows of a left operand are interleaved step by step: the operand of `row` and `step` is at
 // [row / kInterleave * kInterleave * ld + step * kInterleave + row % kInterleave].

@@ -34,14 +34,16 @@ class Blocks:
         M: queries.
         N: keys.
         in_steps: whether keys come in several ranges, and not all that a range of queries sees at once.
-        period: blocks begin at multiples of it, where the ranges that they are cut from do.
+        periods: of rows and of keys. Blocks begin at multiples of them, where the ranges that they are cut from do.
 
     Raises:
         RuntimeError: a mask whose blocks are none that a Mask can say. It depends on what all ranks know.
     """
 
-    def __init__(self, mask: Mask, M: int, N: int, in_steps: bool = False, period: int = 1) -> None:
-        self.mask, self.M, self.N, self.period = mask, M, N, period
+    def __init__(
+        self, mask: Mask, M: int, N: int, in_steps: bool = False, periods: tuple[int, int] = (1, 1)
+    ) -> None:
+        self.mask, self.M, self.N, self.periods = mask, M, N, periods
         self.left, self.right = mask.band
         self.shift = N - M if mask.align == "bottom_right" else 0
         self.has_lengths = mask.lengths is not None or mask.query_lengths is not None
@@ -62,10 +64,10 @@ class Blocks:
         is_causal = self.right == 0 and not (self.has_lengths or self.has_prefix or pairs)
         if mask.alibi is not None and not (is_causal and shift >= 0 and self.M + shift <= self.N):
             return "slopes without a plain causal mask are for"
-        if self.period > 1 and self.left != UNLIMITED:
-            return "dropout with a window to the left is for"  # a block would begin beside the diagonal
-        if self.right != UNLIMITED and (shift + self.right) % self.period:
-            return f"dropout with a diagonal elsewhere than at a multiple of {self.period} is for"
+        # A block would begin beside the band, where lengths keep it from being told from its end.
+        beside = self.left != UNLIMITED or (self.right != UNLIMITED and self.right % self.periods[0] > 0)
+        if self.periods[0] > 1 and self.has_lengths and beside:
+            return "dropout with lengths and a window is for"
         if in_steps and (mask.alibi is not None or self.has_prefix):
             return "slopes and a prefix are for mode='gather' and"
         return ""
@@ -76,13 +78,9 @@ class Blocks:
         if rows[0] >= rows[1] or keys[0] >= keys[1]:
             return None
         (begin, end), (first, last) = rows, keys
-        mask, offset = self.mask, begin + self.shift - keys[0]  # of the first query's own place among these keys
-        cut: dict[str, Any] = {}
+        mask, cut = self.mask, dict[str, Any]()
         if mask.has_band:
-            if self.right == 0 and last == end + self.shift and not self.has_lengths and not self.has_prefix:
-                cut = {"align": "bottom_right"}
-            else:
-                cut = {"causal": False, "align": "top_left", "window": self.window(offset, rows, keys)}
+            cut = {"causal": False, **self.band(rows, keys)}
         if mask.lengths is not None:
             cut["lengths"] = (mask.lengths - first).clamp(min=0)
         if mask.query_lengths is not None:
@@ -95,32 +93,37 @@ class Blocks:
                 cut[name] = narrow(narrow(dense, -2, rows), -1, keys)
         return Block(rows, keys, mask.replace(**cut))
 
-    def window(self, offset: int, rows: Interval, keys: Interval) -> tuple[int | None, int | None] | None:
-        """(left, right) around the diagonal of these rows and keys alone; a side that hides nothing is lifted."""
-        left = None if self.left == UNLIMITED else self.left - offset
-        right = None if self.right == UNLIMITED else self.right + offset
-        if left is not None and left >= rows[1] - rows[0] - 1:
-            left = None
-        if right is not None and right >= keys[1] - keys[0] - 1:
-            right = None
-        return None if left is None and right is None else (left, right)
+    def band(self, rows: Interval, keys: Interval) -> dict[str, Any]:
+        """The window of these rows and keys alone, and its corner. A side that hides nothing is lifted."""
+        M, N = rows[1] - rows[0], keys[1] - keys[0]
+        offset = rows[0] + self.shift - keys[0]  # of the first query's own place among these keys
+        left = None if self.left == UNLIMITED or self.left - offset >= M - 1 else self.left - offset
+        right = None if self.right == UNLIMITED or self.right + offset >= N - 1 else self.right + offset
+        align = "top_left"
+        # From the last corner, which the band crosses: at the first one may lie rows and keys beside it.
+        if N != M and not self.has_lengths and not self.has_prefix:
+            align, left = "bottom_right", None if left is None else left + (N - M)
+            right = None if right is None else right - (N - M)
+        return {"align": align, "window": None if left is None and right is None else (left, right)}
 
     def cut(self, rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
         """Without the rows at either end that see none of the keys, and without keys that none of the rows sees, but
-        for those of a document's first period."""
+        for those of the first periods."""
         begin, end = rows
         first, last = keys
         if self.has_prefix:  # all rows see its keys, of which a device may know the number
             return rows, keys
         if self.ends is not None:
             seen = self.of_documents(rows)
-            first, last = max(first, seen[0] // self.period * self.period), min(last, seen[1])
+            first, last = max(first, seen[0]), min(last, seen[1])
         if self.right != UNLIMITED:
             last = min(last, end + self.shift + self.right)
             begin = max(begin, first - self.shift - self.right)
         if self.left != UNLIMITED:
             first = max(first, begin + self.shift - self.left)
             end = min(end, last - self.shift + self.left)
+        if begin < end and first < last and not (self.has_lengths and self.left != UNLIMITED):
+            begin, first = (at // period * period for at, period in zip((begin, first), self.periods, strict=True))
         return (begin, end), (first, last)
 
     def of_documents(self, rows: Interval) -> Interval:

@@ -80,8 +80,7 @@ class context_parallel:
             waits for it. With it only the first call of a kind does, whether ranks agree.
 
     Dropout drops what one process would drop with the seed that the first rank draws; each call sends it. In the modes
-    by keys every part, and the mask's diagonal, has to begin at a multiple of 16 then, and a window to the left is
-    refused.
+    by keys every part has to begin at a multiple of 16 then, and lengths beside a window are refused.
 
     Gradients of query, key and value are those of this rank's part. A bias or sinks, which every rank has whole, get
     the part of what this rank computes: sum it over the mesh.

@@ -23,6 +23,8 @@ from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 
 MESSAGE = 32 << 20  # bytes of keys and values that are worth a message of their own
+# By bytes of a number: all blocks of keys of `cpu_flash` end at multiples, so that from one on it has a row's own bits.
+KEYS_OF_BLOCKS = {2: 1536, 4: 384, 8: 384}
 HEAD_DIMENSIONS = {"alibi": -1, "allowed": -3, "bias": -3}  # of the fields of a mask
 
 
@@ -332,14 +334,16 @@ def of_length(tensor: Tensor, parts: Parts) -> Tensor:
 def blocks_of(part: Part, in_steps: bool = False) -> Blocks:
     """Raises RuntimeError for what is no mask of a block, and for dropout where a part begins inside of the rows or
     the keys that one call of Philox serves."""
-    period = philox.PERIOD if part.options.get("dropout_p") else 1
+    of_rows = philox.PERIOD if part.options.get("dropout_p") else 1
     begins = (begin for parts in (part.queries, part.keys) for own in parts.intervals for begin, _ in own)
-    if any(begin % period for begin in begins):
+    if any(begin % of_rows for begin in begins):
         raise RuntimeError(
-            f"context_parallel: dropout, where parts begin elsewhere than at multiples of {period}, is for "
+            f"context_parallel: dropout, where parts begin elsewhere than at multiples of {of_rows}, is for "
             "mode='ulysses'"
         )
-    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps, period)
+    exact = not in_steps and part.query.device.type == "cpu"
+    of_keys = KEYS_OF_BLOCKS[part.query.element_size()] if exact else of_rows
+    return Blocks(part.mask, part.queries.length, part.keys.length, in_steps, (of_rows, of_keys))
 
 
 def needed(blocks: Blocks, part: Part) -> list[Intervals]:
