@@ -83,6 +83,19 @@ def test_documents_that_are_one_need_no_ids():
     assert Blocks(mask, 10, 10).of((0, 4), (4, 10)) is None
 
 
+def test_documents_of_several_batch_entries():
+    """Keys of no entry's documents are cut off, and ids where each entry's rows are of one."""
+    ids = torch.tensor([[0] * 4 + [1] * 6, [0] * 3 + [1] * 5 + [2] * 2])
+    blocks = Blocks(Mask(causal=True, segments=ids), 10, 10)
+    block = blocks.of((5, 7), (0, 10))
+    assert block is not None and block.keys == (3, 7) and block.mask.segments is not None
+    one = blocks.of((5, 7), (4, 10))
+    assert one is not None and one.keys == (4, 7) and one.mask.segments is None
+    assert blocks.of((8, 9), (0, 4)) is None
+    mixed = torch.tensor([[0] * 4 + [1] * 6, [0, 1] * 5])
+    assert Blocks(Mask(segments=mixed), 10, 10).ends is None
+
+
 @pytest.mark.parametrize("field", ["cu_seqlens", "segments"])
 def test_documents_are_read_again_where_they_changed(field):
     given = torch.tensor([0, 4, 10] if field == "cu_seqlens" else [0] * 4 + [1] * 6)

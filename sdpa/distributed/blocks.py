@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -40,9 +40,7 @@ class Blocks:
         RuntimeError: a mask whose blocks are none that a Mask can say. It depends on what all ranks know.
     """
 
-    def __init__(
-        self, mask: Mask, M: int, N: int, in_steps: bool = False, periods: tuple[int, int] = (1, 1)
-    ) -> None:
+    def __init__(self, mask: Mask, M: int, N: int, in_steps: bool = False, periods: tuple[int, int] = (1, 1)) -> None:
         self.mask, self.M, self.N, self.periods = mask, M, N, periods
         self.left, self.right = mask.band
         self.shift = N - M if mask.align == "bottom_right" else 0
@@ -77,14 +75,13 @@ class Blocks:
         rows, keys = self.cut(rows, keys)
         if rows[0] >= rows[1] or keys[0] >= keys[1]:
             return None
-        (begin, end), (first, last) = rows, keys
         mask, cut = self.mask, dict[str, Any]()
         if mask.has_band:
             cut = {"causal": False, **self.band(rows, keys)}
         if mask.lengths is not None:
-            cut["lengths"] = (mask.lengths - first).clamp(min=0)
+            cut["lengths"] = (mask.lengths - keys[0]).clamp(min=0)
         if mask.query_lengths is not None:
-            cut["query_lengths"] = (mask.query_lengths - begin).clamp(min=0)
+            cut["query_lengths"] = (mask.query_lengths - rows[0]).clamp(min=0)
         if mask.segments is not None or mask.cu_seqlens is not None:
             cut |= {"cu_seqlens": None, "segments": self.segments(rows, keys)}
         for name in ("allowed", "bias"):
@@ -107,39 +104,40 @@ class Blocks:
         return {"align": align, "window": None if left is None and right is None else (left, right)}
 
     def cut(self, rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
-        """Without the rows at either end that see none of the keys, and without keys that none of the rows sees, but
-        for those of the first periods."""
+        """Those of them that `seen` leaves, from a multiple of the periods on."""
+        (begin, end), (first, last) = self.seen(rows, keys)
+        if begin < end and first < last and not (self.has_lengths and self.left != UNLIMITED):
+            begin, first = (at // period * period for at, period in zip((begin, first), self.periods, strict=True))
+        return (begin, end), (first, last)
+
+    def seen(self, rows: Interval, keys: Interval) -> tuple[Interval, Interval]:
+        """Without the rows at either end that see none of the keys, and without keys that none of the rows sees."""
         begin, end = rows
         first, last = keys
         if self.has_prefix:  # all rows see its keys, of which a device may know the number
             return rows, keys
         if self.ends is not None:
-            seen = self.of_documents(rows)
-            first, last = max(first, seen[0]), min(last, seen[1])
+            firsts, lasts = zip(*(interval for interval, _ in self.of_documents(rows)), strict=True)
+            first, last = max(first, min(firsts)), min(last, max(lasts))
         if self.right != UNLIMITED:
             last = min(last, end + self.shift + self.right)
             begin = max(begin, first - self.shift - self.right)
         if self.left != UNLIMITED:
             first = max(first, begin + self.shift - self.left)
             end = min(end, last - self.shift + self.left)
-        if begin < end and first < last and not (self.has_lengths and self.left != UNLIMITED):
-            begin, first = (at // period * period for at, period in zip((begin, first), self.periods, strict=True))
         return (begin, end), (first, last)
 
-    def of_documents(self, rows: Interval) -> Interval:
-        """The keys of the documents that these rows lie in."""
-        assert self.ends is not None
-        queries, keys = self.ends
-        low, high = bisect_right(queries, rows[0]), bisect_right(queries, rows[1] - 1)
-        return (keys[low - 1] if low else 0), (keys[high] if high < len(keys) else self.N)
+    def of_documents(self, rows: Interval) -> Iterator[tuple[Interval, bool]]:
+        """By batch entry the keys of the documents that these rows lie in, and whether it is one document."""
+        for queries, keys in self.ends or ():
+            low, high = bisect_right(queries, rows[0]), bisect_right(queries, rows[1] - 1)
+            yield ((keys[low - 1] if low else 0), (keys[high] if high < len(keys) else self.N)), low == high
 
     def segments(self, rows: Interval, keys: Interval) -> tuple[Tensor, Tensor] | None:
-        """The ids of these rows and keys; None where all are of one document."""
-        if self.ends is not None:
-            document, other = (bisect_right(self.ends[0], row) for row in (rows[0], rows[1] - 1))
-            first, last = self.of_documents(rows)
-            if document == other and first <= keys[0] and keys[1] <= last:
-                return None
+        """The ids of these rows and keys; None where all are of one document in every batch entry."""
+        found = list(self.of_documents(rows))
+        if found and all(is_one and of[0] <= keys[0] and keys[1] <= of[1] for of, is_one in found):
+            return None
         given: Any = self.mask.segments if self.mask.segments is not None else self.mask.cu_seqlens
         pair = given if isinstance(given, tuple) else (given, given)
         of_rows, of_keys = ids_of(self.mask, pair, (self.M, self.N))
@@ -152,23 +150,27 @@ def narrow(dense: Tensor, dim: int, interval: Interval) -> Tensor:
     return dense if dense.dim() < -dim or dense.shape[dim] == 1 else dense.narrow(dim, begin, end - begin)
 
 
-def documents(mask: Mask, M: int, N: int) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Where documents end among queries and among keys, if they lie one after the other."""
+def documents(mask: Mask, M: int, N: int) -> list[tuple[list[int], list[int]]] | None:
+    """Where documents end among queries and among keys, if they lie one after the other; by batch entry if these
+    differ."""
     if mask.cu_seqlens is not None:
         given = mask.cu_seqlens if isinstance(mask.cu_seqlens, tuple) else (mask.cu_seqlens,) * 2
         queries, keys = (remembered(cu, lambda cu: cu.tolist()[1:]) for cu in given)
-        return queries, keys
+        return [(queries, keys)]
     ids = mask.segments
-    if not isinstance(ids, Tensor) or M != N or (ids.dim() > 1 and ids.shape[0] > 1):
+    if not isinstance(ids, Tensor) or M != N or not ids.numel():
         return None
-    ends = remembered(ids, ends_of)
-    return None if ends is None else (ends, ends)
+    found = [(ends, ends) for ends in remembered(ids, ends_of)]
+    return found if all(ends for ends, _ in found) else None
 
 
-def ends_of(ids: Tensor) -> list[int] | None:
-    """Where runs of the same id end; None where an id has several runs."""
-    found, counts = ids.reshape(-1).unique_consecutive(return_counts=True)
-    return list(accumulate(counts.tolist())) if len(found.unique()) == len(found) else None
+def ends_of(ids: Tensor) -> list[list[int]]:
+    """By row where runs of the same id end; nothing where an id has several runs."""
+    found = []
+    for row in ids.reshape(-1, ids.shape[-1]).cpu():
+        runs, counts = row.unique_consecutive(return_counts=True)
+        found.append(list(accumulate(counts.tolist())) if len(runs.unique()) == len(runs) else [])
+    return found
 
 
 def remembered(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:

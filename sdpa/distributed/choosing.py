@@ -155,8 +155,8 @@ def learns(part: Part) -> bool:
 
 def pairs_of(blocks: Blocks, intervals: Sequence[Interval]) -> int:
     """Pairs of query and key that see each other, of queries in intervals, by trapezoids of PIECES parts of each and of
-    each document."""
-    cuts = [] if blocks.ends is None else blocks.ends[0]
+    each document, where these are those of all batch entries."""
+    cuts = blocks.ends[0][0] if blocks.ends is not None and len(blocks.ends) == 1 else []
     total = 0
     for begin, end in intervals:
         inside = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
@@ -166,7 +166,7 @@ def pairs_of(blocks: Blocks, intervals: Sequence[Interval]) -> int:
 
 
 def seen_pairs(blocks: Blocks, rows: Interval) -> int:
-    (begin, end), (first, last) = blocks.cut(rows, (0, blocks.N))
+    (begin, end), (first, last) = blocks.seen(rows, (0, blocks.N))
     if begin >= end or first >= last:
         return 0
 
