@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,7 +206,7 @@ class Book:
         clear_caches()
 
     def data(self) -> dict[str, Any]:
-        return header(self.path, self.device) | preference(self.path) | {"entries": list(self.entries.values())}
+        return header(self.path, self.device) | kept(self.path) | {"entries": list(self.entries.values())}
 
 
 def header(path: Path, device: str) -> dict[str, Any]:
@@ -218,18 +218,37 @@ def header(path: Path, device: str) -> dict[str, Any]:
     return head | about | ({"card": tables.card_of(card)} if card.architecture else {})
 
 
-def preference(path: Path) -> dict[str, Any]:
-    """What a table says of kernels that are built, which is asked for and not measured."""
+def kept(path: Path) -> dict[str, Any]:
+    """What a table says beside its entries that was not measured with them: of kernels that are built, and of links."""
     table = tables.read(str(path))
-    return {} if table is None or table.prefer_built is None else {"prefer_built": table.prefer_built}
+    if table is None:
+        return {}
+    preference = {} if table.prefer_built is None else {"prefer_built": table.prefer_built}
+    return preference | ({"links": [one._asdict() for one in table.links]} if table.links else {})
 
 
 def prefer_built(path: Path, device: str, ratio: float) -> None:
     """Write into a table how much longer a kernel that is built may take than one that a first call compiles."""
+    change(path, device, lambda data: {"prefer_built": ratio})
+
+
+def add_links(path: Path, device: str, found: Sequence[tables.LinkSpeed]) -> None:
+    """Write into a table what links carry, in place of what it says of the same backend, hosts and ranks."""
+
+    def changed(data: dict[str, Any]) -> dict[str, Any]:
+        new = {one[:3]: one._asdict() for one in found}
+        old = [one for one in tables.parse_links(data.get("links", [])) if one[:3] not in new]
+        return {"links": [*(one._asdict() for one in old), *new.values()]}
+
+    change(path, device, changed)
+
+
+def change(path: Path, device: str, fields: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace what a table says beside its entries; there need be none yet."""
     with alone(path):
         try:
             data = tables.load(path.read_text()) if path.is_file() else header(path, device) | {"entries": []}
-            tables.write(path, {**data, "prefer_built": ratio})
+            tables.write(path, {**data, **fields(data)})
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, TypeError) as error:
             raise BookError(f"cannot change {path}: {' '.join(str(error).split())}") from None
     clear_caches()

@@ -20,7 +20,8 @@ read in a twenty-fifth of YAML's time. Other YAML is read, too.
 `beside`, what was asked beside the mask, as [dropout] (BESIDE), and `window`, how many keys beside one a query of the
 mask "window" sees. `card` is what a GPU reports of itself (`device.Device`). `prefer_built: 1.3` beside the entries
 prefers kernels that are built already to ones that a first call compiles, where they take up to 1.3 times as long
-(`sdpa tune --prefer-built`).
+(`sdpa tune --prefer-built`). `links` beside them lists what `sdpa tune --distributed` measured (LinkSpeed), as
+[{backend: nccl, hosts: 1, ranks: 4, latency: 3.0e-05, bandwidth: 1.5e+11}].
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ SIZES = ("B", "H", "Hkv", "M", "N", "D", "Dv")
 BESIDE = frozenset({"dropout", "softcap", "sinks"})  # features of a problem that decide which kernels are able
 PEAKS = ("half_flops", "float32_flops", "float64_flops", "bandwidth")
 CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fromkeys(PEAKS, float)}
+LINK = {"backend": str, "hosts": int, "ranks": int, "latency": float, "bandwidth": float}
 LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
 # The loader in C takes half the time of the one in Python, which the first call in a process waits for.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -70,12 +72,23 @@ class Bucket(NamedTuple):
     window: int = 0  # keys beside one that a query of the mask "window" sees; 0: not said
 
 
+class LinkSpeed(NamedTuple):
+    """What the links between some ranks carry."""
+
+    backend: str  # torch.distributed's
+    hosts: int
+    ranks: int
+    latency: float  # seconds of a collective
+    bandwidth: float  # bytes/s that a rank sends
+
+
 class Table(NamedTuple):
     path: str
     device: str
     buckets: tuple[Bucket, ...]
     card: Device | None = None  # the device, where the table says what it is
     prefer_built: float | None = None  # how much longer a built kernel may take; None where the table says nothing
+    links: tuple[LinkSpeed, ...] = ()
 
 
 def of(names: tuple[str, ...]) -> list[list[Table]]:
@@ -184,7 +197,8 @@ def parse(path: str, data: object) -> Table:
     if ratio is not None and not (is_time("", ratio) and ratio >= 1):
         raise ValueError(f"expected prefer_built to be a number from 1 on, got {ratio!r}")
     buckets = tuple(parse_entry(number, entry) for number, entry in enumerate(data["entries"]))
-    return Table(path, data["device"], buckets, parse_card(data.get("card"), data["device"]), ratio)
+    card, links = parse_card(data.get("card"), data["device"]), parse_links(data.get("links", []))
+    return Table(path, data["device"], buckets, card, ratio, links)
 
 
 def card_of(device: Device) -> dict[str, Any]:
@@ -199,6 +213,14 @@ def parse_card(card: object, name: str) -> Device | None:
     if not isinstance(card, dict) or not all(is_fact(card.get(key), kind) for key, kind in CARD.items()):
         raise ValueError(f"expected card to map {', '.join(CARD)} to what they are, got {card!r}")
     return Device(description=name, names=(name,), **{key: card[key] for key in CARD})
+
+
+def parse_links(links: object) -> tuple[LinkSpeed, ...]:
+    if not isinstance(links, list) or not all(
+        isinstance(one, dict) and all(is_fact(one.get(key), kind) for key, kind in LINK.items()) for one in links
+    ):
+        raise ValueError(f"expected links to list mappings of {', '.join(LINK)} to what they are, got {links!r}")
+    return tuple(LinkSpeed(*(one[key] for key in LINK)) for one in links)
 
 
 def is_fact(value: object, kind: type) -> bool:

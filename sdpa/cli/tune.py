@@ -29,6 +29,7 @@ from sdpa.cli.common import (
     require_served,
     set_threads,
 )
+from sdpa.cli.links import tune_links
 from sdpa.dispatch import tables
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
@@ -73,8 +74,9 @@ SAVE_EVERY = 8
     "--prefer-built", "ratio", type=click.FloatRange(1.0), metavar="RATIO",
     help="Take kernels that need no compiler where they take up to RATIO times as long.",
 )  # fmt: skip
+@click.option("--distributed", is_flag=True, help="Measure the links between ranks that torchrun started instead.")
 @device_option
-def tune(table: Path | None, ratio: float | None, threads: int | None, **options: Any) -> None:
+def tune(table: Path | None, ratio: float | None, distributed: bool, threads: int | None, **options: Any) -> None:
     """Times every able kernel, torch's own included, with each of its tiles, over a grid of problems, and writes the
     table the dispatcher reads.
 
@@ -95,6 +97,10 @@ def tune(table: Path | None, ratio: float | None, threads: int | None, **options
     torch's own) in place of one that a first call compiles (Triton, Metal), where it takes up to RATIO times as long; 1
     ends that. It suits processes that live for seconds.
 
+    With --distributed no kernel is measured, but the links between ranks, by which `context_parallel` chooses a mode.
+    Without these figures its first call measures them. Start the ranks as those of your program, all at once:
+    torchrun --nproc-per-node 8 -m sdpa.cli tune --distributed --device cuda
+
     With --problems the table gets problems like those of real models (bench/drawn.py) beside what it has. Figures of
     suite `random` with the same seed then say nothing about problems that no table knows.
     """
@@ -102,8 +108,13 @@ def tune(table: Path | None, ratio: float | None, threads: int | None, **options
     request = Request(**options)
     if request.again and (table is not None or ratio is not None):
         raise click.UsageError("--again measures, --prune and --prefer-built do not: give one")
+    if distributed and (table is not None or ratio is not None or request.adds or request.kernels):
+        raise click.UsageError("--distributed measures links and no kernels: give it alone, with --device and --out")
     try:
-        if table is not None:
+        if distributed:
+            device = require_device(request.device)
+            tune_links(device, table_of(request, device), request.dry_run)
+        elif table is not None:
             prune_table(table)
         elif ratio is not None:
             write_preference(request, ratio)

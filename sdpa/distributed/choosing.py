@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sdpa.dispatch import tables
 from sdpa.dispatch.device import device_of
 from sdpa.distributed.blocks import Blocks
 from sdpa.distributed.links import Link
@@ -52,28 +55,48 @@ KNOWN: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()  # by process group
 
 
 def rates_of(link: Link) -> Rates:
-    """Measured once for a group, by all of its ranks at the same time."""
+    """Once for a group, by all of its ranks at the same time: of their tables (`sdpa tune --distributed`), else
+    measured."""
     found = KNOWN.get(link.group)
     if found is None:
-        found = KNOWN[link.group] = measured(link)
+        found = Rates(0.0, float("inf")) if link.ranks == 1 else told_by_tables(link) or measured(link)
+        KNOWN[link.group] = found
     return found
 
 
-def measured(link: Link) -> Rates:
-    if link.ranks == 1:
-        return Rates(0.0, float("inf"))
-    seconds = torch.tensor([fastest(link, size) for size in (SMALL, LARGE)], device=link.device)
+def told_by_tables(link: Link) -> Rates | None:
+    """What the tables of all ranks say, of the slowest; None where one says nothing."""
+    asked = place_of(link)
+    every = (one for own in tables.of(device_of(own_device(link)).names) for table in own for one in table.links)
+    own = next((one[3:] for one in every if one[:3] == asked), (0.0, 0.0))
+    latencies, bandwidths = link.ask(torch.tensor(own, dtype=torch.float64, device=link.device)).t().tolist()
+    return Rates(max(latencies), min(bandwidths)) if min(bandwidths) else None
+
+
+def place_of(link: Link) -> tuple[str, int, int]:
+    """The backend, and how many hosts and ranks it joins. Every rank has to ask."""
+    host = torch.tensor([crc32(socket.gethostname().encode())], device=link.device)
+    return dist.get_backend(link.group), len(set(link.ask(host).flatten().tolist())), link.ranks
+
+
+def own_device(link: Link) -> str:
+    return f"cuda:{torch.cuda.current_device()}" if link.device == "cuda" else link.device
+
+
+def measured(link: Link, repeats: int = REPEATS) -> Rates:
+    """By exchanges of a small and a large message. Every rank has to ask."""
+    seconds = torch.tensor([fastest(link, size, repeats) for size in (SMALL, LARGE)], device=link.device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, link.group)
     small, large = seconds.tolist()
     more = (LARGE - SMALL) * (link.ranks - 1)
     return Rates(small, more / max(large - small, 1e-9))
 
 
-def fastest(link: Link, size: int) -> float:
-    """Seconds of an exchange of `size` bytes between each two ranks."""
+def fastest(link: Link, size: int, repeats: int) -> float:
+    """Seconds of an exchange of `size` bytes between each two ranks, the least of some."""
     sent = torch.zeros(size * link.ranks, dtype=torch.uint8, device=link.device)
     received, found = torch.empty_like(sent), []
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + repeats):
         begin = time.perf_counter()
         dist.all_to_all_single(received, sent, group=link.group)
         if sent.is_cuda:

@@ -73,8 +73,8 @@ class context_parallel:
             "gather": each is given the keys and values that its queries see.
             "ring": the same, those of one rank after the other, which are not kept (Liu et al., 2023).
             "hybrid": on two dimensions, heads inside of nodes and keys between them.
-            "auto": for each call the mode that should take least time by a model of the products and of the links,
-            which the first call measures. `choices` tells why.
+            "auto": for each call the mode that should take least time by a model of the products and of the links, as
+            `sdpa tune --distributed` or else the first call measured them. `choices` tells why.
         parts: which positions each rank has, of queries and keys alike. Without it ranks hold consecutive parts, in the
             order of their rank, and every call asks for their lengths, which takes a small collective and on a GPU
             waits for it. With it only the first call of a kind does, whether ranks agree.

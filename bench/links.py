@@ -1,0 +1,46 @@
+"""What the links between ranks carry, for `sdpa tune --distributed`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sdpa.dispatch.tables import LinkSpeed
+from sdpa.distributed.choosing import measured, place_of
+from sdpa.distributed.links import Link, links_of
+
+REPEATS = 20
+
+
+@contextmanager
+def ranks(device: str) -> Iterator[DeviceMesh]:
+    """The ranks that torchrun started, in one dimension."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield init_device_mesh(kind, (dist.get_world_size(),))
+        dist.barrier()  # who is done first would close connections that others use
+    finally:
+        dist.destroy_process_group()
+
+
+def speeds(world: DeviceMesh) -> list[LinkSpeed]:
+    """Of all ranks; and of those of a host and of one of each host, where there are several of the same number."""
+    (link,) = links_of(world)
+    _, hosts, every = place_of(link)
+    found = [speed_of(link)]
+    if hosts > 1 and every % hosts == 0:
+        by_hosts = init_device_mesh(link.device, (hosts, every // hosts))
+        found += [speed_of(one) for one in links_of(by_hosts) if one.ranks > 1]
+    return list({one[:3]: one for one in found}.values())
+
+
+def speed_of(link: Link) -> LinkSpeed:
+    return LinkSpeed(*place_of(link), *measured(link, REPEATS))
