@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
 from contextlib import nullcontext
@@ -20,7 +21,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import sdpa
 from sdpa import Mask
-from sdpa.distributed import Parts, context_parallel, modes, shard, unshard
+from sdpa.distributed import Parts, choosing, context_parallel, modes, shard, unshard
+from sdpa.distributed.links import links_of
 
 
 def whole_masks() -> dict[str, Make]:
@@ -575,6 +577,18 @@ def uneven_hybrid(rank: int) -> None:
         found.sum().backward()
         for one, of_whole in zip(own, torch.autograd.grad(expected.sum(), whole), strict=True):
             close(unshard(one.grad, mesh, 2, parts), of_whole, f"{lengths}")
+
+
+def figures_of_tables(rank: int, folder: str) -> None:
+    """All ranks take the slowest of their tables' figures; where one has none, links are measured."""
+    (link,) = links_of(init_device_mesh("cpu", (2,)))
+    os.environ["SDPA_TUNING_DIR"] = f"{folder}/{rank}"
+    assert choosing.rates_of(link) == choosing.Rates(2e-4, 1e9)
+    choosing.KNOWN.clear()
+    choosing.measured = lambda link: choosing.Rates(1.0, 1.0)
+    if rank:
+        os.environ["SDPA_TUNING_DIR"] = f"{folder}/none"
+    assert choosing.rates_of(link) == choosing.Rates(1.0, 1.0)
 
 
 def on_one_gpu(rank: int) -> None:

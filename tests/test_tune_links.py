@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import context_cases as cases
 import pytest
 from ranks import run
-from torch.distributed.device_mesh import init_device_mesh
 
 from helpers import complaint
 
@@ -21,8 +20,6 @@ from sdpa.cli.links import show
 from sdpa.dispatch import tables
 from sdpa.dispatch.device import device_of
 from sdpa.dispatch.tables import LinkSpeed
-from sdpa.distributed import choosing
-from sdpa.distributed.links import links_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 NAME = device_of("cpu").names[0]
@@ -58,23 +55,11 @@ def test_a_table_that_is_measured_again_keeps_links(tmp_path):
     assert tables.read(str(path)).links == (link,)
 
 
-def of_tables(rank: int, folder: str) -> None:
-    """All ranks take the slowest of their tables' figures; where one has none, links are measured."""
-    (link,) = links_of(init_device_mesh("cpu", (2,)))
-    os.environ["SDPA_TUNING_DIR"] = f"{folder}/{rank}"
-    assert choosing.rates_of(link) == choosing.Rates(2e-4, 1e9)
-    choosing.KNOWN.clear()
-    choosing.measured = lambda link: choosing.Rates(1.0, 1.0)
-    if rank:
-        os.environ["SDPA_TUNING_DIR"] = f"{folder}/none"
-    assert choosing.rates_of(link) == choosing.Rates(1.0, 1.0)
-
-
 def test_a_block_takes_the_figures_of_tables(tmp_path):
     for rank, link in enumerate((LinkSpeed("gloo", 1, 2, 1e-4, 1e9), LinkSpeed("gloo", 1, 2, 2e-4, 3e9))):
         (tmp_path / str(rank)).mkdir()
         book.add_links(tmp_path / str(rank) / f"{NAME}.yaml", "cpu", [LinkSpeed("gloo", 2, 2, 1.0, 1.0), link])
-    run(2, of_tables, str(tmp_path))
+    run(2, cases.figures_of_tables, str(tmp_path))
 
 
 def test_what_is_wrong_is_a_sentence(tmp_path, monkeypatch, capsys):
