@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +40,18 @@ def speeds(world: DeviceMesh) -> list[LinkSpeed]:
         by_hosts = init_device_mesh(link.device, (hosts, every // hosts))
         found += [speed_of(one) for one in links_of(by_hosts) if one.ranks > 1]
     return list({one[:3]: one for one in found}.values())
+
+
+def failed_elsewhere(world: DeviceMesh, action: Callable[[], None]) -> bool:
+    """Whether what every rank does at the same time raised on another one. Raises what it raised here."""
+    (link,) = links_of(world)
+    failed = torch.ones(1, dtype=torch.long, device=link.device)
+    try:
+        action()
+        failed.zero_()
+    finally:
+        anywhere = bool(link.ask(failed).any())
+    return anywhere
 
 
 def speed_of(link: Link) -> LinkSpeed:

@@ -69,9 +69,17 @@ def test_what_is_wrong_is_a_sentence(tmp_path, monkeypatch, capsys):
         assert "measures links and no kernels: give it alone" in complaint("tune", "--distributed", *options, code=2)
     alone = tuned(1, "--out", str(tmp_path))
     assert alone.returncode and "expects at least two ranks" in alone.stderr and not list(tmp_path.iterdir())
+    monkeypatch.setenv("RANK", "0")  # and nothing else that torchrun sets
+    assert "start them by torchrun --nproc-per-node" in complaint("tune", "--distributed", code=2)
+    path = tmp_path / f"{NAME}.yaml"
+    path.write_text(f"schema: 1\ndevice: {NAME}\nlinks: 3\n")
+    broken = tuned(2, "--out", str(tmp_path))
+    assert broken.returncode and broken.stderr.count(f"sdpa: cannot change {path}: expected links") == 1
+    assert "sdpa/cli" not in broken.stderr, "a traceback of the other rank"
     file = tmp_path / "file"
     file.touch()
     wrong = tuned(2, "--out", str(Path(file) / "below"))
-    assert wrong.returncode and "cannot write a table" in wrong.stderr and "sdpa/cli" not in wrong.stderr, wrong.stderr
+    assert wrong.returncode and "cannot write a table" in wrong.stderr, wrong.stderr
+    assert "sdpa/cli" not in wrong.stderr, wrong.stderr
     show([LinkSpeed("nccl", 2, 16, 3e-5, 1.5e11)], "")
     assert "nccl, 16 ranks on 2 hosts: 30 us a collective, 150.0 GB/s sent by a rank" in capsys.readouterr().out
