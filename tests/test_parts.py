@@ -83,6 +83,13 @@ def test_documents_that_are_one_need_no_ids():
     assert Blocks(mask, 10, 10).of((0, 4), (4, 10)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+def test_lengths_that_end_before_a_block(dtype):
+    lengths = torch.tensor([20, 50], dtype=dtype)
+    block = Blocks(Mask(lengths=lengths, query_lengths=lengths), 64, 64).of((32, 64), (32, 64))
+    assert block is not None and block.mask.lengths.tolist() == block.mask.query_lengths.tolist() == [0, 18]
+
+
 def test_documents_of_several_batch_entries():
     """Keys of no entry's documents are cut off, and ids where each entry's rows are of one."""
     ids = torch.tensor([[0] * 4 + [1] * 6, [0] * 3 + [1] * 5 + [2] * 2])

@@ -55,11 +55,12 @@ def test_a_table_that_is_measured_again_keeps_links(tmp_path):
     assert tables.read(str(path)).links == (link,)
 
 
-def test_a_block_takes_the_figures_of_tables(tmp_path):
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_a_block_takes_the_figures_of_tables(backend, tmp_path):
     for rank, link in enumerate((LinkSpeed("gloo", 1, 2, 1e-4, 1e9), LinkSpeed("gloo", 1, 2, 2e-4, 3e9))):
         (tmp_path / str(rank)).mkdir()
         book.add_links(tmp_path / str(rank) / f"{NAME}.yaml", "cpu", [LinkSpeed("gloo", 2, 2, 1.0, 1.0), link])
-    run(2, cases.figures_of_tables, str(tmp_path))
+    run(2, cases.figures_of_tables, str(tmp_path), backend=backend)
 
 
 def test_what_is_wrong_is_a_sentence(tmp_path, monkeypatch, capsys):

@@ -79,9 +79,9 @@ class Blocks:
         if mask.has_band:
             cut = {"causal": False, **self.band(rows, keys)}
         if mask.lengths is not None:
-            cut["lengths"] = (mask.lengths - keys[0]).clamp(min=0)
+            cut["lengths"] = (mask.lengths.long() - keys[0]).clamp(min=0)
         if mask.query_lengths is not None:
-            cut["query_lengths"] = (mask.query_lengths - rows[0]).clamp(min=0)
+            cut["query_lengths"] = (mask.query_lengths.long() - rows[0]).clamp(min=0)
         if mask.segments is not None or mask.cu_seqlens is not None:
             cut |= {"cu_seqlens": None, "segments": self.segments(rows, keys)}
         for name in ("allowed", "bias"):

@@ -76,7 +76,8 @@ def told_by_tables(link: Link) -> Rates | None:
 def place_of(link: Link) -> tuple[str, int, int]:
     """The backend, and how many hosts and ranks it joins. Every rank has to ask."""
     host = torch.tensor([crc32(socket.gethostname().encode())], device=link.device)
-    return dist.get_backend(link.group), len(set(link.ask(host).flatten().tolist())), link.ranks
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(link.group).split(","))  # by kind of device
+    return backends[link.device], len(set(link.ask(host).flatten().tolist())), link.ranks
 
 
 def own_device(link: Link) -> str:
