@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import time
 from contextlib import nullcontext
@@ -21,8 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import sdpa
 from sdpa import Mask
-from sdpa.distributed import Parts, choosing, context_parallel, modes, shard, unshard
-from sdpa.distributed.links import links_of
+from sdpa.distributed import Parts, context_parallel, modes, shard, unshard
 
 
 def whole_masks() -> dict[str, Make]:
@@ -375,8 +373,7 @@ def alone(rank: int, mode: str) -> None:
 
 
 def volume(rank: int) -> None:
-    """What a rank sends, forward and backward, is each mode's formula; keys that no query sees are not sent, but those
-    of gathered keys from a multiple of `KEYS_OF_BLOCKS` on."""
+    """What a rank sends, forward and backward, is each mode's formula; gathered keys begin at a multiple."""
     world, m, heads, Hkv, Dv = 4, 6, 8, 4, D + 4
     key = B * Hkv * (D + Dv) * 8  # bytes of a key and its value
     g = torch.Generator().manual_seed(11 + rank)
@@ -577,18 +574,6 @@ def uneven_hybrid(rank: int) -> None:
         found.sum().backward()
         for one, of_whole in zip(own, torch.autograd.grad(expected.sum(), whole), strict=True):
             close(unshard(one.grad, mesh, 2, parts), of_whole, f"{lengths}")
-
-
-def figures_of_tables(rank: int, folder: str) -> None:
-    """All ranks take the slowest of their tables' figures; where one has none, links are measured."""
-    (link,) = links_of(init_device_mesh("cpu", (2,)))
-    os.environ["SDPA_TUNING_DIR"] = f"{folder}/{rank}"
-    assert choosing.rates_of(link) == choosing.Rates(2e-4, 1e9)
-    choosing.KNOWN.clear()
-    choosing.measured = lambda link: choosing.Rates(1.0, 1.0)
-    if rank:
-        os.environ["SDPA_TUNING_DIR"] = f"{folder}/none"
-    assert choosing.rates_of(link) == choosing.Rates(1.0, 1.0)
 
 
 def on_one_gpu(rank: int) -> None:

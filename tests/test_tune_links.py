@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import context_cases as cases
+import link_cases as cases
 import pytest
 from ranks import run
 
