@@ -37,6 +37,8 @@ GPU_MASKS = {"rows": "padding", "dense": "allowed"}
 CPU_MASKS = {"dense": "padding", "structured": "lengths"}
 # Seconds between two looks whether a table's lock is free.
 PAUSE = 0.01
+# And for how many seconds hosts that share a folder wait for one another, which write the same links at the same time.
+PATIENCE = 10.0
 
 
 class BookError(Exception):
@@ -211,11 +213,24 @@ class Book:
 
 def header(path: Path, device: str) -> dict[str, Any]:
     """What a table that is measured by this process says beside its entries."""
-    facts = record.about(device)
-    head = {"schema": tables.SCHEMA, "device": path.stem, "date": facts["date"], "versions": facts["versions"]}
-    about = {name: facts[name] for name in ("command", "description", "threads")}
+    head = {"schema": tables.SCHEMA, "device": path.stem} | origin(device, (*tables.ORIGIN, "description", "threads"))
     card = device_of(device)
-    return head | about | ({"card": tables.card_of(card)} if card.architecture else {})
+    return head | ({"card": tables.card_of(card)} if card.architecture else {})
+
+
+def origin(device: str, names: Sequence[str] = tables.ORIGIN) -> dict[str, Any]:
+    """When, with what and by which command this process measures."""
+    facts = record.about(device) | {"command": command()}
+    return {name: facts[name] for name in names}
+
+
+def command() -> str:
+    """The command line as a user would type it, with torchrun where that started this process."""
+    own, ranks, hosts = record.command(), os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    if ranks is None:
+        return own
+    own = f"-m sdpa.cli {own.removeprefix('sdpa ')}" if own.startswith("sdpa ") else own
+    return f"torchrun {'' if hosts == '1' else f'--nnodes {hosts} '}--nproc-per-node {ranks} {own}"
 
 
 def kept(path: Path) -> dict[str, Any]:
@@ -224,7 +239,7 @@ def kept(path: Path) -> dict[str, Any]:
     if table is None:
         return {}
     preference = {} if table.prefer_built is None else {"prefer_built": table.prefer_built}
-    return preference | ({"links": [one._asdict() for one in table.links]} if table.links else {})
+    return preference | ({"links": [one.data() for one in table.links]} if table.links else {})
 
 
 def prefer_built(path: Path, device: str, ratio: float) -> None:
@@ -236,22 +251,37 @@ def add_links(path: Path, device: str, found: Sequence[tables.LinkSpeed]) -> Non
     """Write into a table what links carry, in place of what it says of the same backend, hosts and ranks."""
 
     def changed(data: dict[str, Any]) -> dict[str, Any]:
-        new = {one[:3]: one._asdict() for one in found}
+        new = {one[:3]: one for one in found}
         old = [one for one in tables.parse_links(data.get("links", [])) if one[:3] not in new]
-        return {"links": [*(one._asdict() for one in old), *new.values()]}
+        return {"links": [one.data() for one in (*old, *new.values())]}
 
-    change(path, device, changed)
+    change(path, device, changed, PATIENCE)
 
 
-def change(path: Path, device: str, fields: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def require_changeable(path: Path) -> None:
+    """Before links are measured: that the table, if there is one, can be read and is nobody else's."""
+    require_writable(path.parent)
+    with changing(path, PATIENCE):
+        if path.exists():
+            tables.parse(str(path), tables.load(path.read_text()))
+
+
+def change(path: Path, device: str, fields: Callable[[dict[str, Any]], dict[str, Any]], patience: float = 0.0) -> None:
     """Replace what a table says beside its entries; there need be none yet."""
-    with alone(path):
+    with changing(path, patience):
+        data = tables.load(path.read_text()) if path.is_file() else header(path, device) | {"entries": []}
+        tables.write(path, {**data, **fields(data)})
+    clear_caches()
+
+
+@contextmanager
+def changing(path: Path, patience: float) -> Iterator[None]:
+    """Alone with a table; what is wrong with it is a sentence."""
+    with alone(path, patience):
         try:
-            data = tables.load(path.read_text()) if path.is_file() else header(path, device) | {"entries": []}
-            tables.write(path, {**data, **fields(data)})
+            yield
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, TypeError) as error:
             raise BookError(f"cannot change {path}: {' '.join(str(error).split())}") from None
-    clear_caches()
 
 
 def entries_of(file: Path, table: Path) -> list[dict[str, Any]]:

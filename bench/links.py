@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from sdpa.bench.book import origin
 from sdpa.dispatch.tables import LinkSpeed
 from sdpa.distributed.choosing import measured, place_of
 from sdpa.distributed.links import Link, links_of
@@ -32,13 +33,15 @@ def ranks(device: str) -> Iterator[DeviceMesh]:
 
 
 def speeds(world: DeviceMesh) -> list[LinkSpeed]:
-    """Of all ranks; and of those of a host and of one of each host, where there are several of the same number."""
+    """Of all ranks. Where hosts have the same number: of one rank of each host, and of groups inside of hosts, of each
+    size that divides that number."""
     (link,) = links_of(world)
     _, hosts, every = place_of(link)
     found = [speed_of(link)]
-    if hosts > 1 and every % hosts == 0:
-        by_hosts = init_device_mesh(link.device, (hosts, every // hosts))
-        found += [speed_of(one) for one in links_of(by_hosts) if one.ranks > 1]
+    own = every // hosts if every % hosts == 0 else 1
+    for size in (size for size in range(2, own + 1) if own % size == 0 and size < every):
+        across, inside = links_of(init_device_mesh(link.device, (every // size, size)))
+        found += [speed_of(one) for one in ((across, inside) if size == own else (inside,))]
     return list({one[:3]: one for one in found}.values())
 
 
@@ -55,4 +58,7 @@ def failed_elsewhere(world: DeviceMesh, action: Callable[[], None]) -> bool:
 
 
 def speed_of(link: Link) -> LinkSpeed:
-    return LinkSpeed(*place_of(link), *measured(link, REPEATS))
+    """While all other groups of the same mesh send, too."""
+    place = place_of(link)
+    dist.barrier()
+    return LinkSpeed(*place, *measured(link, REPEATS), **origin(link.device))

@@ -21,7 +21,8 @@ read in a twenty-fifth of YAML's time. Other YAML is read, too.
 mask "window" sees. `card` is what a GPU reports of itself (`device.Device`). `prefer_built: 1.3` beside the entries
 prefers kernels that are built already to ones that a first call compiles, where they take up to 1.3 times as long
 (`sdpa tune --prefer-built`). `links` beside them lists what `sdpa tune --distributed` measured (LinkSpeed), as
-[{backend: nccl, hosts: 1, ranks: 4, latency: 3.0e-05, bandwidth: 1.5e+11}].
+[{backend: nccl, hosts: 1, ranks: 4, latency: 3.0e-05, bandwidth: 1.5e+11}], each with date, versions and command of its
+own, which older tables lack.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ BESIDE = frozenset({"dropout", "softcap", "sinks"})  # features of a problem tha
 PEAKS = ("half_flops", "float32_flops", "float64_flops", "bandwidth")
 CARD = {"kind": str, "vendor": str, "architecture": str, "cores": int, **dict.fromkeys(PEAKS, float)}
 LINK = {"backend": str, "hosts": int, "ranks": int, "latency": float, "bandwidth": float}
+ORIGIN = ("date", "versions", "command")  # of HEADER: where figures come from
 LARGEST = 2**62  # of what a table counts: sizes, numbers of a tile, milliseconds
 # The loader in C takes half the time of the one in Python, which the first call in a process waits for.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -80,6 +82,13 @@ class LinkSpeed(NamedTuple):
     ranks: int
     latency: float  # seconds of a collective
     bandwidth: float  # bytes/s that a rank sends
+    date: object = None  # this and what follows: None in older tables
+    versions: dict[str, str] | None = None
+    command: str | None = None
+
+    def data(self) -> dict[str, Any]:
+        """In the form that `parse_links` reads."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Table(NamedTuple):
@@ -220,7 +229,10 @@ def parse_links(links: object) -> tuple[LinkSpeed, ...]:
         isinstance(one, dict) and all(is_fact(one.get(key), kind) for key, kind in LINK.items()) for one in links
     ):
         raise ValueError(f"expected links to list mappings of {', '.join(LINK)} to what they are, got {links!r}")
-    return tuple(LinkSpeed(*(one[key] for key in LINK)) for one in links)
+    for key, told in ((key, one.get(key)) for one in links for key in ORIGIN):
+        if told is not None and not isinstance(told, HEADER[key]):
+            raise ValueError(f"expected '{key}' of links to be {NOUNS[HEADER[key]]}, got {told!r}")
+    return tuple(LinkSpeed(*(one[key] for key in LINK), *(one.get(key) for key in ORIGIN)) for one in links)
 
 
 def is_fact(value: object, kind: type) -> bool:

@@ -52,20 +52,21 @@ NEARLY_ALL = 0.9
 
 
 class Reach(NamedTuple):
-    """How many buckets speak for a problem, and the weights in a distance of head sizes, of empty rows and of what
-    makes a backward another program."""
+    """How many buckets speak for a problem, and the weights in a distance of the rows of queries, of head sizes, of
+    empty rows and of what makes a backward another program."""
 
     buckets: int
+    row_weight: float
     head_weight: float
     empty_weight: float
     program_weight: float
 
 
-CPU_REACH = Reach(1, 1.0, 0.0, 0.0)
+CPU_REACH = Reach(1, 1.0, 1.0, 0.0, 0.0)
 # A GPU kernel has instances for head sizes, and blocks of queries and keys, the last of them filled in part. A bucket
 # of another head size or another share of empty rows is further away. So is one of a backward that is another program
 # (docs/log/choice.md).
-GPU_REACH = Reach(5, 5.0, 3.0, 1.0)
+GPU_REACH = Reach(5, 1.5, 5.0, 3.0, 1.0)
 
 
 class Near(NamedTuple):
@@ -184,7 +185,7 @@ def near(table: Table, problem: AttentionProblem, card: Device | None = None) ->
         if max(steps) <= FARTHEST:
             kind = DTYPE_STEP * dtypes.index(bucket.dtype) + KIND_STEP * kinds.index(bucket.mask)
             kind += KIND_STEP * len(beside - bucket.beside)
-            distance = kind + weighed(steps, reach.head_weight) + reach.empty_weight * empty_rows(bucket, problem)
+            distance = kind + weighed(steps, reach) + reach.empty_weight * empty_rows(bucket, problem)
             distance += reach.program_weight * other_programs(bucket, problem)
             found.append(Near(distance, bucket, table, card))
     return found
@@ -194,10 +195,10 @@ def reach_of(problem: AttentionProblem) -> Reach:
     return CPU_REACH if problem.device_type == "cpu" else GPU_REACH
 
 
-def weighed(steps: list[float], head_weight: float) -> float:
+def weighed(steps: list[float], reach: Reach) -> float:
     """The distance of a bucket by its steps (`distances`)."""
-    _, _, D, Dv, *_ = steps
-    return sum(steps) + (head_weight - 1.0) * (D + Dv)
+    M, _, D, Dv, *_ = steps
+    return sum(steps) + (reach.row_weight - 1.0) * M + (reach.head_weight - 1.0) * (D + Dv)
 
 
 def distances(bucket: Bucket, problem: AttentionProblem, device: Device) -> list[float]:

@@ -209,9 +209,9 @@ def fits_of(mask: Mask, sizes: Sizes, query: Tensor) -> Iterator[Fit]:
 
 
 def fit_lengths(lengths: Tensor, B: int, limit: int) -> Tensor:
-    lengths = lengths.clamp(0, limit)
-    if lengths.dtype != torch.int32:
+    if lengths.dtype.itemsize < torch.int32.itemsize:  # of which the limit may be none
         lengths = lengths.to(torch.int32)
+    lengths = as_int32(lengths.clamp(0, limit))
     return lengths.contiguous() if lengths.shape == (B,) else lengths.expand(B).contiguous()
 
 

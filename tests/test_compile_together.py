@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import gc
+import sys
+import time
+import traceback
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +51,27 @@ def pools(monkeypatch, tmp_path):
         yield asked
 
 
+@pytest.fixture
+def failed(monkeypatch):
+    """The errors of compiling, of which nothing is said where it is done together: each kernel is compiled once more
+    where it is launched."""
+    errors = []
+
+    def keeping(function):
+        def kept(*args):
+            try:
+                return function(*args)
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        return kept
+
+    monkeypatch.setattr(triton_private, "built", keeping(triton_private.built))
+    monkeypatch.setattr(launch.Launch, "compile_with", keeping(launch.Launch.compile_with))
+    return errors
+
+
 def launches_of(direction="backward", dtype=torch.bfloat16, **sizes):
     case = Case(**{"B": 1, "H": 3, "Hkv": 3, "M": 300, "N": 300, "D": 16, "Dv": 16, "dtype": dtype, **sizes})
     inputs = make_inputs(case)
@@ -62,16 +88,16 @@ def compiled_before(launches):
     return [bool(one.kernel.device_caches[driver.active.get_current_device()][0]) for one in launches]
 
 
-def test_a_pass_is_compiled_at_once(pools, monkeypatch):
-    """And what launches its kernels is built, though one of these builds fails."""
-    names, failed, built = [], [], triton_private.built
+def check_compiled(launches, failed):
+    """All of the launches are compiled; else the message has the whole cause."""
+    missing = [one.kernel.__name__ for one, found in zip(launches, compiled_before(launches), strict=True) if not found]
+    causes = ["".join(traceback.format_exception(error)) for error in failed]
+    assert not missing and not failed, "\n".join([f"not compiled: {missing}", *causes])
 
-    def told(compile_one):
-        try:
-            return built(compile_one)
-        except BaseException as error:  # of which Triton says nothing: the kernel is compiled where it is launched
-            failed.append(error)
-            raise
+
+def test_a_pass_is_compiled_at_once(pools, failed, monkeypatch):
+    """And what launches its kernels is built, though one of these builds fails."""
+    names = []
 
     def launcher(source, metadata):
         names.append(source.fn.__name__)
@@ -79,22 +105,50 @@ def test_a_pass_is_compiled_at_once(pools, monkeypatch):
             raise OSError("no C compiler")
 
     monkeypatch.setattr(driver.active, "launcher_cls", launcher, raising=False)
-    monkeypatch.setattr(triton_private, "built", told)
     launches, filters = launches_of(), list(warnings.filters)
     launch.compile_together(launches, HOPPER)
-    if failed:  # once in some runs of all tests Triton cannot compile a kernel in a thread; then all is tried once more
-        print("failed in a thread:", failed)
-        for began in (failed, names, pools, launch.SEEN):
-            began.clear()
-        for kernel in KERNELS:
-            kernel.device_caches.clear()
-        launch.compile_together(launches, HOPPER)
-    assert not failed
+    check_compiled(launches, failed)
     assert pools == [3] and sorted(names) == ["delta_kernel", "dkdv_kernel", "dq_kernel"]
-    assert compiled_before(launches) == [True] * 3 and warnings.filters == filters
+    assert warnings.filters == filters
     for one in launches:
         monkeypatch.setattr(one.kernel, "compile", None)
         assert one.compile().asm["ptx"], "found, and not compiled again"
+
+
+def test_garbage_is_collected_while_kernels_are_read(pools, failed):
+    """What a collection calls lets other threads run, which read kernels, too."""
+    threshold = gc.get_threshold()
+
+    def let_others_run(phase, info):
+        if sys._getframe(1).f_code is ast.parse.__code__:
+            time.sleep(1e-3)
+
+    gc.callbacks.append(let_others_run)
+    try:
+        gc.set_threshold(50, *threshold[1:])  # some in each kernel's reading
+        launches = launches_of()
+        launch.compile_together(launches, HOPPER)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(let_others_run)
+    check_compiled(launches, failed)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled, shares, pools, monkeypatch):
+    """It pauses where one thread's reading can fail for another's; it may have been off before."""
+    seen = []
+    monkeypatch.setattr(triton_private, "SHARES_DEPTH", shares)
+    monkeypatch.setattr(triton_private, "built", lambda compile_one: seen.append(gc.isenabled()))
+    launches = launches_of()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        launch.compile_together(launches, HOPPER)
+        seen.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [enabled and not shares] * 3 + [enabled]
 
 
 def test_what_was_tried_is_not_again(pools):
@@ -158,6 +212,7 @@ def test_somebody_who_looks_on_sees_what_ever_was(who, pools, monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_interrupts_leaves_nothing_behind(error, pools, monkeypatch):
     """Ctrl-C while it waits is the caller's; an error is not."""
+    monkeypatch.setattr(triton_private, "SHARES_DEPTH", True)
     launches = launches_of()
     with monkeypatch.context() as patched:
 
@@ -171,6 +226,7 @@ def test_what_interrupts_leaves_nothing_behind(error, pools, monkeypatch):
         else:
             launch.compile_together(launches, HOPPER)
     assert pools == [3] and _async_compile.active_mode.get() is None and not triton_private.TOGETHER.locked()
+    assert gc.isenabled()
     assert all(one.compile().asm["ptx"] for one in launches)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import context_bits_cases as bits
 import context_cases as cases
 import pytest
 import torch
@@ -19,11 +20,11 @@ def test_every_mode(world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_dropout(world):
-    run(world, cases.dropping, world)
+    run(world, bits.dropping, world)
 
 
 def test_dropout_of_blocks():
-    run(2, cases.dropping_blocks)
+    run(2, bits.dropping_blocks)
 
 
 def test_mistakes_of_one_rank_and_of_all():
@@ -31,7 +32,11 @@ def test_mistakes_of_one_rank_and_of_all():
 
 
 def test_gathered_keys_give_the_same_bits():
-    run(2, cases.exact_rows)
+    run(2, bits.exact_rows)
+
+
+def test_gathered_keys_give_the_same_bits_beside_options():
+    run(2, bits.exact_calls)
 
 
 def test_ulysses_elsewhere():

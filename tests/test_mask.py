@@ -410,6 +410,21 @@ def test_slopes_of_float64_calls_are_float64(kernel):
     torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v, bias), atol=1e-14, rtol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int64])
+@pytest.mark.parametrize("kernel", ["math", None])
+def test_integers_of_fewer_bits_than_the_keys(kernel, dtype):
+    """Lengths and prefixes stand beside more keys than they count."""
+    q, k = torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 16)
+    for name, value, others in (
+        ("lengths", (100, 127), {}),
+        ("query_lengths", (127, 3), {}),
+        ("prefix", (90, 0), {"causal": True}),
+    ):
+        masks = (Mask(**{name: torch.tensor(value, dtype=kind)}, **others) for kind in (dtype, torch.int32))
+        found, expected = (scaled_dot_product_attention(q, k, k, mask, kernel=kernel) for mask in masks)
+        assert torch.equal(found, expected), name
+
+
 def test_a_union_says_how_it_is_written():
     one, other = Mask(causal=True), Mask(window=(1, 1))
     for make in (lambda: one | other, lambda: other | torch.ones(2, 2, dtype=torch.bool), lambda: ~one):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from sdpa import Mask
 from sdpa.distributed import Parts
 from sdpa.distributed.blocks import Blocks
 from sdpa.distributed.choosing import keys_sent, pairs_of
+from sdpa.distributed.modes import KEYS_OF_BLOCKS
 from sdpa.distributed.parts import common, merged, places, work_of
 
+KERNELS = Path(__file__).resolve().parent.parent / "kernels/cpu"
 B, H = 2, 2
 SIZES = ((13, 13), (13, 13), (9, 14), (14, 9))
 
@@ -88,6 +92,19 @@ def test_lengths_that_end_before_a_block(dtype):
     lengths = torch.tensor([20, 50], dtype=dtype)
     block = Blocks(Mask(lengths=lengths, query_lengths=lengths), 64, 64).of((32, 64), (32, 64))
     assert block is not None and block.mask.lengths.tolist() == block.mask.query_lengths.tolist() == [0, 18]
+
+
+def test_parts_begin_where_blocks_of_the_cpu_do():
+    """Keys from a multiple on are cut into blocks and chains as all keys are, by each instruction set."""
+    sources = "".join((KERNELS / name).read_text() for name in ("primitives.h", "primitives_amx.cpp"))
+    blocks = {name: int(size) for name, size in re.findall(r"Blocking (k\w+) = \{.*, (\d+)\};", sources)}
+    (chain,) = re.findall(r"kValueChain = (\d+);", sources)
+    assert set(blocks) == {"kVectorBlocking", "kBlocking", "kSplitBlocking"}, (
+        blocks
+    )  # the last two are AMX's, of 16 bits
+    for size, multiple in KEYS_OF_BLOCKS.items():
+        of_this = [keys for name, keys in blocks.items() if size == 2 or name == "kVectorBlocking"]
+        assert all(multiple % keys == 0 for keys in (*of_this, int(chain))), (size, multiple, blocks, chain)
 
 
 def test_documents_of_several_batch_entries():

@@ -52,6 +52,13 @@ KINDS = {
 }
 
 
+def test_rows_of_queries_count_more_than_keys(gpu):
+    """By as large a factor: a bucket of the same queries is nearer than one of the same keys."""
+    found = buckets({"M": 1024, "N": 2048, "mask": "none"}, {"M": 2048, "N": 1024, "mask": "none"})
+    assert nearest(found, features(**SIZES)) is found[0]
+    assert nearest(found[::-1], features(**SIZES)) is found[0]
+
+
 @pytest.mark.parametrize(("direction", "wanted"), [("forward", 1), ("backward", 0)])
 def test_a_backward_of_one_block_of_keys_is_another_program(direction, wanted, gpu):
     found = buckets(*({"M": N, "N": N, "direction": direction, "mask": "none"} for N in (80, 200)))

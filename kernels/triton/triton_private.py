@@ -7,7 +7,9 @@ own launcher: slower, never wrong.
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,8 @@ SCRATCH_SIZES = ("global_scratch_size", "profile_scratch_size")
 HOOKS = ("launch_enter_hook", "launch_exit_hook")
 JIT_HOOKS = ("jit_cache_hook", "jit_post_compile_hook")
 TOGETHER = threading.Lock()  # held by whoever compiles kernels together
+# Whether one thread's `ast.parse`, by which Triton reads kernels, can fail for another's (`uncollected`).
+SHARES_DEPTH = (3, 11) <= sys.version_info < (3, 11, 8)
 
 
 def can_record() -> bool:
@@ -84,7 +88,7 @@ def compiling_together(kernels: Sequence[Any]) -> Iterator[bool]:
         return
     try:
         # Triton's code generator changes the process's filters of warnings, and threads restore one another's.
-        with warnings.catch_warnings(), ThreadPoolExecutor(len(kernels)) as threads:
+        with warnings.catch_warnings(), uncollected(), ThreadPoolExecutor(len(kernels)) as threads:
             as_executor = SimpleNamespace(submit=lambda compile_one: threads.submit(built, compile_one))
             try:
                 with mode_class(as_executor, ignore_errors=True):
@@ -93,6 +97,24 @@ def compiling_together(kernels: Sequence[Any]) -> Iterator[bool]:
                 active.set(None)
     finally:
         TOGETHER.release()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside of it no garbage is collected, where one thread's syntax trees can fail for another's.
+
+    Some releases of Python 3.11 count the depth of all trees that they make in one number. Meanwhile another thread can
+    run only where a collection begins and calls something in Python. If that thread makes a tree, too, the first fails:
+    "AST constructor recursion depth mismatch" (python/cpython#106905, mended in 3.11.8).
+    """
+    if not (SHARES_DEPTH and gc.isenabled()):
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def async_compilation() -> tuple[Any, Any]:

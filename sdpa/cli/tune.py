@@ -29,7 +29,7 @@ from sdpa.cli.common import (
     require_served,
     set_threads,
 )
-from sdpa.cli.links import tune_links
+from sdpa.cli.links import require_alone, tune_links
 from sdpa.dispatch import tables
 from sdpa.dispatch.catalog import kernels_for
 from sdpa.dispatch.device import device_of
@@ -98,22 +98,23 @@ def tune(table: Path | None, ratio: float | None, distributed: bool, threads: in
     ends that. It suits processes that live for seconds.
 
     With --distributed no kernel is measured, but the links between ranks, by which `context_parallel` chooses a mode.
-    Without these figures its first call measures them. Start the ranks as those of your program, all at once:
+    Without these figures its first call measures them. Measured are all ranks, and groups such as a dimension of a
+    mesh joins. Beside it --device and --out may be given. Start the ranks as those of your program, all at once:
     torchrun --nproc-per-node 8 -m sdpa.cli tune --distributed --device cuda
 
     With --problems the table gets problems like those of real models (bench/drawn.py) beside what it has. Figures of
     suite `random` with the same seed then say nothing about problems that no table knows.
     """
+    if distributed:
+        require_alone(click.get_current_context())
     set_threads(threads)
     request = Request(**options)
     if request.again and (table is not None or ratio is not None):
         raise click.UsageError("--again measures, --prune and --prefer-built do not: give one")
-    if distributed and (table is not None or ratio is not None or request.adds or request.kernels):
-        raise click.UsageError("--distributed measures links and no kernels: give it alone, with --device and --out")
     try:
         if distributed:
             device = require_device(request.device)
-            tune_links(device, table_of(request, device), request.dry_run)
+            tune_links(device, table_of(request, device))
         elif table is not None:
             prune_table(table)
         elif ratio is not None:

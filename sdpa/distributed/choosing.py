@@ -65,12 +65,27 @@ def rates_of(link: Link) -> Rates:
 
 
 def told_by_tables(link: Link) -> Rates | None:
-    """What the tables of all ranks say, of the slowest; None where one says nothing."""
+    """What the tables of all ranks say, of the slowest; None where one says nothing. Where one rank's raise (a broken
+    one is a warning, which may be an error), all ranks do, and none waits for another."""
     asked = place_of(link)
-    every = (one for own in tables.of(device_of(own_device(link)).names) for table in own for one in table.links)
-    own = next((one[3:] for one in every if one[:3] == asked), (0.0, 0.0))
-    latencies, bandwidths = link.ask(torch.tensor(own, dtype=torch.float64, device=link.device)).t().tolist()
+    own, fault = Rates(0.0, 0.0), None
+    try:
+        own = in_tables(own_device(link), asked) or own
+    except Exception as error:
+        fault = error
+    told = torch.tensor([*own, float(fault is not None)], dtype=torch.float32, device=link.device)
+    latencies, bandwidths, faults = link.ask(told).t().tolist()
+    if fault is not None:
+        raise fault
+    if any(faults):
+        at = faults.index(1.0)
+        raise RuntimeError(f"context_parallel: rank {at} of {link.ranks} cannot read its tuning tables, and says why")
     return Rates(max(latencies), min(bandwidths)) if min(bandwidths) else None
+
+
+def in_tables(device: str, asked: tuple[str, int, int]) -> Rates | None:
+    every = (one for own in tables.of(device_of(device).names) for table in own for one in table.links)
+    return next((Rates(one.latency, one.bandwidth) for one in every if one[:3] == asked), None)
 
 
 def place_of(link: Link) -> tuple[str, int, int]:
@@ -158,7 +173,8 @@ def keys_sent(needs: Sequence[Intervals], owned: Sequence[Intervals]) -> list[in
     needing = list(accumulate(steps.values()))
     widths = [after - before for before, after in pairwise(edges)]
     below = list(accumulate((n * width for n, width in zip(needing, widths, strict=False)), initial=0))
-    total = dict(zip(edges, below, strict=True))  # by place the keys before it, each as often as it is needed
+    # By place the keys before it, each as often as it is needed; where there is no place, there is a sum, too.
+    total = dict(zip(edges, below, strict=False))
     return [
         sum(total[end] - total[begin] for begin, end in own) - count(common(own, need))
         for own, need in zip(owned, needs, strict=True)

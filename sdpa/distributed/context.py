@@ -80,7 +80,8 @@ class context_parallel:
             waits for it. With it only the first call of a kind does, whether ranks agree.
 
     Dropout drops what one process would drop with the seed that the first rank draws; each call sends it. In the modes
-    by keys every part has to begin at a multiple of 16 then, and lengths beside a window are refused.
+    by keys every interval of a part has to begin at a multiple of 16 then, and lengths beside a window are refused,
+    but for one to the right alone, of a multiple of 16.
 
     Gradients of query, key and value are those of this rank's part. A bias or sinks, which every rank has whole, get
     the part of what this rank computes: sum it over the mesh.
@@ -200,10 +201,11 @@ class context_parallel:
                 raise
             reason = str(error).removesuffix(".")
             raise RuntimeError(f"{reason}; inside of context_parallel masks are those of the whole sequence") from None
-        if len({t.shape[0] for t in (q, k, v)}) > 1 or k.shape[1] != v.shape[1] or q.shape[1] < k.shape[1]:
+        heads = [t.shape[1] for t in (q, k, v)]
+        if len({t.shape[0] for t in (q, k, v)}) > 1 or not heads[0] >= heads[1] == heads[2] > 0:
             raise RuntimeError(
-                "context_parallel: expected query, key and value of one batch, and no more heads of keys than of "
-                f"queries, got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+                "context_parallel: expected query, key and value of one batch, and from one head of keys up to those "
+                f"of queries, got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
         options: dict[str, Any] = {name: getattr(call.options, name) for name in ("scale", "softcap", "enable_gqa")}
         options |= {"dropout_p": call.options.dropout_p} if drops(call.options) else {}

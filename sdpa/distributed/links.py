@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, TypeVar
 
 import torch
@@ -209,10 +209,12 @@ def message_of(given: Sequence[Sequence[Tensor]]) -> Tensor:
     sizes = [sum(piece.numel() for piece in pieces) for pieces in given]
     found = given[0][0].new_empty(sum(sizes))
     for place, pieces in zip(found.split(sizes), given, strict=True):
+        B, heads, _, size = pieces[0].shape
         lengths = [piece.shape[2] for piece in pieces]
-        whole = place.view(*pieces[0].shape[:2], sum(lengths), pieces[0].shape[3])
-        for part, piece in zip(whole.split(lengths, 2), pieces, strict=True):
-            part.copy_(piece)
+        for cell, piece in zip(
+            cells_of(place.view(B, heads, sum(lengths), size), [heads], lengths), pieces, strict=True
+        ):
+            cell.copy_(piece)
     return found
 
 
@@ -259,7 +261,36 @@ def rows_of(tensor: Tensor, inside: Intervals, of: Intervals) -> Tensor:
 
 
 def row_by_row(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 2)
+    return side_by_side([pieces])
+
+
+def side_by_side(pieces: Sequence[Sequence[Tensor]]) -> Tensor:
+    """One tensor (B, heads, rows, size) of pieces by heads, and of the same heads by rows."""
+    every = [piece for of in pieces for piece in of]
+    return every[0] if len(every) == 1 else Laid.apply([len(of) for of in pieces], *every)
+
+
+class Laid(torch.autograd.Function):
+    """Pieces side by side, each copied once by itself: on an H200 torch's `cat` takes more than twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: list[int], *pieces: Tensor) -> Tensor:
+        first = [pieces[at] for at in accumulate(counts[:-1], initial=0)]  # of each of the heads
+        ctx.sizes = [piece.shape[1] for piece in first], [piece.shape[2] for piece in pieces[: counts[0]]]
+        B, _, _, size = pieces[0].shape
+        found = pieces[0].new_empty(B, *map(sum, ctx.sizes), size)
+        for place, piece in zip(cells_of(found, *ctx.sizes), pieces, strict=True):
+            place.copy_(piece)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *cells_of(gradient, *ctx.sizes)
+
+
+def cells_of(tensor: Tensor, heads: list[int], rows: list[int]) -> list[Tensor]:
+    """Views of the pieces of a tensor (B, heads, rows, size) that lie side by side."""
+    return [cell for of in tensor.split(heads, 1) for cell in of.split(rows, 2)]
 
 
 def joined(pieces: Sequence[Sequence[Tensor]], of: Sequence[Intervals]) -> Tensor:

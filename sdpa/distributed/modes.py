@@ -17,13 +17,25 @@ from torch import Tensor
 
 from sdpa import philox
 from sdpa.distributed.blocks import Block, Blocks
-from sdpa.distributed.links import Cut, Link, Pieces, Tied, joined, pieces_of, row_by_row, rows_of, shapes_of
+from sdpa.distributed.links import (
+    Cut,
+    Link,
+    Pieces,
+    Tied,
+    joined,
+    pieces_of,
+    row_by_row,
+    rows_of,
+    shapes_of,
+    side_by_side,
+)
 from sdpa.distributed.parts import Interval, Intervals, Parts, common, merged, places
 from sdpa.functional import scaled_dot_product_attention
 from sdpa.mask import Mask
 
 MESSAGE = 32 << 20  # bytes of keys and values that are worth a message of their own
-# By bytes of a number: all blocks of keys of `cpu_flash` end at multiples, so that from one on it has a row's own bits.
+# By bytes of a number: with every instruction set of `cpu_flash` a block of keys ends at each of these multiples. Its
+# sums over the keys from there on are then those of a call with all keys.
 KEYS_OF_BLOCKS = {2: 1536, 4: 384, 8: 384}
 HEAD_DIMENSIONS = {"alibi": -1, "allowed": -3, "bias": -3}  # of the fields of a mask
 
@@ -128,7 +140,7 @@ class Heads:
         out, lse = self.attend(self.own(part, received, group))
         returned = self.scatter((out,) if lse is None else (out, lse.unsqueeze(3)), queries)
         yield None
-        out, *others = (torch.cat([row_by_row(some) for some in pieces], 1) for pieces in returned())
+        out, *others = map(side_by_side, returned())
         yield out, others[0].squeeze(3) if others else None
 
     def local(self, part: Part) -> Part:
@@ -254,7 +266,7 @@ class Keys:
         found = in_turn([self.stages(of_group) for of_group in parts_of_heads(part)])
         if len(found) == 1:
             return found[0]
-        out = torch.cat([out for out, _ in found], 1)
+        out = side_by_side([[out] for out, _ in found])
         return out, torch.cat([lse for _, lse in found if lse is not None], 1) if part.returns_lse else None
 
     def stages(self, part: Part) -> Stages:
@@ -275,7 +287,7 @@ class Keys:
             q = rows_of(part.query, (interval,), rows)
             found += [unseen(part, q, v)] if block is None else self.of_block(part, (q, k, v), interval, block, held)
         found = found or [unseen(part, part.query, v)]
-        out = torch.cat([out for out, _ in found], 2)
+        out = row_by_row([out for out, _ in found])
         lse = torch.cat([lse for _, lse in found if lse is not None], 2) if part.returns_lse else None
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in part[:3]):
             out = Tied.apply(out, part.query, k, v)
