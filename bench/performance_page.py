@@ -96,8 +96,13 @@ def models(name: str) -> Iterator[str]:
     times = list(model_times(name))
     if not times:
         return
-    when = contents(f"{name}_models.json")["date"][:10]
-    yield f"Whole models, least times in ms, {when} (`{RESULTS}/{name}_models.json`):\n"
+    run = contents(f"{name}_models.json")
+    versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
+    yield f"Whole models, least times in ms, {run['date'][:10]} (`{RESULTS}/{name}_models.json`), {versions}, by:\n"
+    command, _, more = run["command"].partition(" (")
+    yield f"```\n{command}\n```\n"
+    if more:
+        yield f"{more[:1].upper()}{more[1:].removesuffix(')')}.\n"
     yield "| model | torch | ours | times as fast |"
     yield "|---|---|---|---|"
     for model, theirs, ours in times:

@@ -23,6 +23,7 @@ ANDS += (Tensor.__and__, Tensor.__rand__, Tensor.__iand__)
 ANDS += (Tensor.bitwise_and, Tensor.bitwise_and_)  # the functions that torch and torch.compile may call for `&`
 Window = tuple[int | None, int | None]
 KNOWN = (int, torch.SymInt)  # integers that need no conversion
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,8 @@ class Mask:
             key, of the lengths where they are given. Applies to causal, window and alibi. Without any of them there is
             nothing to align: it hides no key, and `&` takes the other mask's.
         window: (left, right) keys visible on each side of the own position; None lifts a side.
-        lengths: (B,) integers, the valid keys of each batch entry. More than there are means all of them.
+        lengths: (B,) integers (uint8, int8 to int64, as all that follow), the valid keys of each batch entry. More than
+            there are means all of them.
         query_lengths: (B,) integers, the valid queries; rows beyond them are 0.
         segments: document ids, (M,) or (B, M) integers for self-attention, or a pair for queries and keys. A query
             sees the keys of its own document.
@@ -221,7 +223,8 @@ class Mask:
 
 
 def is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    """Whether it is of integers that torch computes with."""
+    return tensor.dtype in INTEGERS
 
 
 def is_symbolic(mask: Mask) -> bool:
@@ -308,4 +311,5 @@ def check_integers(mask: Mask) -> None:
         for item in items:
             if not isinstance(item, Tensor) or not is_integer(item):
                 got = item.dtype if isinstance(item, Tensor) else shown(item)
-                raise TypeError(f"Mask.{name} must be an integer tensor, got {got}")
+                hint = "; of these there are uint8 and int8 to int64" if str(got).startswith("torch.uint") else ""
+                raise TypeError(f"Mask.{name} must be an integer tensor, got {got}{hint}")

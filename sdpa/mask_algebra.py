@@ -16,20 +16,24 @@ def combine(a: Mask, b: Mask) -> Mask:
         causal=a.causal or b.causal,
         align=common_alignment(a, b),
         window=narrower(a.window, b.window),
-        lengths=both(a.lengths, b.lengths, torch.minimum),
-        query_lengths=both(a.query_lengths, b.query_lengths, torch.minimum),
+        lengths=both("lengths", a, b, torch.minimum),
+        query_lengths=both("query_lengths", a, b, torch.minimum),
         segments=one_of("segments", a, b),
         cu_seqlens=one_of("cu_seqlens", a, b),
         prefix=common_prefix(a, b),
-        alibi=both(a.alibi, b.alibi, torch.add),
-        allowed=both(a.allowed, b.allowed, torch.logical_and),
-        bias=both(a.bias, b.bias, torch.add),
+        alibi=both("alibi", a, b, torch.add),
+        allowed=both("allowed", a, b, torch.logical_and),
+        bias=both("bias", a, b, torch.add),
     )
 
 
-def both(x: Tensor | None, y: Tensor | None, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+def both(name: str, a: Mask, b: Mask, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    """A field of both masks. Raises ValueError where its shapes do not broadcast."""
+    x, y = getattr(a, name), getattr(b, name)
     if x is None or y is None:
         return y if x is None else x
+    if any(one != other and 1 not in (one, other) for one, other in zip(x.shape[::-1], y.shape[::-1], strict=False)):
+        raise ValueError(f"masks with {name} of shapes {tuple(x.shape)} and {tuple(y.shape)} cannot be combined")
     return join(x, y)
 
 

@@ -20,6 +20,7 @@ from sdpa.inputs import (
     Steps,
     common_heads,
     drops,
+    fit_lengths,
     gather_any,
     mask_of,
     unmasked,
@@ -230,7 +231,7 @@ def gather_paged(call: Call, sizes: Sizes, inputs: AttentionInputs, form: Attent
         query: Tensor, key: Tensor, value: Tensor, mask: Any = None, sinks: Any = None, places: Any = None
     ) -> Sequence[Tensor]:
         table, lengths = places[:2]
-        lengths = lengths.clamp(0, limit).to(torch.int32).contiguous()
+        lengths = fit_lengths(lengths, lengths.shape[0], limit)
         seed = (philox.next_seed(device),) if dropping else ()
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if served:

@@ -63,6 +63,9 @@ def test_a_folder_that_nothing_can_be_written_to(tiny_grid, tmp_path, monkeypatc
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "tables"
     assert f"cannot write a table to {folder}: it is not a folder" in complaint("tune", "--out", str(folder), code=1)
+    said = complaint("tune", "--out", str(tmp_path / "none.yaml"))
+    assert "--out is the folder of a table, which is called after the device" in said
+    assert not (tmp_path / "none.yaml").exists()
     monkeypatch.setenv("SDPA_TUNING_DIR", str(tmp_path / "file"))
     assert f"cannot write a table to {tmp_path / 'file'}: it is not a folder" in complaint("tune", code=1)
 

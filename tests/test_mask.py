@@ -419,10 +419,35 @@ def test_integers_of_fewer_bits_than_the_keys(kernel, dtype):
         ("lengths", (100, 127), {}),
         ("query_lengths", (127, 3), {}),
         ("prefix", (90, 0), {"causal": True}),
+        ("cu_seqlens", (0, 50, 100), {}),  # rows behind the last document are none's
+        ("cu_seqlens", (0, 100, 127), {"causal": True}),
     ):
         masks = (Mask(**{name: torch.tensor(value, dtype=kind)}, **others) for kind in (dtype, torch.int32))
         found, expected = (scaled_dot_product_attention(q, k, k, mask, kernel=kernel) for mask in masks)
         assert torch.equal(found, expected), name
+
+
+def test_cumulative_lengths_of_few_bits_by_hand():
+    document = torch.bucketize(torch.arange(300), torch.tensor([50, 100]), right=True)
+    expected = document[:, None] == document
+    for dtype in (torch.int8, torch.uint8, torch.int16):
+        mask = Mask(cu_seqlens=torch.tensor([0, 50, 100], dtype=dtype))
+        assert torch.equal(mask.dense(1, 1, 300, 300)[0, 0], expected), dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("name", ["lengths", "query_lengths", "segments", "cu_seqlens", "prefix"])
+def test_integers_that_torch_does_not_compute_with(name, dtype):
+    told = rf"Mask.{name} must be an integer tensor, got {dtype}; of these there are uint8 and int8 to int64"
+    with pytest.raises(TypeError, match=told):
+        Mask(**{name: torch.tensor([0, 3], dtype=dtype)})
+
+
+def test_fields_that_do_not_fit_each_other():
+    a, b = Mask(lengths=integers(1, 2)), Mask(lengths=integers(1, 2, 3))
+    with pytest.raises(ValueError, match=r"masks with lengths of shapes \(2,\) and \(3,\) cannot be combined"):
+        operator.and_(a, b)
+    assert (a & Mask(lengths=integers(1))).lengths.tolist() == [1, 1]
 
 
 def test_a_union_says_how_it_is_written():

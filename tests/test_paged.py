@@ -276,6 +276,17 @@ def test_pages_beyond_the_lengths_may_be_nan(causal, dtype, form):
         assert torch.allclose(clean, got, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_lengths_of_fewer_bits_than_the_cache(dtype):
+    page_size = 20000 if dtype == torch.int16 else 50
+    query, keys, values = draw(2, 1, 2, 6), draw(4, page_size, 2, 6), draw(4, page_size, 2, 5)
+    table = torch.arange(8, dtype=torch.int32).reshape(2, 4) % 4
+    found, expected = (paged(query, keys, values, table, int32(100, 7).to(kind)) for kind in (dtype, torch.int32))
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match=r"lengths to be integers, but got torch.uint16"):
+        paged(query, keys, values, table, int32(100, 7).to(torch.uint16))
+
+
 def test_reference_of_a_paged_cache_is_that_of_its_keys(form):
     (query, keys, values, pages), (k, v) = page_operands(spoilt=True)
     found = reference(build_paged(query, keys, values, pages, Options(is_causal=True)))

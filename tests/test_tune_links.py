@@ -164,6 +164,10 @@ def test_what_is_wrong_is_a_sentence(tmp_path, monkeypatch, capsys):
     assert alone.returncode and "expects at least two ranks" in alone.stderr and not list(tmp_path.iterdir())
     monkeypatch.setenv("RANK", "0")  # and nothing else that torchrun sets
     assert "start them by torchrun --nproc-per-node" in complaint("tune", "--distributed", code=2)
+    for name, value in (("RANK", "x"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    said = complaint("tune", "--distributed", code=2)
+    assert said.endswith("expected RANK to be a number, as torchrun sets it, got 'x'")
     path = tmp_path / f"{NAME}.yaml"
     path.write_text(f"schema: 1\ndevice: {NAME}\nlinks: 3\n")
     broken = tuned(2, "--out", str(tmp_path))

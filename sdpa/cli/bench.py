@@ -26,12 +26,12 @@ from sdpa.bench.suites import SUITES
 from sdpa.bench.timing import Pace
 from sdpa.cli.cold import SUITE as COLD
 from sdpa.cli.cold import run_cold
-from sdpa.cli.common import Time, console, progress, require_device, set_threads
+from sdpa.cli.common import Time, console, progress, require_device, require_served, set_threads
 from sdpa.cli.distributed import SUITE as DISTRIBUTED
 from sdpa.cli.distributed import run_distributed
 from sdpa.cli.models import SUITE as MODELS
 from sdpa.cli.models import Files, draw_json, run_models
-from sdpa.cli.outputs import require_output
+from sdpa.cli.outputs import require_output, require_picture
 from sdpa.cli.race import write_page_of_csvs, write_page_of_run
 from sdpa.cli.rows import LINE, line
 from sdpa.dispatch.catalog import kernels_for
@@ -82,7 +82,9 @@ class Request:
 @click.option("--only", "--cells", default="", metavar="TEXT", help="Only problems whose line contains TEXT.")
 @click.option("--seed", type=click.IntRange(0), help=f"Of suite {RANDOM}: which problems are drawn. 0 by default.")
 @click.option("--problems", type=click.IntRange(1), help=f"Of suite {RANDOM}: how many. {DRAWN} by default.")
-@click.option("--simulate", type=click.IntRange(2), metavar="RANKS", help=f"Of suite {DISTRIBUTED}: on one device.")
+@click.option(
+    "--simulate", type=click.IntRange(2, 4096), metavar="RANKS", help=f"Of suite {DISTRIBUTED}: on one device."
+)
 @click.option("--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="Repeatable; all by default.")
 @click.option("--kernel", "kernels", multiple=True, help="Repeatable; 'default', or 'triton' for our best.")
 @click.option("--repeat", type=click.IntRange(1), help="Rounds per problem, instead of a time limit.")
@@ -133,6 +135,8 @@ def bench(list_suites: bool, threads: int | None, **options: Any) -> None:
     problems = chosen_problems(request)
     for kernel in request.kernels:
         check_name(kernel)
+    for device in {problem.device for cells in problems.values() for problem in cells}:
+        require_served(request.kernels, device)
     set_threads(threads)
     click.get_current_context().exit(0 if run_suites(request, problems) else 1)
 
@@ -254,8 +258,10 @@ def require_outputs(request: Request) -> None:
         require_no_measuring("--from-csv" if request.from_csv else "--from-json")
     if request.plot is not None and len(request.from_csv) > 1:
         raise click.UsageError(f"--plot draws one CSV, got {len(request.from_csv)}")
-    if request.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("--plot needs matplotlib: pip install matplotlib")
+    if request.plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise click.ClickException("--plot needs matplotlib: pip install matplotlib")
+        require_picture(request.plot)
 
 
 def require_no_measuring(source: str) -> None:

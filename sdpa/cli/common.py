@@ -166,10 +166,10 @@ def require_kernels(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def require_served(kernels: Iterable[str], device: str) -> None:
-    """Kernels that run on a device of this kind. Raises UsageError."""
-    for name in kernels:
-        if not (kernel := by_name()[name]).serves(device.partition(":")[0]):
-            raise click.UsageError(f"kernel {name} runs on {' or '.join(kernel.devices)}, got --device {device}")
+    """Those of the names that are kernels' run on a device of this kind. Raises UsageError."""
+    for kernel in filter(None, map(by_name().get, kernels)):
+        if not kernel.serves(device.partition(":")[0]):
+            raise click.UsageError(f"kernel {kernel.name} runs on {' or '.join(kernel.devices)}, got --device {device}")
 
 
 def set_threads(threads: int | None) -> None:

@@ -38,6 +38,9 @@ def tune_links(device: str, path: Path) -> None:
     """Measures the links between the ranks that torchrun started, and writes them into the table of each host."""
     if not os.environ.keys() >= STARTED:
         raise click.UsageError(f"--distributed measures what ranks send to one another; start them by {COMMAND}")
+    for name in sorted(STARTED - {"MASTER_ADDR"}):
+        if not os.environ[name].isdigit():
+            raise click.UsageError(f"expected {name} to be a number, as torchrun sets it, got {os.environ[name]!r}")
     require_own_gpus(device)
     with ranks(device) as world:
         if world.size() == 1:

@@ -9,6 +9,15 @@ from pathlib import Path
 import click
 
 
+def require_picture(path: Path) -> None:
+    """Raises UsageError where matplotlib writes no picture of a file's ending."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lstrip(".").lower() not in kinds:
+        raise click.UsageError(f"expected a picture that ends in one of {', '.join(kinds)}, got {str(path)!r}")
+
+
 def require_output(path: Path, replaced: bool = False) -> None:
     """Raises UsageError where no file can be written, and leaves nothing there. A file that is replaced is written
     beside itself first, under a longer name."""

@@ -196,6 +196,8 @@ def table_of(request: Request, device: str) -> Path:
     folder = request.out or environment.tuning_dir()
     if folder is None:
         raise click.UsageError("this user's home is not known, so there is no folder for tables; give --out FOLDER")
+    if request.out is not None and request.out.suffix in (".yaml", ".yml") and not request.out.exists():
+        raise click.UsageError(f"--out is the folder of a table, which is called after the device; got {str(folder)!r}")
     if tables.is_no_folder(folder):
         raise click.ClickException(f"cannot write a table to {folder}: it is not a folder")
     return folder / f"{device_of(device).names[0]}.yaml"
