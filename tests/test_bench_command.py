@@ -159,7 +159,10 @@ def test_rows_are_written_as_they_come(tiny_gpu_suite, monkeypatch, tmp_path):
         (("--suite", "tiny-gpu", "--device", "cpu", "--kernel", "x"), "unknown kernel or backend 'x'"),
         (("--suite", "tiny-gpu", "--suite", "nope"), "unknown suite 'nope'"),
         (("--suite", "models", "--deterministic"), "suite models runs alone"),
-        (("--suite", "tiny-gpu", "--device", "cpu", "--kernel", "cuda_flash"), "cuda_flash runs on cuda, got --device cpu"),
+        (
+            ("--suite", "tiny-gpu", "--device", "cpu", "--kernel", "cuda_flash"),
+            "cuda_flash runs on cuda, got --device cpu",
+        ),
         (("--suite", "tiny-gpu", "--device", "cpu", "--plot", "x.foo"), "expected a picture that ends in one of"),
         (("--suite", "distributed", "--simulate", "5000"), "5000 is not in the range 2<=x<=4096"),
         (("--suite", "models", "--race", "p.html"), "suite models runs alone"),
