@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sdpa import philox
 from sdpa.mask import Mask
-from sdpa.packing import ends_before, widened
+from sdpa.packing import ends_before
 from sdpa.problem import UNLIMITED, AttentionInputs, Description, Results, describe
 from sdpa.validate import Call, Options, Sizes, check_dense, leading_shape
 
@@ -209,7 +209,9 @@ def fits_of(mask: Mask, sizes: Sizes, query: Tensor) -> Iterator[Fit]:
 
 
 def fit_lengths(lengths: Tensor, B: int, limit: int) -> Tensor:
-    lengths = as_int32(widened(lengths).clamp(0, limit))
+    if lengths.dtype.itemsize < torch.int32.itemsize:  # of which the limit may be none
+        lengths = lengths.to(torch.int32)
+    lengths = as_int32(lengths.clamp(0, limit))
     return lengths.contiguous() if lengths.shape == (B,) else lengths.expand(B).contiguous()
 
 

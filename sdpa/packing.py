@@ -133,16 +133,12 @@ def documents_of(cu: Tensor, T: int) -> Tensor:
     return ends_before(cu, T) - 1
 
 
-def widened(integers: Tensor) -> Tensor:
-    """Lengths of fewer than 32 bits may not count as many positions as there are."""
-    return integers.to(torch.int32) if integers.dtype.itemsize < torch.int32.itemsize else integers
-
-
 def ends_before(ends: Tensor, size: int) -> Tensor:
     """(size,) int32: how many of the ascending `ends` are at or before each position, without synchronising.
 
     A graph that is exported gets a sum of marks, because torch.onnx.export has no searchsorted."""
-    ends = widened(ends)
+    if ends.dtype.itemsize < torch.int32.itemsize:  # which may not count all positions
+        ends = ends.to(torch.int32)
     plain = not is_dynamo_compiling() and dispatch_modes() == 0 and not torch.jit.is_tracing()
     if plain or not is_exporting():
         positions = torch.arange(size, device=ends.device, dtype=ends.dtype)

@@ -88,7 +88,7 @@ def test_the_command(tmp_path, monkeypatch):
         (("--suite", "overhead"), "suite distributed runs alone"),
         (("--only", "nothing of it"), "no problem of suite distributed contains 'nothing of it'"),
         (("--device", "cuda"), "it takes --simulate RANKS"),
-        (("--simulate", "1"), "1 is not in the range x>=2"),
+        (("--simulate", "1"), "1 is not in the range 2<=x<=4096"),
     ],
 )
 def test_wrong_options(options, sentence):
