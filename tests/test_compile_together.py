@@ -115,7 +115,7 @@ def test_a_pass_is_compiled_at_once(pools, failed, monkeypatch):
         assert one.compile().asm["ptx"], "found, and not compiled again"
 
 
-def test_garbage_is_collected_while_kernels_are_read(pools, failed):
+def test_collections_do_not_let_a_kernel_fail(pools, failed):
     """What a collection calls lets other threads run, which read kernels, too."""
     threshold = gc.get_threshold()
 

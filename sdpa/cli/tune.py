@@ -98,8 +98,8 @@ def tune(table: Path | None, ratio: float | None, distributed: bool, threads: in
     ends that. It suits processes that live for seconds.
 
     With --distributed no kernel is measured, but the links between ranks, by which `context_parallel` chooses a mode.
-    Without these figures its first call measures them. Measured are all ranks, and groups such as a dimension of a
-    mesh joins. Beside it --device and --out may be given. Start the ranks as those of your program, all at once:
+    Without these figures its first call measures them. It measures all ranks together, and smaller groups, as those
+    along a dimension of a mesh. Give it --device and --out alone. Start the ranks as those of your program, at once:
     torchrun --nproc-per-node 8 -m sdpa.cli tune --distributed --device cuda
 
     With --problems the table gets problems like those of real models (bench/drawn.py) beside what it has. Figures of

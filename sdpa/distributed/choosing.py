@@ -66,7 +66,7 @@ def rates_of(link: Link) -> Rates:
 
 def told_by_tables(link: Link) -> Rates | None:
     """What the tables of all ranks say, of the slowest; None where one says nothing. Where one rank's raise (a broken
-    one is a warning, which may be an error), all ranks do, and none waits for another."""
+    one is a warning, which may be an error), all ranks of the link do."""
     asked = place_of(link)
     own, fault = Rates(0.0, 0.0), None
     try:
