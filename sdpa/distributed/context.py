@@ -204,8 +204,9 @@ class context_parallel:
         heads = [t.shape[1] for t in (q, k, v)]
         if len({t.shape[0] for t in (q, k, v)}) > 1 or not heads[0] >= heads[1] == heads[2] > 0:
             raise RuntimeError(
-                "context_parallel: expected query, key and value of one batch, with as many heads of values as of keys, "
-                f"at least one and no more than of queries, got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+                "context_parallel: expected query, key and value of one batch, with as many heads of values as of "
+                "keys, at least one and no more than of queries, got shapes "
+                f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
         options: dict[str, Any] = {name: getattr(call.options, name) for name in ("scale", "softcap", "enable_gqa")}
         options |= {"dropout_p": call.options.dropout_p} if drops(call.options) else {}
